@@ -60,6 +60,7 @@ _ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",  # nothing leaves the machine unless asked to
     "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_MAX_STOP_STRINGS": "1000",  # as many as a task may have
 }
 """Set where the user has not set them."""
 
@@ -186,6 +187,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
             "enforce_eager": config.enforce_eager or on_cpu,
             "logprobs_mode": "processed_logprobs",
             "max_logprobs": -1,
+            "generation_config": "vllm",  # a model's own sampling is nothing that a task asked for
             "disable_log_stats": True,
             "worker_extension_cls": (
                 "trinity_es.actors.engines.gloo.GlooWorkerExtension" if config.weight_transfer and on_cpu

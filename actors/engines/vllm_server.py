@@ -72,7 +72,6 @@ def _prepared(model: str, name: str, options: dict[str, Any]) -> tuple[Any, Any,
         raise ConfigError(f"vllm serve knows no {', '.join(unknown)}: correct explorer.rollout_model.server_args")
     chosen = {
         "model": model, "served_model_name": [name], "enable_scale_out": True, "disable_fastapi_docs": True,
-        "generation_config": "vllm",  # a model's own sampling is nothing that a task asked for
         "enable_auto_tool_choice": "tool_call_parser" in options,
     }
     for option, value in {**{k: v for k, v in chosen.items() if hasattr(args, k)}, **options}.items():
@@ -103,7 +102,7 @@ class _RecordingClient:
         if record is None:
             return self._llm.generate(prompt, sampling_params, request_id, **more)  # type: ignore[no-any-return]
         ids: list[int] = (prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None) or []
-        if ids:
+        if ids and not prompt.get("mm_placeholders"):
             given, text = ids, prompt.get("prompt")
             ids = record.exact_prompt(lambda: text or self._text(given), given)
             prompt = {**prompt, "prompt_token_ids": ids}

@@ -339,7 +339,7 @@ class Model(Remembering):
                 "this model has no OpenAI endpoint: the rollout model has one in a runner of the actor system, and in "
                 "a WorkflowRunner that was given a `server` (trinity_es.actors.serving.engine_server.EngineServer)"
             )
-        self._session = self._session or self._server.open(self)
+        self._session = self._session or ("over" if self._over else self._server.open(self))
         return Endpoint(f"{self._server.url}/s/{self._session}/v1", self._server.token, self._server.name)
 
     def extract_experience_from_history(

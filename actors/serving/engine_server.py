@@ -22,13 +22,12 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import os
 import re
 import secrets
 from collections.abc import Callable, Coroutine, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
-import orjson
 
 from trinity_es.actors.engines.interface import Engine
 from trinity_es.actors.rollout.model import Model
@@ -45,8 +44,8 @@ from trinity_es.actors.serving.http_server import (
     url_of,
     while_listening,
 )
-from trinity_es.actors.serving.recorded_frames import WANTED, Framed
-from trinity_es.actors.serving.request_limits import CHATS, RESPONSES, allowed, checked, completed
+from trinity_es.actors.serving.recorded_frames import WANTED, Framed, id_in
+from trinity_es.actors.serving.request_limits import CHATS, RESPONSES, allowed, checked, completed, dumped
 from trinity_es.actors.serving.request_record import REQUEST, RequestRecord
 from trinity_es.events.errors import EngineError, StartupError, WorkflowError
 from trinity_es.events.experience import Experience
@@ -58,6 +57,8 @@ if TYPE_CHECKING:
 __all__ = ["EngineServer"]
 
 _log = logging.getLogger(__name__)
+LEAVING_SECONDS = 0.2
+"""How long an application may take to end a request whose client or run is gone, before it is cancelled."""
 _SESSION = re.compile(r"/s/([^/]*)(/.*)")
 
 Scope = MutableMapping[str, Any]
@@ -71,6 +72,8 @@ class _Session:
     working: set[asyncio.Future[Any]] = field(default_factory=set)
     kept: bool = True
     """The model keeps the answers."""
+    over: bool = False
+    """Its run is over."""
 
 
 class EngineServer:
@@ -102,6 +105,7 @@ class EngineServer:
         self.sessions: dict[str, _Session] = {}
         self._application: asyncio.Task[Any] | None = None
         self._further: Any = None
+        self._ending: set[asyncio.Future[Any]] = set()
         self._server: Any = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -126,6 +130,8 @@ class EngineServer:
         for session in list(self.sessions):
             self.forget(session)
         _abort(self.plain)
+        while self._ending or any(s.working for s in (self.plain, *self.sessions.values())):
+            await asyncio.sleep(0.01)  # nothing goes on in the engine
         if self._serving is not None:
             self._server.should_exit = True
             await asyncio.wait({self._serving})
@@ -146,6 +152,7 @@ class EngineServer:
         """Abort the requests of a run that is over. Fine where there is no such session."""
         found = self.sessions.pop(session, None)
         if found is not None:
+            found.over = True
             _abort(found)
 
     def _session(self, session: str | None) -> _Session:
@@ -200,9 +207,10 @@ class EngineServer:
         if request.method == "POST":
             body, longest = completed(path, checked(path, raw), session.model.defaults, ids=session.kept)
             adapter = session.model.sampling.adapter
-            if body.get("model") in getattr(self.engine, "adapters", ()):
-                adapter, body["model"] = str(body["model"]), self.name
-            raw = orjson.dumps(body)
+            named = body.get("model")
+            if isinstance(named, str) and named in getattr(self.engine, "adapters", ()):
+                adapter, body["model"] = named, self.name
+            raw = dumped(body)
         record = RequestRecord(
             model=session.model, body=body, longest=longest, failed_with=self._told(session), kept=session.kept,
             wanted=session.kept or responding.framed, chat=path in CHATS, adapter=adapter,
@@ -211,13 +219,25 @@ class EngineServer:
             record.number = session.model.numbered()
         responding.begin(record, self.engine.model_version, several=path == RESPONSES)
         headers = [(k, v) for k, v in request.scope["headers"] if k not in _NOT_PASSED_ON]
-        scope = {**request.scope, "path": path, "raw_path": path.encode(),
-                 "headers": [*headers, (b"content-length", str(len(raw)).encode())]}
+        headers += [(b"content-length", str(len(raw)).encode()), *_own_key()]
+        scope = {**request.scope, "path": path, "raw_path": path.encode(), "headers": headers}
         application = await self._app()
+        if session.over:
+            raise ApiError("the request was aborted: its run is gone", status=503)
 
         async def played() -> None:
             REQUEST.set(record)
-            await application(scope, _body_of(raw), responding.send)
+            left = asyncio.Event()
+            playing = asyncio.ensure_future(application(scope, _body_of(raw, left), responding.send))
+            try:
+                await asyncio.shield(playing)
+            except asyncio.CancelledError:
+                responding.drop()
+                left.set()  # vLLM's server ends a request by itself whose client is gone, and by nothing else
+                ending = asyncio.ensure_future(_ended(playing))
+                self._ending.add(ending)
+                ending.add_done_callback(self._ending.discard)
+                raise
 
         await while_listening(request.receive, played(), session.working)
         await responding.end()
@@ -244,14 +264,28 @@ _NOT_PASSED_ON = frozenset({b"content-length", b"transfer-encoding", b"authoriza
 """Headers that end here. A request's id is made in here: no two answers have the same."""
 
 
-def _body_of(raw: bytes) -> Receive:
-    """Return an ASGI `receive` that gives this body, and then nothing: who goes away is noticed elsewhere."""
+async def _ended(playing: asyncio.Future[Any]) -> None:
+    """End the task of an application whose client or run is gone, which may do so itself first."""
+    await asyncio.wait({playing}, timeout=LEAVING_SECONDS)
+    playing.cancel()
+    await asyncio.gather(playing, return_exceptions=True)
+
+
+def _own_key() -> list[tuple[bytes, bytes]]:
+    """Return the header with the key that vLLM's server asks for by itself where its environment has one."""
+    key = os.environ.get("VLLM_API_KEY")
+    return [(b"authorization", f"Bearer {key}".encode())] if key else []
+
+
+def _body_of(raw: bytes, left: asyncio.Event) -> Receive:
+    """Return an ASGI `receive` that gives this body, and then, once it is set, that the client left."""
     given = False
 
     async def receive() -> Any:
         nonlocal given
         if given:
-            await asyncio.Event().wait()
+            await left.wait()
+            return {"type": "http.disconnect"}
         given = True
         return {"type": "http.request", "body": raw, "more_body": False}
 
@@ -268,9 +302,11 @@ class _Responding:
         self._send = Framed(send) if framed else send
         self.framed = framed
         self._record: RequestRecord | None = None
-        self._version, self._several, self._first = 0, False, b""
+        self._version, self._several, self._message = 0, False, ""
         self._start: Any = None
-        self._begun = self._ended = self._stored = False
+        self._held: Any = None
+        """The newest part of an answer after which the engine may be asked again."""
+        self._begun = self._ended = self._stored = self._dropped = False
 
     def begin(self, record: RequestRecord, version: int, several: bool) -> None:
         """Have what is sent from here on be the answer to this request; `several`: the engine may be asked again."""
@@ -282,13 +318,13 @@ class _Responding:
         if message["type"] == "http.response.start":
             self._start = message
             return
-        if self._ended:
+        if self._ended or self._dropped:
             return
         failed = self._record.failed
         if not self._begun and failed is not None:
             raise failed
         ends = not message.get("more_body", False)
-        self._first = self._first or message.get("body", b"")
+        self._message = self._message or id_in(message.get("body", b""))
         whole = self._record.complete() and (ends or not self._several)
         found = self._kept_now() if whole and not self._stored and self._start["status"] == 200 else None
         if not self._begun:
@@ -296,15 +332,25 @@ class _Responding:
             version = (b"x-model-version", str(self._version).encode())
             await self._send({**self._start, "headers": [*self._start.get("headers", ()), version]})
         if found is not None and isinstance(self._send, Framed):
-            await self._send.record(self._record, found, self._first)
+            await self._send.record(self._record, found, self._message)
+        if self._several:  # its last part waits until it is recorded
+            self._held, message = message, self._held
+            if message is not None:
+                await self._send({**message, "more_body": True})
+            message = self._held if ends else None
         self._ended = ends
-        await self._send(message)
+        if message is not None:
+            await self._send(message)
 
     def _kept_now(self) -> list[Experience] | None:
         """Keep what was generated, before the client knows that it is complete."""
         assert self._record is not None
         self._stored = True
         return self._record.experiences() if self._record.wanted else None
+
+    def drop(self) -> None:
+        """Send nothing on any more that the application sends."""
+        self._dropped = True
 
     async def end(self) -> None:
         """Take the end of the application; raises what the engine failed with where nothing was answered."""

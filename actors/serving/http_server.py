@@ -54,7 +54,7 @@ class Gone(ApiError):
 async def read_body(request: Request, limit: int = BODY_LIMIT) -> bytes:
     """Return the body of a request.
 
-    Raises Refused (413), at once where its length is announced, before more is kept.
+    Raises ApiError (413), at once where its length is announced, before more is kept.
     """
     declared = request.headers.get("content-length", "")
     size = int(declared) if declared.isdecimal() else 0
@@ -202,7 +202,7 @@ async def while_listening(
     running: set[asyncio.Future[Any]] | None = None,
 ) -> _T:
     """Return what `work` gives; it is cancelled when the client goes away (Gone). While it runs it is in `running`,
-    where others may cancel it (Refused).
+    where others may cancel it (ApiError).
     """
 
     gone = False

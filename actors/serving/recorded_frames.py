@@ -21,7 +21,7 @@ import orjson
 from trinity_es.actors.serving.request_record import RequestRecord
 from trinity_es.events.experience import Experience
 
-__all__ = ["WANTED", "Framed", "Record", "frames", "recorded"]
+__all__ = ["WANTED", "Framed", "Record", "frames", "id_in", "recorded"]
 
 WANTED = "x-trinity-record"
 """Header of a request whose answer is to come in frames."""
@@ -42,6 +42,12 @@ class Record(TypedDict):
     """Which of the answers the experiences are: one without a token is none, since nothing could be learned from it."""
 
 
+def id_in(body: bytes) -> str:
+    """Return the response's id, where the first parts of an answer have it."""
+    found = _ID.search(body)
+    return found[1].decode() if found else ""
+
+
 class Framed:
     """An ASGI `send` that puts what it sends into frames."""
 
@@ -56,15 +62,14 @@ class Framed:
         last = not message.get("more_body", False)
         await self._out(b"b", message.get("body", b""), last)
 
-    async def record(self, record: RequestRecord, experiences: list[Experience], body: bytes) -> None:
-        """Send what is recorded; `body` is the first part of the answer."""
-        found = _ID.search(body)
+    async def record(self, record: RequestRecord, experiences: list[Experience], message: str) -> None:
+        """Send what is recorded; `message` is the response's id."""
         versions = [g.before for g in record.generations]
         versions += [int(span[0]) for e in experiences for span in e.info.get("version_spans", ())]
         answers = [c for g in record.generations for c in g.completions or ()]
         some = [i for i, e in enumerate(experiences) if e.tokens.size > e.prompt_length]
         told = orjson.dumps(Record(
-            message=found[1].decode() if found else uuid4().hex, versions=versions,
+            message=message or uuid4().hex, versions=versions,
             prompt_tokens=sum(len(g.completions[0].prompt_token_ids) for g in record.generations if g.completions),
             response_tokens=sum(len(c.token_ids) for c in answers), choices=some,
         ))

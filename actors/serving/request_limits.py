@@ -15,15 +15,17 @@ from trinity_es.actors.engines.sampling import MOST_ANSWERS, MOST_PROMPTS, MOST_
 from trinity_es.actors.serving.errors import ApiError
 from trinity_es.events.errors import DataError
 
-__all__ = ["CHAT", "CHATS", "COMPLETIONS", "GENERATE", "RESPONSES", "ROUTES", "allowed", "checked", "completed"]
+__all__ = [
+    "CHAT", "CHATS", "COMPLETIONS", "GENERATE", "RESPONSES", "ROUTES", "allowed", "checked", "completed", "dumped",
+]
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
-RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+RESPONSES, MESSAGES, BATCH = "/v1/responses", "/v1/messages", "/v1/chat/completions/batch"
 CHATS = frozenset({CHAT, RESPONSES, MESSAGES})
 """Routes whose prompt is made of messages."""
 _READ = frozenset({"/v1/models", "/version", "/load", "/ping"})
 _ASKED = frozenset({
-    CHAT, COMPLETIONS, GENERATE, "/v1/chat/completions/batch", RESPONSES, MESSAGES,
+    CHAT, COMPLETIONS, GENERATE, BATCH, RESPONSES, MESSAGES,
     "/v1/messages/count_tokens", "/tokenize", "/detokenize", "/v1/chat/completions/render", "/v1/completions/render",
 })
 ROUTES = [*(("GET", path) for path in sorted(_READ)), *(("POST", path) for path in sorted(_ASKED))]
@@ -43,6 +45,7 @@ def checked(path: str, raw: bytes) -> dict[str, Any]:
         raise ApiError(f"the body is no JSON: {e}") from e
     if not isinstance(body, dict):
         raise ApiError(f"the body is a JSON {type(body).__name__}: give an object")
+    dumped(body)
     body.pop("request_id", None)  # a request's id is made in here: no two answers have the same
     asked = _sampling_of(path, body)
     for name, most in (("n", MOST_ANSWERS), ("best_of", MOST_ANSWERS), *((name, MOST_TOKENS) for name in _LENGTHS),
@@ -53,10 +56,17 @@ def checked(path: str, raw: bytes) -> dict[str, Any]:
     if asked.get("use_beam_search"):
         raise ApiError("use_beam_search: beams are not sampled, so nothing could be learned from them",
                        param="use_beam_search", code="unsupported_value")
-    prompts = body.get("prompt") if path == COMPLETIONS else None
-    if isinstance(prompts, list) and len(prompts) > MOST_PROMPTS and isinstance(prompts[0], str | list):
-        raise ApiError(f"prompt: {len(prompts):,} prompts in one request: {MOST_PROMPTS:,} are the most",
-                       param="prompt", code="invalid_value")
+    for name in ("background", "previous_response_id"):
+        if path == RESPONSES and body.get(name):
+            raise ApiError(f"{name}: no answer is kept here beyond its request", param=name, code="unsupported_value")
+    field = {COMPLETIONS: "prompt", BATCH: "messages"}.get(path, "")
+    prompts = body.get(field)
+    if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list):
+        answers = len(prompts) * (asked["n"] if isinstance(asked.get("n"), int) else 1)
+        if answers > MOST_PROMPTS:
+            raise ApiError(f"{field}: {answers:,} answers to one request: {MOST_PROMPTS:,} are the most",
+                           param=field, code="invalid_value")
+    prompts = prompts if path == COMPLETIONS else None
     for name, prompt in (("prompt", prompts), ("token_ids", body.get("token_ids"))):
         if isinstance(prompt, str | list):
             try:
@@ -64,6 +74,14 @@ def checked(path: str, raw: bytes) -> dict[str, Any]:
             except DataError as e:
                 raise ApiError(str(e), param=name, code="invalid_value") from e
     return body
+
+
+def dumped(body: Mapping[str, Any]) -> bytes:
+    """Return a request as JSON. Raises ApiError for one that is nested too deeply."""
+    try:
+        return orjson.dumps(body)
+    except TypeError as e:
+        raise ApiError(f"the body is no JSON that can be passed on: {e}") from e
 
 
 def completed(
@@ -78,7 +96,8 @@ def completed(
         return body, None
     asked = _sampling_of(path, body)
     for name, value in defaults.items():
-        if value is None or name in _NOT_SAID:
+        name = _SPOKEN.get(path, {}).get(name, name)
+        if value is None or name in _NOT_SAID or (name == "n" and path in _ONE_ANSWER):
             continue
         if name == "json_schema":
             if value and asked.get("response_format") is None and path in (CHAT, COMPLETIONS):
@@ -94,8 +113,12 @@ def completed(
 
 _NOT_SAID = frozenset({"logprobs", "top_logprobs", "max_tokens", "adapter"})
 """Defaults that no request is given: what is shown is its client's affair, length and adapter are the server's."""
+_SPOKEN = {MESSAGES: {"stop": "stop_sequences"}}
+"""What an API calls the sampling by another name."""
+_ONE_ANSWER = frozenset({RESPONSES, MESSAGES, BATCH})
+"""Routes without `n`."""
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-_SAMPLED = frozenset({CHAT, COMPLETIONS, GENERATE, RESPONSES, MESSAGES, "/v1/chat/completions/batch"})
+_SAMPLED = frozenset({CHAT, COMPLETIONS, GENERATE, RESPONSES, MESSAGES, BATCH})
 """Routes that sample."""
 
 

@@ -7,8 +7,9 @@ own server by `engines/vllm_server.py`, or `small_api.py`) says so there.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,13 +76,11 @@ class RequestRecord:
         self.rendered = text
         return self.model.exact_prompt(text, self._earlier if "messages" in self.body else None) or ids
 
-    def _earlier(self) -> Iterable[str]:
+    def _earlier(self) -> Iterator[str]:
         """Return the prompts that the messages had before each answer in them, newest first."""
-        try:
+        with contextlib.suppress(ApiError, WorkflowError):  # messages that only the engine's own server understands
             messages = messages_of(self.body["messages"])
-            return list(self.model.earlier_prompts(messages, tools_of(self.body), template_of(self.body)))
-        except (ApiError, WorkflowError):  # messages that only the engine's own server understands
-            return ()
+            yield from self.model.earlier_prompts(messages, tools_of(self.body), template_of(self.body))
 
     def begin(self, sampling: Sampling, further: dict[str, Any], text: str | None = None) -> Generation:
         """Take note that the engine is asked."""

@@ -228,7 +228,7 @@ class _SmallServer:
             for i, completion in enumerate(
                 c for group in await self._generated(record, prompts, asked.sampling) for c in group
             ):
-                yield answer.chunk(completion, i)
+                yield answer.chunk(completion, i, new_prompt=i % asked.sampling.n == 0)
         else:
             [prompt] = prompts
             generation = record.begin(asked.sampling, {}, prompt if isinstance(prompt, str) else None)
@@ -261,7 +261,7 @@ class _Answer:
             "model": server.name,
         }
         self._begun: set[int] = set()
-        self._offset, self._used = 0, (0, 0)
+        self._offsets, self._used = dict[int, int](), (0, 0)
 
     def whole(self, groups: list[list[Completion]]) -> dict[str, Any]:
         """Return the answers to all prompts as one response."""
@@ -277,18 +277,18 @@ class _Answer:
             head["prompt_token_ids"] = groups[0][0].prompt_token_ids
         return {**head, "choices": choices, "usage": _usage(*self._used)}
 
-    def chunk(self, new: Completion, index: int) -> bytes:
+    def chunk(self, new: Completion, index: int, new_prompt: bool = True) -> bytes:
         """Return what is new of an answer in a stream."""
         said: dict[str, Any] = {"delta": {"content": new.text}} if self._asked.chat else {"text": new.text}
-        body, choice = dict(self._head), {"index": index, **said, **self._choice(new, self._offset)}
+        body, choice = dict(self._head), {"index": index, **said, **self._choice(new, self._offsets.get(index, 0))}
         if index not in self._begun:
             self._begun.add(index)
-            self._count(0 if index else len(new.prompt_token_ids), 0)
+            self._count(len(new.prompt_token_ids) if new_prompt else 0, 0)
             if self._asked.chat:
                 choice["delta"]["role"] = "assistant"
             if self._asked.ids:
                 (body if self._asked.chat else choice)["prompt_token_ids"] = new.prompt_token_ids
-        self._offset += len(new.text)
+        self._offsets[index] = self._offsets.get(index, 0) + len(new.text)
         self._count(0, len(new.token_ids))
         if self._asked.usage:
             body["usage"] = None

@@ -1,6 +1,6 @@
 """Thousands of conversations over the chat templates of real models: see `tests/helpers/random_conversations.py`.
 
-Fourteen hundred take a minute of a core; `CONVERSATIONS=10000 pytest ...` plays ten thousand.
+Seven hundred take half a minute of a core; `CONVERSATIONS=10000 pytest ...` plays ten thousand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.helpers.random_conversations import Talk, talks
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1800)]
 
-CONVERSATIONS = int(os.environ.get("CONVERSATIONS", "1400"))
+CONVERSATIONS = int(os.environ.get("CONVERSATIONS", "700"))
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def read_object(raw: bytes, fields: set[str] | None = None) -> dict[str, Any]:
-    """Return a request's JSON object; where `fields` are given, with no others. Raises Refused."""
+    """Return a request's JSON object; where `fields` are given, with no others. Raises ApiError."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as e:
@@ -43,7 +43,7 @@ def read_object(raw: bytes, fields: set[str] | None = None) -> dict[str, Any]:
 def require_local(request: Request) -> None:
     """Refuse what a browser sends for a page that is not of this machine: by its origin, or by the name it asked for.
 
-    Who asks is on this machine all the same, since nobody else reaches a loopback address. Raises Refused.
+    Who asks is on this machine all the same, since nobody else reaches a loopback address. Raises ApiError.
     """
     for header, host in (("Host", request.url.hostname), ("Origin", _host(request.headers.get("origin")))):
         if host is not None and not is_loopback(host):

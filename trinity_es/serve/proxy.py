@@ -48,7 +48,7 @@ from trinity_es.actors.serving.http_server import (
     while_listening,
 )
 from trinity_es.actors.serving.recorded_frames import WANTED, frames, recorded
-from trinity_es.actors.serving.request_limits import ROUTES
+from trinity_es.actors.serving.request_limits import ROUTES, dumped
 from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.config.config import Config
@@ -261,7 +261,9 @@ class Proxy:
     async def _asked(self, request: Request) -> Response:
         raw = await read_body(request)
         path = request.url.path
-        known, later = conversation_keys(read_object(raw), request.headers.get("x-session-id"))
+        body = read_object(raw)
+        dumped(body)
+        known, later = conversation_keys(body, request.headers.get("x-session-id"))
 
         async def ask(way: Backend) -> Response:
             headers = {**self._headers(), "content-type": "application/json", WANTED: "1"}
@@ -304,7 +306,7 @@ class Proxy:
 
     # --- engines ----------------------------------------------------------------------------------------------------
     async def _on_an_engine(self, ask: Callable[[Backend], Coroutine[Any, Any, T]], keys: list[str]) -> T:
-        """Return what `ask` makes of an engine's answer; another engine is asked where one fails. Raises Refused."""
+        """Return what `ask` makes of an engine's answer; another engine is asked where one fails. Raises ApiError."""
         import httpx
 
         deadline = time.monotonic() + self._patience

@@ -278,6 +278,7 @@ async def test_p55_the_likeliest_tokens_are_told_beside_the_sampled_ones() -> No
     ({**TEXT, "prompt": [["a"]]}, "prompt"),
     ({**CHAT, "use_beam_search": True}, "use_beam_search"),
     ({**CHAT, "stop_token_ids": [3]}, "stop_token_ids"),
+    ({**TEXT, "prompt": ["a"] * 1000, "n": 100}, "prompt"),
     ({**TEXT, "prompt": [2**31]}, "prompt"),
     ({**TEXT, "echo": True}, "echo"),
 ])
@@ -304,6 +305,35 @@ async def test_what_is_no_request_is_told_in_openais_json() -> None:
         over = await posted(server, CHAT, "/s/gone/v1/chat/completions")
         assert over.status_code == 404
         assert "its run is over" in over.json()["error"]["message"]
+
+
+async def test_what_is_nested_without_end_and_a_model_that_is_no_name_are_told_so() -> None:
+    engine = Recorder()
+    engine.adapters["math"] = 1
+    async with serving(engine) as server:
+        for content in (b'{"messages": ' + b"[" * 400 + b"]" * 400 + b"}", b'{"model": ["x"], "prompt": "a"}'):
+            answer = await posted(server, None, "/v1/completions", content=content, json=None)
+            assert answer.status_code in (400, 404), answer.text
+
+
+async def test_what_comes_when_its_run_is_over_is_neither_played_nor_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Recorder()
+    async with serving(engine) as server:
+        session = server.open(model := Model(engine))
+        app = server._app
+
+        async def slow() -> Any:
+            server.forget(session)  # while the application is made
+            return await app()
+
+        monkeypatch.setattr(server, "_app", slow)
+        answer = await posted(server, CHAT, f"/s/{session}/v1/chat/completions")
+        assert (answer.status_code, engine.asked) == (503, [])
+        other = Model(engine, server=server)
+        await other.aclose()
+        assert other.openai_endpoint().base_url.endswith("/s/over/v1")
+        assert server.sessions == {}
+    assert model.extract_experience_from_history() == []
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -77,7 +77,8 @@ async def test_an_experience_says_which_weights_made_which_token(tmp_path: Any) 
     async with serving(engine) as server:
         session = server.open(model := Model(engine))
         async with client(server, session) as ask:
-            chunks = [c async for c in await ask.completions.create(model="tiny", prompt="x", stream=True)]
+            async for _ in await ask.completions.create(model="tiny", prompt="x", stream=True):
+                pass
         (e,) = model.extract_experience_from_history()
     assert (e.info["version_spans"], e.info["model_version"]) == ([[0, 0, 1], [1, 1, 2]], 0)
     assert e.logprobs.tolist() == [-1.0, -2.0]

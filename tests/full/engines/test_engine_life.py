@@ -112,7 +112,7 @@ class Forgetful:
 
     errored = False
 
-    async def generate(self, *_: object) -> AsyncIterator[None]:
+    async def generate(self, *_: object, **__: object) -> AsyncIterator[None]:
         await asyncio.Event().wait()
         yield None
 
@@ -124,8 +124,8 @@ async def test_a_request_that_vllm_forgets_ends_with_its_engine(tmp_path: Path) 
     (tmp_path / "config.json").write_text("{}")
     engine = VLLMEngine(EngineConfig(model_path=str(tmp_path)))
     engine._llm, engine._dead = Forgetful(), None
-    asked = asyncio.create_task(engine._request(engine._llm, [1], None))
-    given_up = asyncio.create_task(engine._request(engine._llm, [1], None))
+    asked = asyncio.create_task(engine._request(engine._llm, [1], None, None))
+    given_up = asyncio.create_task(engine._request(engine._llm, [1], None, None))
     await asyncio.sleep(0)
     given_up.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -16,7 +16,7 @@ import pytest
 from tests.helpers.engines import Live
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving.engine_server import EngineServer
-from trinity_es.actors.serving.request_record import REQUEST
+from trinity_es.actors.serving.request_record import REQUEST, Generation, RequestRecord
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.experience import Experience
 from trinity_es.testing import wait_until
@@ -209,6 +209,15 @@ def test_an_answer_that_is_longer_than_the_room_that_is_left_is_cut_where_nobody
     assert [(len(e.tokens), e.truncate_status) for e in session.kept()] == [(256, "response_truncated")] * 3
 
 
+def test_a_stream_of_responses_is_recorded_before_its_client_has_its_end(session: Session) -> None:
+    asked = {"model": "tiny", "input": "c=", "stream": True}
+    kept = []
+    for event in session.openai.responses.create(**asked):  # type: ignore[call-overload]
+        kept.append((event.type, len(session.model._history)))
+    assert kept[-1][0] in ("response.completed", "response.incomplete")
+    assert [count for _, count in kept] == [0] * (len(kept) - 1) + [1]
+
+
 def test_what_is_refused_is_refused_in_vllms_words_and_kept_by_nobody(session: Session) -> None:
     told = session.post("/v1/completions", {"prompt": "a" * 4000}, status=400)
     assert "maximum context length" in told["error"]["message"]
@@ -226,8 +235,18 @@ def test_what_is_refused_is_refused_in_vllms_words_and_kept_by_nobody(session: S
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_with_its_run_a_request_ends_in_the_engine(live: Live, server: EngineServer, stream: bool) -> None:
+def test_with_its_run_a_request_ends_in_the_engine(
+    live: Live, server: EngineServer, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = Session(live, server)
+    asked_of_it: list[Generation] = []
+    begin = RequestRecord.begin
+
+    def begun(*args: Any) -> Generation:
+        asked_of_it.append(begin(*args))
+        return asked_of_it[-1]
+
+    monkeypatch.setattr(RequestRecord, "begin", begun)
     asked = {"model": "tiny", "prompt": "c=", "max_tokens": 250, "ignore_eos": True, "stream": stream}
     with ThreadPoolExecutor(1) as threads:
         answer = threads.submit(
@@ -239,6 +258,7 @@ def test_with_its_run_a_request_ends_in_the_engine(live: Live, server: EngineSer
     assert "its run is gone" in told.text
     assert stream or told.status_code == 503
     assert session.kept() == []
+    assert [generation.completions for generation in asked_of_it] == [None], "it did not go on to its end"
 
 
 def test_an_engine_that_is_dead_is_told_and_to_whoever_has_to_replace_it(live: Live) -> None:
