@@ -95,7 +95,7 @@ async def test_a_session_that_is_forgotten_takes_its_requests_along() -> None:
         await model.aclose()
         server.forget(session)
         assert (await mine).status_code == 503
-        assert engine.aborted == 1
+        await until(lambda: engine.aborted == 1, "the end of the request in the engine")
         assert (await posted(server, CHAT, f"/s/{session}/v1/chat/completions")).status_code == 404
         with pytest.raises(WorkflowError, match="its run is over"):
             model.extract_experience_from_history()
