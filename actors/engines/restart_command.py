@@ -30,10 +30,10 @@ async def run_command(command: str, values: Mapping[str, str], *, seconds: float
     try:
         status = await asyncio.wait_for(process.wait(), seconds)
     except TimeoutError:
-        raise EngineError(f"the restart command had not ended after {seconds:g} s: {command}") from None
+        raise EngineError(f"servers.restart_command had not ended after {seconds:g} s") from None
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     if status != 0:
-        raise EngineError(f"the restart command failed (exit status {status}): {command}")
+        raise EngineError(f"servers.restart_command failed (exit status {status})")

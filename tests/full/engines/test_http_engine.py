@@ -293,7 +293,7 @@ def test_a_restart_command_brings_weights_into_a_server_that_takes_none(
                 with pytest.raises(EngineError, match=told):
                     async with met(server, other, restart_command=lazy, restart_timeout=1.0):
                         pass
-            with pytest.raises(EngineError, match=r"the restart command failed \(exit status 5\)"):
+            with pytest.raises(EngineError, match=r"servers.restart_command failed \(exit status 5\)"):
                 async with met(server, other, restart_command="exit 5"):
                     pass
         finally:

@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_es.actors.coordinator.decisions import servers
+from trinity_es.actors.coordinator.fleet import server_list
 from trinity_es.actors.coordinator.fleet.server_list import ServerList, read_lines
 from trinity_es.actors.settings import ServersSettings, checked_url
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError
 from trinity_es.projections.runner import RunnerLife, RunnerState
 from trinity_es.projections.servers import Servers, evolve_servers, leaving
+from trinity_es.testing import wait_until
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 
@@ -150,7 +152,22 @@ def test_a_list_that_can_not_be_read_is_told_once_and_changes_nothing(
     broken = ServersSettings(urls=[], file="", command=f"echo {A}; exit 3", poll_interval=1.0, drain_timeout=1.0)
     ServerList(broken, told.append).read()
     assert told[-1] == []
-    assert "exit status 3" in caplog.text
+    assert "(servers.command): the command failed (exit status 3)" in caplog.text
+    assert "exit 3" not in caplog.text, "a command may hold a key"
     good = ServersSettings(urls=[], file="", command=f"echo {B}", poll_interval=1.0, drain_timeout=1.0)
     ServerList(good, told.append).read()
     assert told[-1] == [B]
+
+
+def test_a_command_that_hangs_is_ended_with_what_it_started(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_list, "COMMAND_SECONDS", 0.5)
+    command = f"sleep 60 & echo $! > {tmp_path}/pid; wait"
+    ServerList(
+        ServersSettings(urls=[], file="", command=command, poll_interval=1.0, drain_timeout=1.0), [].append
+    ).read()
+    assert "the command had not ended after 0.5 s" in caplog.text
+    assert "sleep" not in caplog.text
+    status = Path("/proc", (tmp_path / "pid").read_text().strip(), "status")
+    wait_until(lambda: not status.exists() or "State:\tZ" in status.read_text(), "its child to end", 5.0)
