@@ -114,9 +114,9 @@ class ServersConfig(Section):
     """Environment variable, where the system is started, with the servers' `--api-key`; unset: they ask for none."""
     restart_command: Text = ""
     """Shell command that ends a server and starts it again with other weights: `{url}`, `{path}` and `{version}` in it
-    are replaced, and are TRINITY_ES_URL, TRINITY_ES_PATH and TRINITY_ES_VERSION in its environment. It is run for a
-    server that does not answer, and to bring weights into one that can't load them while it runs. Empty: there is none.
-    """
+    are replaced, quoted for the shell (write no quotes around them), and are TRINITY_ES_URL, TRINITY_ES_PATH and
+    TRINITY_ES_VERSION in its environment. It is run for a server that does not answer, and to bring weights into one
+    that can't load them while it runs. Empty: there is none."""
     restart_after: float = Field(default=60.0, ge=0.0)
     """Seconds that a runner waits for a server that does not answer, once, before it runs `restart_command`."""
     restart_timeout: Seconds = 600.0

@@ -1,6 +1,6 @@
 """The list of servers that a file or a command gives, read again and again in a thread of its own.
 
-What can't be read changes nothing, and is told once in the text log.
+One that can't be read, also one of its lines, changes nothing, and is told once in the text log.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def read_lines(text: str) -> tuple[list[str], list[str]]:
 
 
 class ServerList:
-    """Reads the list; `tell` is called, in the thread, with what it says whenever that could be read."""
+    """Reads the list; `tell` is called, in the thread, with what it says whenever all of it could be read."""
 
     def __init__(self, settings: ServersSettings, tell: Callable[[list[str]], None]) -> None:
         self._settings, self._tell = settings, tell
@@ -66,7 +66,8 @@ class ServerList:
         if told and told != self._told:
             _log.warning("the list of servers (%s): %s", self._settings.file or "servers.command", told)
         self._told = told
-        self._tell(urls)
+        if not problems:
+            self._tell(urls)
 
     def _text(self) -> str:
         if self._settings.file:
