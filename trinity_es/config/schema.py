@@ -102,10 +102,11 @@ class ServersConfig(Section):
     """vLLM servers that others run, for `engine_type: http` (docs/ENGINES.md). One of the first three lists them."""
 
     urls: list[Annotated[str, AfterValidator(checked_url)]] = Field(default_factory=list)
-    """Their URLs, as in `http://gpu-7:8000`, a server each: no load balancer before several. Without credentials."""
+    """Their URLs, as in `http://gpu-7:8000`, a server each: no load balancer before several. Without /v1, and
+    without credentials."""
     file: str = ""
     """File with a URL a line (`#` begins a comment), read again and again: servers come and go with their lines. One
-    that is empty or not there changes nothing."""
+    that is empty, not there, or has a line that is no URL changes nothing."""
     command: Text = ""
     """Shell command that prints the same, run again and again in the working directory of the system's start."""
     poll_interval: Seconds = 2.0
