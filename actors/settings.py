@@ -6,6 +6,7 @@ is not here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,19 +17,29 @@ __all__ = [
     "checked_url", "settings_from",
 ]
 
+_PORTS = {"http": 80, "https": 443}
+
 
 def checked_url(value: str) -> str:
-    """Return the URL of a server, without a slash at its end. Raises ValueError, which says what a URL must be."""
+    """Return the URL of a server, however it is spelled: in lower case, with its port, without a slash at its end.
+
+    Raises ValueError, which says what a URL must be, and holds nothing that may be a secret.
+    """
+    if "@" in value:
+        raise ValueError("has credentials in it, which would stand in the log: give a key by servers.key_variable")
+    shown = re.split(r"[\s?#]", value, maxsplit=1)[0]
+    strange = ValueError(f"must be like http://host:8000, not {shown if shown == value else shown + '...'!r}")
     try:
         parts = urlsplit(value)
-        if parts.username is not None or parts.password is not None:
-            raise ValueError("has credentials in it, which would stand in the log: give a key by servers.key_variable")
-        if parts.port == 0 or parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
-            raise ValueError(f"must be like http://host:8000, not {value!r}")
-    except ValueError as e:
-        told = str(e) if str(e).startswith(("has ", "must ")) else f"must be like http://host:8000, not {value!r}"
-        raise ValueError(told) from None
-    return value.rstrip("/")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        raise strange from None
+    if not host or port == 0 or parts.scheme not in _PORTS or re.search(r"[\s?#\x00-\x1f\x7f]", value):
+        raise strange
+    path = parts.path.rstrip("/")
+    if path.endswith("/v1"):
+        raise ValueError(f"must be like http://host:8000: leave /v1 out of {shown!r}")
+    return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{port or _PORTS[parts.scheme]}{path}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

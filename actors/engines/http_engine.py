@@ -21,14 +21,14 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from trinity_es.actors.engines.checkpoints import reference_shapes, resolve_model
 from trinity_es.actors.engines.http_weights import WATCH_SECONDS, ServerWeights
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling, Tokenizer
-from trinity_es.actors.engines.vllm_http_api import ServerGone, VLLMServer
+from trinity_es.actors.engines.vllm_http_api import ServerGone, VLLMServer, unreached
 from trinity_es.actors.engines.vllm_requests import Answer, TextCutter, answers, body, prompt_rows, route
 from trinity_es.actors.engines.vllm_values import VersionedCompletion
 from trinity_es.events.errors import ConfigError, EngineError
@@ -36,12 +36,13 @@ from trinity_es.events.errors import ConfigError, EngineError
 __all__ = ["HTTPEngine"]
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 SILENT_SECONDS = 30.0
 """How long a server may say nothing, a busy one say, before it is given up. One that refuses connections is at once."""
 REFUSED_LOOKS = 2
 """Looks in a row at a server that can't be reached after which it is given up."""
+STOP_SECONDS = 8.0
+"""How long a stop waits for a change of weights that is under way: less than the guardian waits for the stop."""
 _PROBE = "Here are 12,345 of  them,\n\tça va? 好的 don't!"
 """A text that tokenizers which differ cut into other tokens."""
 _NOT_STARTED = "it was not started"
@@ -63,7 +64,6 @@ class HTTPEngine(ServerWeights):
         super().__init__(config, VLLMServer(options["url"], key=os.environ.get(options.get("key_variable", ""), "")))
         self.version = ""
         self._dead: str | None = _NOT_STARTED
-        self._died = asyncio.Event()
         self._processed = True
         """Logprobs are of the distribution that was sampled from, whatever the sampling."""
         self._watching: asyncio.Task[None] | None = None
@@ -141,7 +141,9 @@ class HTTPEngine(ServerWeights):
         return True
 
     async def stop(self) -> None:
-        """Let go of the server, which goes on. Idempotent."""
+        """Let go of the server, which goes on. Idempotent. A change of weights may end first, where it soon does."""
+        if self._changes and self._dead is None:
+            await asyncio.wait(self._changes, timeout=STOP_SECONDS)
         self._die("it was stopped")
         for task in [t for t in (self._watching, self._confirming, self._confirm_next) if t is not None]:
             task.cancel()
@@ -159,21 +161,23 @@ class HTTPEngine(ServerWeights):
         heard, refused = time.monotonic(), 0
         while self._dead is None:
             await asyncio.sleep(WATCH_SECONDS)
-            if self._changing:
-                heard = time.monotonic()
-                continue  # whoever changes its weights looks after it
+            problem: Exception | None = None
             try:
-                healthy = await self.server.healthy()
-                await self._know()
+                if not await self.server.healthy():
+                    problem = EngineError("its engine died (/health)", dead=True)
+                await self._know()  # which takes its word for it while its weights change
+            except Exception as e:
+                problem = problem or e
+            if problem is None or self.waits_for:  # who restarts it looks after it
                 heard, refused = time.monotonic(), 0
-                if not healthy:
-                    self._die("its engine died (/health)")
-            except ServerGone as e:
-                refused += "Connect" in str(e)
+            elif isinstance(problem, ServerGone):
+                refused += unreached(problem)
                 if refused >= REFUSED_LOOKS or time.monotonic() - heard > SILENT_SECONDS:
-                    self._die(str(e))
-            except EngineError as e:
-                _log.warning("%s: %s", self.server.url, e)
+                    self._die(str(problem))
+            elif isinstance(problem, EngineError) and problem.details.get("dead"):
+                self._die(str(problem))
+            else:
+                _log.warning("%s: %s", self.server.url, problem)
 
     async def _know(self) -> None:
         """See that it is the server that was met, with the weights that it was given; else the engine ends."""
@@ -307,25 +311,13 @@ class HTTPEngine(ServerWeights):
         except ServerGone as e:
             try:
                 await self._know()
-            except EngineError:
-                self._die(str(e))
+            except EngineError as known:  # silence is for the watch to judge: it may be busy
+                if unreached(known):
+                    self._die(str(e))
             self._alive()
             raise EngineError(str(e)) from e  # it passed: it is this request's failure alone
         finally:
             self._asking -= 1
-
-    async def _or_death(self, call: Coroutine[Any, Any, _T]) -> _T:
-        """Return what a call gives, unless the engine ends first. Cancelled, it ends the request."""
-        asking = asyncio.ensure_future(call)
-        death = asyncio.ensure_future(self._died.wait())
-        try:
-            await asyncio.wait({asking, death}, return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
-                self._alive()
-            return asking.result()
-        finally:
-            for task in (asking, death):
-                task.cancel()
 
     def _ids(self, prompt: str | list[int]) -> list[int]:
         self._alive()

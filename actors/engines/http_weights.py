@@ -11,8 +11,9 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from trinity_es.actors.engines.checkpoints import resolve_model, unloadable
@@ -24,6 +25,7 @@ from trinity_es.events.errors import EngineError, SyncError
 __all__ = ["WATCH_SECONDS", "ServerWeights"]
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 WATCH_SECONDS = 1.0
 """Interval between two looks at a server."""
@@ -57,7 +59,7 @@ class ServerWeights:
         self._labels: dict[str, int] = {}
         """Every label that this engine gave -> its version."""
         self.waits_for = ""
-        """What it waits for before it can start, however long: nothing is wrong with it."""
+        """What it waits for that others do, a restart say, however long: nothing is wrong with it."""
         self._shapes: dict[str, list[int]] | None = None
         self._tied = False
         self._swapping = asyncio.Lock()
@@ -68,6 +70,7 @@ class ServerWeights:
         self._asking = 0
         """Requests that are on their way."""
         self._changes: set[asyncio.Task[None]] = set()
+        self._died = asyncio.Event()
 
     def _alive(self) -> None:
         """Raise EngineError when the engine is gone."""
@@ -76,6 +79,19 @@ class ServerWeights:
     def _die(self, reason: str) -> None:
         """Take note that the engine will never answer again."""
         raise NotImplementedError
+
+    async def _or_death(self, call: Coroutine[Any, Any, _T]) -> _T:
+        """Return what a call gives, unless the engine ends first. Cancelled, it ends the request."""
+        asking = asyncio.ensure_future(call)
+        death = asyncio.ensure_future(self._died.wait())
+        try:
+            await asyncio.wait({asking, death}, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                self._alive()
+            return asking.result()
+        finally:
+            for task in (asking, death):
+                task.cancel()
 
     def _met(self) -> ServerFacts:
         assert self._facts is not None
@@ -126,9 +142,10 @@ class ServerWeights:
                     await self.server.resume()
             self._served = self._model
             return
-        broken = str(label).startswith(_BROKEN)
-        if facts.loads and not (broken and not facts.extension):
-            if broken or str(label).startswith(_CHANGING):
+        broken, half = str(label).startswith(_BROKEN), str(label).startswith((_BROKEN, _CHANGING))
+        # Of one whose runner ended in a change it is not known that the load failed: it is tried again.
+        if facts.loads and (facts.extension or not half or not (broken or self._restart_command)):
+            if half and facts.extension:
                 await self._forget_half_a_change()
             await self._bring(version, self._model)
         elif self._restart_command:
@@ -181,10 +198,8 @@ class ServerWeights:
                 # An answer that does not say which weights made it is of one version: it is waited for.
                 async with contextlib.nullcontext() if facts.spans and facts.loads else self._held():
                     self._changing = True
-                    if facts.loads:
-                        await self._change(version, path)
-                    else:
-                        await self._restart(version, path)
+                    change = self._change(version, path) if facts.loads else self._restart(version, path)
+                    await self._or_death(change)
             except SyncError:
                 raise
             except Exception as e:
@@ -245,6 +260,15 @@ class ServerWeights:
 
     async def _restart(self, version: int, path: str) -> None:
         """Have the user's command start the server with these weights."""
+        self.waits_for = "its restart command"
+        try:
+            await self._restarted(version, path)
+        finally:
+            self.waits_for = ""
+        if self._met().loads:
+            await self._give_label(version)
+
+    async def _restarted(self, version: int, path: str) -> None:
         before = self._process
         await self._run_restart_command(version, path)
         until = time.monotonic() + self._restart_timeout
@@ -258,15 +282,13 @@ class ServerWeights:
                             f"the restart command gave a server of {self._met().root}, not of {path}: it must start "
                             "one with {path}, or $TRINITY_ES_PATH, as its model"
                         )
-                    break
+                    return
                 problem = "it still is the same process"
             except ServerGone as e:
                 problem = str(e)
             if time.monotonic() > until:
                 raise EngineError(f"{self.server.url} did not come back after the restart command: {problem}")
             await asyncio.sleep(WATCH_SECONDS)
-        if self._met().loads:
-            await self._give_label(version)
 
     async def _run_restart_command(self, version: int, path: str) -> None:
         await run_command(

@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trinity_es.events.errors import EngineError
 
 if TYPE_CHECKING:
     import httpx
 
-__all__ = ["DEV_MODE", "UNLABELLED", "ServerFacts", "ServerGone", "VLLMServer"]
+__all__ = ["DEV_MODE", "UNLABELLED", "ServerFacts", "ServerGone", "VLLMServer", "unreached"]
+
+_T = TypeVar("_T")
 
 CONNECT_SECONDS = 5.0
 """How long a connection may take."""
@@ -35,6 +37,13 @@ DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
 
 class ServerGone(EngineError):
     """The server could not be asked: it is gone, or the way to it is."""
+
+
+def unreached(error: BaseException) -> bool:
+    """Return True if nobody took the connection, as where no server is; False for one that is silent, or busy."""
+    import httpx
+
+    return isinstance(error, ServerGone) and isinstance(error.__cause__, httpx.ConnectError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +75,11 @@ class VLLMServer:
     def __init__(self, url: str, *, key: str = "", transport: httpx.AsyncBaseTransport | None = None) -> None:
         self.url, self._key, self._transport = url.rstrip("/"), key, transport
         self._http: httpx.AsyncClient | None = None
+        self._closed = False
 
     def _client(self) -> httpx.AsyncClient:
+        if self._closed:
+            raise ServerGone(f"{self.url} is asked nothing any more")
         if self._http is None:
             import httpx
 
@@ -83,7 +95,8 @@ class VLLMServer:
         return self._http
 
     async def close(self) -> None:
-        """Let go of the connections."""
+        """Let go of the connections, for good."""
+        self._closed = True
         http, self._http = self._http, None
         if http is not None:
             await http.aclose()
@@ -112,7 +125,7 @@ class VLLMServer:
         """Return the JSON of an answer that is one. Raises EngineError for any other status."""
         answer = await self.request(method, path, body, seconds=seconds, **params)
         self._check(answer.status_code, answer.text, path)
-        return json.loads(answer.content) if answer.content else None
+        return self._read(answer, lambda told: told) if answer.content else None
 
     async def events(self, path: str, body: Any) -> AsyncGenerator[dict[str, Any]]:
         """Yield the events of a streamed answer. Closing it ends the request. Raises as `ask`."""
@@ -129,8 +142,17 @@ class VLLMServer:
                     if "error" in event:
                         raise EngineError(f"{self.url} failed: {self.scrubbed(str(event['error'])[:300])}")
                     yield event
+        except (ValueError, TypeError) as e:
+            raise EngineError(f"{self.url}{path} streamed what no vLLM server does") from e
         except httpx.HTTPError as e:
             raise ServerGone(f"{self.url} does not answer ({self.scrubbed(_said(e))})") from e
+
+    def _read(self, answer: httpx.Response, pick: Callable[[Any], _T]) -> _T:
+        try:
+            return pick(json.loads(answer.content))
+        except (ValueError, KeyError, TypeError) as e:
+            told = self.scrubbed(_message(answer.text))
+            raise EngineError(f"{answer.request.url} answered what no vLLM server does: {told!r}") from e
 
     def _check(self, status: int, text: str, path: str) -> None:
         if status < 300:
@@ -170,7 +192,7 @@ class VLLMServer:
         label = await self.label()
         config: dict[str, Any] = {}
         if label is not None:
-            with contextlib.suppress(EngineError):
+            with contextlib.suppress(EngineError, AttributeError):
                 told = await self.ask("GET", "/server_info", config_format="json", seconds=60.0)
                 config = told.get("vllm_config") or {}
         extension = (config.get("parallel_config") or {}).get("worker_extension_cls") or ""
@@ -187,7 +209,7 @@ class VLLMServer:
         if answer.status_code in (404, 405):
             return None
         self._check(answer.status_code, answer.text, "/weight_info")
-        return str(json.loads(answer.content)["weight_version"])
+        return self._read(answer, lambda told: str(told["weight_version"]))
 
     async def started(self) -> str:
         """Return when its process was started, as its metrics tell; empty where they don't (`--api-server-count`)."""
@@ -200,7 +222,9 @@ class VLLMServer:
     async def tokenize(self, text: str) -> list[int] | None:
         """Return the tokens that it makes of a text; None where it does not tell."""
         answer = await self.request("POST", "/tokenize", {"prompt": text}, seconds=LOOK_SECONDS)
-        return [int(token) for token in json.loads(answer.content)["tokens"]] if answer.status_code == 200 else None
+        if answer.status_code != 200:
+            return None
+        return self._read(answer, lambda told: [int(token) for token in told["tokens"]])
 
     # --- weights ----------------------------------------------------------------------------------------------------
     async def set_label(self, label: str) -> None:
@@ -217,7 +241,9 @@ class VLLMServer:
 
     async def paused(self) -> bool:
         """Return True if it makes no tokens."""
-        return bool((await self.ask("GET", "/is_paused", seconds=LOOK_SECONDS))["is_paused"])
+        answer = await self.request("GET", "/is_paused", seconds=LOOK_SECONDS)
+        self._check(answer.status_code, answer.text, "/is_paused")
+        return self._read(answer, lambda told: bool(told["is_paused"]))
 
     async def in_workers(self, method: str, **kwargs: str) -> list[Any]:
         """Call a method in every worker; what they return, numbers and flags as texts."""

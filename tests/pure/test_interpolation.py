@@ -155,3 +155,14 @@ def test_a_variable_with_the_name_of_a_secret_is_one_under_any_key(
     hidden = refused(tmp_path, "monitor: {monitor_args: {wandb: {api_key: 'a${hunter2}'}}}")
     assert "hunter2" not in hidden
     assert "api_key holds ${...}, which is not resolved here" in hidden
+
+
+@pytest.mark.parametrize("field", ["command", "restart_command"])
+def test_a_key_in_a_command_for_servers_is_recorded_nowhere(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLUSTER_TOKEN", "s3same-open")
+    servers = {"command": "echo", field: "list --token ${oc.env:CLUSTER_TOKEN}"}
+    rollout = {"engine_type": "http", "model_path": "m", "servers": servers}
+    config = Config.from_dict({"explorer": {"rollout_model": rollout}})
+    for one in (config, Config.from_dict(config.to_dict())):
+        assert "s3same" not in str(one.masked())
+        assert getattr(one.explorer.rollout_model.servers, field) == "list --token s3same-open"

@@ -15,7 +15,7 @@ from sqlalchemy.exc import ArgumentError
 
 from trinity_es.actors.settings import EngineConfig, LoRASettings, checked_url
 from trinity_es.addresses import is_loopback
-from trinity_es.config.section import Args, ClassPath, FileName, ImportName, Positive, Seconds, Section
+from trinity_es.config.section import Args, ClassPath, FileName, ImportName, Positive, Seconds, Section, Text
 
 __all__ = [
     "ENGINES", "MONITORS", "ExplorerConfig", "ModelConfig", "MonitorConfig", "OverRolloutConfig", "RolloutModelConfig",
@@ -102,21 +102,22 @@ class ServersConfig(Section):
     """vLLM servers that others run, for `engine_type: http` (docs/ENGINES.md). One of the first three lists them."""
 
     urls: list[Annotated[str, AfterValidator(checked_url)]] = Field(default_factory=list)
-    """Their URLs, as in `http://gpu-7:8000`, a server each: no load balancer before several. Without credentials."""
+    """Their URLs, as in `http://gpu-7:8000`, a server each: no load balancer before several. Without /v1, and
+    without credentials."""
     file: str = ""
     """File with a URL a line (`#` begins a comment), read again and again: servers come and go with their lines. One
-    that is empty or not there changes nothing."""
-    command: str = ""
+    that is empty, not there, or has a line that is no URL changes nothing."""
+    command: Text = ""
     """Shell command that prints the same, run again and again in the working directory of the system's start."""
     poll_interval: Seconds = 2.0
     """Seconds between two looks at `file` or `command`."""
     key_variable: str = "TRINITY_ES_ENGINE_KEY"
     """Environment variable, where the system is started, with the servers' `--api-key`; unset: they ask for none."""
-    restart_command: str = ""
+    restart_command: Text = ""
     """Shell command that ends a server and starts it again with other weights: `{url}`, `{path}` and `{version}` in it
-    are replaced, and are TRINITY_ES_URL, TRINITY_ES_PATH and TRINITY_ES_VERSION in its environment. It is run for a
-    server that does not answer, and to bring weights into one that can't load them while it runs. Empty: there is none.
-    """
+    are replaced, quoted for the shell (write no quotes around them), and are TRINITY_ES_URL, TRINITY_ES_PATH and
+    TRINITY_ES_VERSION in its environment. It is run for a server that does not answer, and to bring weights into one
+    that can't load them while it runs. Empty: there is none."""
     restart_after: float = Field(default=60.0, ge=0.0)
     """Seconds that a runner waits for a server that does not answer, once, before it runs `restart_command`."""
     restart_timeout: Seconds = 600.0

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import orjson
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WrapValidator
 
 from trinity_es.events.errors import DataError
-from trinity_es.events.secrets import unmarked
+from trinity_es.events.secrets import Secret, unmarked
 from trinity_es.events.values import require_finite
 
-__all__ = ["Args", "ClassPath", "FileName", "ImportName", "Positive", "Seconds", "Section"]
+__all__ = ["Args", "ClassPath", "FileName", "ImportName", "Positive", "Seconds", "Section", "Text"]
 
 
 def _plain(value: dict[str, Any]) -> dict[str, Any]:
@@ -23,6 +24,11 @@ def _plain(value: dict[str, Any]) -> dict[str, Any]:
     except (DataError, TypeError) as e:
         raise ValueError(f"must hold plain values only (numbers, text, lists, mappings with text keys): {e}") from e
     return dict(value)
+
+
+def _text(value: Any, checked: Callable[[Any], str]) -> str:
+    value = unmarked(value)
+    return Secret(checked(value)) if isinstance(value, Secret) else checked(value)
 
 
 def _file_name(value: str) -> str:
@@ -45,6 +51,8 @@ def _class_path(value: str) -> str:
 
 Args = Annotated[dict[str, Any], AfterValidator(_plain)]
 """Arguments that are handed on as they are: plain JSON values."""
+Text = Annotated[str, WrapValidator(_text)]
+"""A text that stays a secret where a secret was put into it."""
 FileName = Annotated[str, AfterValidator(_file_name)]
 ImportName = Annotated[str, AfterValidator(_importable)]
 ClassPath = Annotated[str, AfterValidator(_class_path)]

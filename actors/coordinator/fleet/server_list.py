@@ -1,11 +1,14 @@
 """The list of servers that a file or a command gives, read again and again in a thread of its own.
 
-What can't be read changes nothing, and is told once in the text log.
+One that can't be read, also one of its lines, changes nothing, and is told once in the text log.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import signal
 import subprocess
 import threading
 from collections.abc import Callable
@@ -37,7 +40,7 @@ def read_lines(text: str) -> tuple[list[str], list[str]]:
 
 
 class ServerList:
-    """Reads the list; `tell` is called, in the thread, with what it says whenever that could be read."""
+    """Reads the list; `tell` is called, in the thread, with what it says whenever all of it could be read."""
 
     def __init__(self, settings: ServersSettings, tell: Callable[[list[str]], None]) -> None:
         self._settings, self._tell = settings, tell
@@ -57,21 +60,32 @@ class ServerList:
         """Read it once."""
         try:
             urls, problems = read_lines(self._text())
-        except (OSError, ValueError, subprocess.SubprocessError) as e:
+        except (OSError, ValueError) as e:
             urls, problems = [], [str(e)]
         told = "; ".join(problems)
         if told and told != self._told:
-            _log.warning("the list of servers (%s): %s", self._settings.file or self._settings.command, told)
+            _log.warning("the list of servers (%s): %s", self._settings.file or "servers.command", told)
         self._told = told
-        self._tell(urls)
+        if not problems:
+            self._tell(urls)
 
     def _text(self) -> str:
         if self._settings.file:
             return Path(self._settings.file).read_text()
-        done = subprocess.run(
-            self._settings.command, shell=True, check=False, timeout=COMMAND_SECONDS, stdin=subprocess.DEVNULL,
+        # A session of its own: what a command that hangs has started is ended with it.
+        process = subprocess.Popen(
+            self._settings.command, shell=True, start_new_session=True, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, text=True,
         )
-        if done.returncode != 0:  # what it printed may be half of the list
-            raise ValueError(f"the command failed (exit status {done.returncode})")
-        return done.stdout
+        try:
+            text, _ = process.communicate(timeout=COMMAND_SECONDS)
+        except subprocess.TimeoutExpired:  # its own text has the command in it, which may hold a key
+            raise ValueError(f"the command had not ended after {COMMAND_SECONDS:g} s") from None
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+        if process.returncode != 0:  # what it printed may be half of the list
+            raise ValueError(f"the command failed (exit status {process.returncode})")
+        return text

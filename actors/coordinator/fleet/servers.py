@@ -2,7 +2,8 @@
 
 What is decided (`decisions/servers.py`) is in the log; the guardian is told again and again which runners there are to
 be, so nothing is lost where a message, or either of the two, is. A runner whose server was taken away gets no units
-any more. When it has none it is retired; after `drain_timeout` those that it still has are given to others.
+any more. When it has none, and loads no weights, it is retired; after `drain_timeout` those that it still has are given
+to others.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from trinity_es.actors.coordinator.fleet.server_list import ServerList
 from trinity_es.actors.messages import CancelUnits, Servers
 from trinity_es.actors.settings import ServersSettings
 from trinity_es.events.values import BatchId
-from trinity_es.projections.runner import newest_life
+from trinity_es.projections.runner import RunnerState, newest_life
 from trinity_es.projections.servers import leaving
 
 __all__ = ["LOOK_SECONDS", "ServerFleet"]
@@ -99,7 +100,9 @@ class ServerFleet:
         now = self._registry.sender.now()
         waited = now - self._since.setdefault(runner, now)
         units = batches.loads(self._live.batches.values()).get((runner, life.incarnation), 0)
-        if not servers.is_drained(units, waited, self._settings.drain_timeout):
+        known = self._registry.runners.get(runner)
+        loads = known is not None and known.state is RunnerState.READY and known.loading is not None
+        if not servers.is_drained(units + loads, waited, self._settings.drain_timeout):
             return False
         if units:
             self._give_back(runner, life.incarnation)

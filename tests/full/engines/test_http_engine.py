@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers.http_engines import EIGHT, met, play
 from tests.helpers.paths import ROOT
 from tests.helpers.servers import ServerProcess, ended, stand_in
 from trinity_es.actors.engines import http_engine, http_weights
-from trinity_es.actors.engines.http_engine import HTTPEngine
-from trinity_es.actors.engines.interface import EngineConfig, Sampling
+from trinity_es.actors.engines.interface import Sampling
 from trinity_es.events.errors import EngineError, SyncError
 
 NO_WATCH = 3600.0
@@ -27,21 +25,6 @@ ROUTES = pytest.mark.parametrize(
     "arguments", [(), ("--no-scale-out",), ("--no-dev",)], ids=["spans", "labels", "plain"]
 )
 """Each way in which an answer is known to be of the server that was met."""
-EIGHT = Sampling(max_tokens=8, ignore_eos=True)
-
-
-@contextlib.asynccontextmanager
-async def met(server: ServerProcess, model: Path, **options: Any) -> AsyncIterator[HTTPEngine]:
-    engine = HTTPEngine(EngineConfig(model_path=str(model), options={"url": server.url, **options}))
-    try:
-        await engine.start()
-        yield engine
-    finally:
-        await engine.stop()
-
-
-def play(call: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(call(), 60))
 
 
 @pytest.fixture
@@ -293,7 +276,7 @@ def test_a_restart_command_brings_weights_into_a_server_that_takes_none(
                 with pytest.raises(EngineError, match=told):
                     async with met(server, other, restart_command=lazy, restart_timeout=1.0):
                         pass
-            with pytest.raises(EngineError, match=r"the restart command failed \(exit status 5\)"):
+            with pytest.raises(EngineError, match=r"servers.restart_command failed \(exit status 5\)"):
                 async with met(server, other, restart_command="exit 5"):
                     pass
         finally:

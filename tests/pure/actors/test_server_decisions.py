@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_es.actors.coordinator.decisions import servers
+from trinity_es.actors.coordinator.fleet import server_list
+from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
 from trinity_es.actors.coordinator.fleet.server_list import ServerList, read_lines
+from trinity_es.actors.coordinator.fleet.servers import ServerFleet
+from trinity_es.actors.engines.restart_command import run_command
 from trinity_es.actors.settings import ServersSettings, checked_url
+from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import DataError
+from trinity_es.events.errors import ConfigError, DataError
 from trinity_es.projections.runner import RunnerLife, RunnerState
 from trinity_es.projections.servers import Servers, evolve_servers, leaving
+from trinity_es.testing import wait_until
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 
@@ -119,19 +128,63 @@ def test_a_runner_has_left_when_the_log_has_its_end(state: RunnerState) -> None:
     assert servers.has_retired(None)
 
 
+@pytest.mark.parametrize(("loading", "waited", "then"), [(None, 0.0, True), (3, 0.0, False), (3, 10.0, True)])
+def test_a_runner_that_loads_weights_is_let_go_after_it(loading: int | None, waited: float, then: bool) -> None:
+    life = RunnerLife(name="runner-0", incarnation=1, state=RunnerState.READY)
+    runner, now = RunnerRecord(life, loading=loading), [0.0]
+    live: Any = SimpleNamespace(lives={("runner-0", 1): life}, batches={})
+    registry: Any = SimpleNamespace(
+        live=live, runners={"runner-0": runner}, sender=SimpleNamespace(now=lambda: now[0])
+    )
+    settings = ServersSettings(urls=[A], file="", command="", poll_interval=1.0, drain_timeout=10.0)
+    fleet = ServerFleet(settings, registry, None)
+    fleet._is_drained("runner-0")
+    now[0] = waited
+    assert fleet._is_drained("runner-0") is then
+
+
 # --- what a list may say --------------------------------------------------------------------------------------------
 def test_a_list_is_a_url_a_line() -> None:
-    urls, problems = read_lines(f"# ours\n{A}/\n\n  {B}  # the second\n{A}\ngpu-7\nhttp://user:word@c:1\n")
+    urls, problems = read_lines(f"# ours\n{A}/\n\n  {B}  # the second\nHTTP://A:1\ngpu-7\nhttp://user:word@c:1\n")
     assert urls == [A, B]
     assert problems[0] == "a server must be like http://host:8000, not 'gpu-7'"
     assert "credentials" in problems[1]
     assert "word" not in "".join(problems)
 
 
-@pytest.mark.parametrize("url", ["", "gpu-7:8000", "ftp://a", "http://", "http://a:0", "http://a:99999", "http://a?x=1"])
+@pytest.mark.parametrize("url", [
+    "", "gpu-7:8000", "ftp://a", "http://", "http://a:0", "http://a:99999", "http://a?x=1", "http://a#x", "http://a b",
+    "http://a\n", "http://a\x01b", "http://[a",
+])
 def test_no_url(url: str) -> None:
     with pytest.raises(ValueError, match="must be like http://host:8000"):
         checked_url(url)
+
+
+@pytest.mark.parametrize(("url", "same"), [
+    ("HTTP://Gpu-7:8000//", "http://gpu-7:8000"), ("http://a", "http://a:80"), ("https://a/", "https://a:443"),
+    ("https://a:443/Gpu/7/", "https://a:443/Gpu/7"), ("http://[::1]:8000", "http://[::1]:8000"),
+])
+def test_a_server_is_one_however_it_is_spelled(url: str, same: str) -> None:
+    assert checked_url(url) == checked_url(same) == same
+
+
+def test_a_url_ends_before_v1() -> None:
+    with pytest.raises(ValueError, match="leave /v1 out"):
+        checked_url("http://a:8000/v1/")
+
+
+@pytest.mark.parametrize("url", [
+    "http://u:s3same/w@h", "http://h?key=s3same", "http://h#s3same", "http://h --key s3same",
+])
+def test_what_may_be_a_secret_in_a_url_is_not_told(url: str) -> None:
+    with pytest.raises(ValueError, match=r"must be like|credentials") as refused:
+        checked_url(url)
+    assert "s3same" not in str(refused.value)
+    servers = {"urls": [url]}
+    with pytest.raises(ConfigError) as wrong:
+        Config.from_dict({"explorer": {"rollout_model": {"engine_type": "http", "servers": servers}}})
+    assert "s3same" not in str(wrong.value)
 
 
 def test_a_list_that_can_not_be_read_is_told_once_and_changes_nothing(
@@ -145,12 +198,40 @@ def test_a_list_that_can_not_be_read_is_told_once_and_changes_nothing(
     reader.read()
     file.write_text(f"{A}\n")
     reader.read()
-    assert told == [[], [], [A]]
+    file.write_text(f"{B}\nhttp:/a:1\n")
+    reader.read()
+    assert told == [[A]]
     assert len([r for r in caplog.records if "No such file" in r.message]) == 1
     broken = ServersSettings(urls=[], file="", command=f"echo {A}; exit 3", poll_interval=1.0, drain_timeout=1.0)
     ServerList(broken, told.append).read()
-    assert told[-1] == []
-    assert "exit status 3" in caplog.text
+    assert told == [[A]]
+    assert "(servers.command): the command failed (exit status 3)" in caplog.text
+    assert "exit 3" not in caplog.text, "a command may hold a key"
     good = ServersSettings(urls=[], file="", command=f"echo {B}", poll_interval=1.0, drain_timeout=1.0)
     ServerList(good, told.append).read()
     assert told[-1] == [B]
+
+
+def test_a_command_that_hangs_is_ended_with_what_it_started(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_list, "COMMAND_SECONDS", 0.5)
+    command = f"sleep 60 & echo $! > {tmp_path}/pid; wait"
+    told: list[list[str]] = []
+    ServerList(
+        ServersSettings(urls=[], file="", command=command, poll_interval=1.0, drain_timeout=1.0), told.append
+    ).read()
+    assert told == []
+    assert "the command had not ended after 0.5 s" in caplog.text
+    assert "sleep" not in caplog.text
+    status = Path("/proc", (tmp_path / "pid").read_text().strip(), "status")
+    wait_until(lambda: not status.exists() or "State:\tZ" in status.read_text(), "its child to end", 5.0)
+
+
+# --- a restart command ------------------------------------------------------------------------------------------------
+def test_a_value_with_the_name_of_another_in_it_stays_in_its_quotes(tmp_path: Path) -> None:
+    values = {"url": "http://a:1/{path}", "path": f"/it's; touch {tmp_path}/broken; '", "version": "3"}
+    command = f"printf '%s\\n' {{url}} {{path}} {{version}} {{other}} > {tmp_path}/told"
+    asyncio.run(run_command(command, values, seconds=10.0))
+    assert (tmp_path / "told").read_text().splitlines() == [*values.values(), "{other}"]
+    assert not (tmp_path / "broken").exists()

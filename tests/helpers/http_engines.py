@@ -1,0 +1,31 @@
+"""Engines over HTTP for tests: met, and let go again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.servers import ServerProcess
+from trinity_es.actors.engines.http_engine import HTTPEngine
+from trinity_es.actors.engines.interface import EngineConfig, Sampling
+
+__all__ = ["EIGHT", "met", "play"]
+
+EIGHT = Sampling(max_tokens=8, ignore_eos=True)
+
+
+@contextlib.asynccontextmanager
+async def met(server: ServerProcess, model: Path, **options: Any) -> AsyncIterator[HTTPEngine]:
+    engine = HTTPEngine(EngineConfig(model_path=str(model), options={"url": server.url, **options}))
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.stop()
+
+
+def play(call: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(call(), 60))
