@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from trinity_es.actors.coordinator.handlers.serve_routes import _route
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.engines.adapters import checked_adapter
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
-from trinity_es.actors.engines.vllm_adapters import lora_arguments
+from trinity_es.actors.engines.vllm_adapters import AdapterServing, lora_arguments
 from trinity_es.actors.messages import AdaptersLoadResult, LoadAdapters, RunnerStatus
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.settings import LoRASettings
@@ -376,6 +378,49 @@ def test_an_engine_has_room_for_the_versions_before_and_on_a_cpu_an_empty_place(
     found = lora_arguments(LoRASettings(max_adapters=2, max_rank=20), on_cpu)
     assert found == {"enable_lora": True, "max_lora_rank": 32, "max_loras": places[0], "max_cpu_loras": places[1]}
     assert lora_arguments(None, on_cpu) == {}
+
+
+class Serving(AdapterServing):
+    """The part of the vLLM engine that serves adapters; `meanwhile` is done while vLLM reads the files."""
+
+    def __init__(self, meanwhile: Callable[[], Any]) -> None:
+        super().__init__()
+        config = SimpleNamespace(max_loras=3, max_cpu_loras=5, max_lora_rank=8)
+        self.calls: list[tuple[str, Any]] = []
+
+        async def add(request: Any) -> bool:
+            self.calls.append(("add", request.lora_name))
+            meanwhile()
+            return True
+
+        async def remove(number: int) -> None:
+            self.calls.append(("remove", number))
+
+        self._on_cpu, self._shapes = False, None
+        self._llm = SimpleNamespace(
+            vllm_config=SimpleNamespace(lora_config=config), add_lora=add, remove_lora=remove
+        )
+
+    def _alive(self) -> Any:
+        return self._llm
+
+
+async def test_files_that_changed_before_vllm_read_them_are_not_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = lambda name, number, path: SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=path)  # noqa: E731
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", SimpleNamespace(LoRARequest=request))
+    folder = make_adapter(tmp_path / "a")
+    engine = Serving(lambda: None)
+    await engine.load_adapter("math", 1, str(folder), checked_adapter(folder).digest)
+    assert (engine.adapters, engine.calls) == ({"math": 1}, [("add", "math@1")])
+    engine = Serving(lambda: make_adapter(folder, seed=1))
+    with pytest.raises(SyncError, match=r"version 2 .*changed since they were published.*serves none of it"):
+        await engine.load_adapter("math", 2, str(folder), checked_adapter(folder).digest)
+    assert (engine.adapters, engine.calls) == ({}, [("add", "math@2"), ("remove", 1)])
+    engine = Serving(lambda: None)
+    with pytest.raises(SyncError, match="changed since they were published"):
+        await engine.load_adapter("math", 2, str(folder), "of what was published")
 
 
 def test_a_proxy_sends_nothing_to_an_engine_that_has_not_all_adapters_yet() -> None:
