@@ -70,7 +70,7 @@ def has_all(adapters: Adapters, has: Collection[str]) -> bool:
 
 
 def excused(result: AdaptersLoadResult, loaded: Collection[str]) -> set[str]:
-    """Return the adapters that this runner could not load, nor could any other. `loaded`: those that some engine had."""
+    """Return the adapters that neither this runner could load nor any other. `loaded`: those that some engine had."""
     return {adapter for adapter, _, _ in result.errors} - set(loaded)
 
 

@@ -2,8 +2,8 @@
 
 What is decided (`decisions/servers.py`) is in the log; the guardian is told again and again which runners there are to
 be, so nothing is lost where a message, or either of the two, is. A runner whose server was taken away gets no units
-any more. When it has none it is retired; after `drain_timeout` those that it still has are given to others. What proxies
-have asked of it (mode `serve`) nobody here knows: one that serves is retired after `drain_timeout`.
+any more. When it has none it is retired; after `drain_timeout` those that it still has are given to others. What
+proxies have asked of it (mode `serve`) nobody here knows: one that serves is retired after `drain_timeout`.
 """
 
 from __future__ import annotations

@@ -365,7 +365,10 @@ def test_p36_an_engine_that_leaves_is_none_of_those_that_go_on_serving(place: Pl
     place.turn()
     place.fleet.weights.publish(1, "/v1")
     place.turn()
-    assert ordered(place) == [("c", 1), ("a", 1)], "b goes on, and c is in nobody's way"
+    assert ordered(place) == [("c", 1), ("a", 1)], "c can always be spared"
+    place.fleet.weights.on_load_result(WeightsLoadResult("c", 1, 1, 0.1))
+    place.turn()
+    assert ordered(place) == [], "b goes on while a loads: nobody is sent to c"
 
 
 def test_p36_an_engine_loads_when_every_proxy_knows_that_it_is_taken_out(place: Place) -> None:

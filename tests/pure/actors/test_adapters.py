@@ -179,7 +179,8 @@ def test_what_was_loaded_and_what_was_not_is_recorded() -> None:
         ev.AdapterLoaded(**WHO, adapter="math", version=1, seconds=0.5),
         ev.AdapterFailed(**WHO, adapter="code", version=5, error="no such file"),
     ]
-    assert decisions.load_result(LIFE, told, TWO, BOTH, had_all=False) == expected, "it has version 4 of code to go on with"
+    found = decisions.load_result(LIFE, told, TWO, BOTH, had_all=False)
+    assert found == expected, "it has version 4 of code to go on with"
 
 
 def test_a_life_that_comes_up_without_an_adapter_fails_and_says_what_to_do() -> None:

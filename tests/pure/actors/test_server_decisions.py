@@ -160,12 +160,18 @@ def test_in_mode_serve_a_runner_that_serves_is_retired_when_its_requests_had_the
     assert Leaving().look(0.0) == {"runner-0": 1}
     served = Leaving(proxied=True)
     assert [served.look(at) for at in (0.0, 9.0, 10.0)] == [{}, {}, {"runner-0": 1}]
-    assert Leaving(RunnerState.STARTED, proxied=True).look(0.0) == {"runner-0": 1}, "nobody asks one that does not serve"
+    not_ready = Leaving(RunnerState.STARTED, proxied=True)
+    assert not_ready.look(0.0) == {"runner-0": 1}, "nobody asks it"
 
 
 def test_what_runners_have_to_do_is_counted_for_those_alone_that_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[Any] = []
-    monkeypatch.setattr(batches, "loads", lambda of: counted.append(of) or {})
+
+    def loads(of: Any) -> dict[tuple[str, int], int]:
+        counted.append(of)
+        return {}
+
+    monkeypatch.setattr(batches, "loads", loads)
     Leaving(RunnerState.RETIRED).look(0.0)
     assert not counted
     Leaving().look(0.0)
