@@ -96,7 +96,7 @@ def _adapters(log: EventLog, streams: Iterable[str]) -> Adapters:
 
 
 def _loaded(log: EventLog, adapters: Adapters) -> set[str]:
-    """Return the current adapters that some engine has had, as `evolve_loaded` finds them: mostly soon after they came."""
+    """Return the current adapters that some engine has had, as `evolve_loaded` tells: mostly soon after they came."""
     found = set[str]()
     for name, event in current_adapters(adapters).items():
         removed = log.last(event.own_stream(), "AdapterRemoved")
