@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.recorded import Recorded
 
-__all__ = ["ADAPTER_EVENTS", "AdapterVersion", "Adapters", "adapter_history", "current_adapters", "evolve_adapters"]
+__all__ = [
+    "ADAPTER_EVENTS", "AdapterVersion", "Adapters", "adapter_history", "current_adapters", "evolve_adapters",
+    "evolve_loaded",
+]
 
 ADAPTER_EVENTS = ("AdapterPublished", "AdapterRemoved", "AdapterLoaded", "AdapterFailed")
 
@@ -24,6 +27,17 @@ def evolve_adapters(adapters: Adapters, event: ev.AdapterPublished | ev.AdapterR
 def current_adapters(adapters: Adapters) -> dict[str, ev.AdapterPublished]:
     """Return what every engine is to serve, by name."""
     return {name: event for name, event in sorted(adapters.items()) if isinstance(event, ev.AdapterPublished)}
+
+
+def evolve_loaded(loaded: set[str], event: ev.Event, adapters: Adapters) -> None:
+    """Change, by one more event, the set of those of `adapters` that some engine has had since they were there."""
+    match event:
+        case ev.AdapterLoaded():
+            loaded |= {event.adapter} & current_adapters(adapters).keys()
+        case ev.RunnerReady():
+            loaded |= event.adapters.keys() & current_adapters(adapters).keys()
+        case ev.AdapterRemoved():
+            loaded.discard(event.adapter)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -193,7 +193,7 @@ class ScriptedEngine:
             raise SyncError(f"no weights at {path}")
         self.model_version = version
 
-    async def load_adapter(self, name: str, version: int, path: str) -> None:
+    async def load_adapter(self, name: str, version: int, path: str, digest: str = "") -> None:
         if not Path(path).exists() or path.endswith("bad"):
             raise SyncError(f"no adapter at {path}")
         self.adapters[name] = version

@@ -21,7 +21,7 @@ from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.store.recorded import Write, checked_write
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.adapters import Adapters, evolve_adapters
+from trinity_es.projections.adapters import Adapters, current_adapters, evolve_adapters, evolve_loaded
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.experience_queue import QueueState, evolve_queue, load_queue
 from trinity_es.projections.runner import Lives, RunnerLife, RunnerState, Weights, evolve_lives, evolve_weights
@@ -50,6 +50,7 @@ class Loaded:
     attempt_times: ev.PaceMeasured | None
     weights: Weights
     adapters: Adapters
+    loaded_adapters: set[str]
     servers: Servers
 
 
@@ -76,10 +77,11 @@ def load_state(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Lo
         lives[name, incarnation] = RunnerLife(
             name=name, incarnation=incarnation, state=RunnerState(how), served=name in served
         )
+    adapters = _adapters(log, versions)
     return Loaded(
         batches=batches, versions=versions, tasks=tasks, lives=lives, queue=queue, attempt_times=times,
         weights=Weights() if published is None else evolve_weights(Weights(), published),
-        adapters=_adapters(log, versions), servers=_servers(log),
+        adapters=adapters, loaded_adapters=_loaded(log, adapters), servers=_servers(log),
     )
 
 
@@ -90,6 +92,21 @@ def _adapters(log: EventLog, streams: Iterable[str]) -> Adapters:
         events = [e for e in (log.last(stream, "AdapterPublished"), log.last(stream, "AdapterRemoved")) if e]
         for recorded in sorted(events, key=lambda e: e.position):
             evolve_adapters(found, cast(ev.AdapterPublished, recorded.event))
+    return found
+
+
+def _loaded(log: EventLog, adapters: Adapters) -> set[str]:
+    """Return the current adapters that some engine has had, as `evolve_loaded` tells: mostly soon after they came."""
+    found = set[str]()
+    for name, event in current_adapters(adapters).items():
+        removed = log.last(event.own_stream(), "AdapterRemoved")
+        [first] = log.read(stream=event.own_stream(), after=0 if removed is None else removed.position, limit=1)
+        for recorded in log.rare(["AdapterLoaded", "RunnerReady"], after=first.position):
+            told = set[str]()
+            evolve_loaded(told, recorded.event, adapters)
+            if name in told:
+                found.add(name)
+                break
     return found
 
 
@@ -182,6 +199,8 @@ class LiveState:
         self.batches, self.versions, self._tasks = loaded.batches, loaded.versions, loaded.tasks
         self.ended: OrderedDict[BatchId, BatchState] = OrderedDict()
         self.weights, self.adapters = loaded.weights, loaded.adapters
+        self.loaded_adapters = loaded.loaded_adapters
+        """Those that some engine had: one that never had any is not waited for."""
         self.lives, self.servers = loaded.lives, loaded.servers
         """Of runners: the newest of each that the log had when it was read, and all that were recorded since."""
         self.queue, self.attempt_times = loaded.queue, loaded.attempt_times
@@ -218,6 +237,7 @@ class LiveState:
             by_stream.setdefault(event.own_stream(), []).append(event)
         for write in [self._checked(stream, of_stream) for stream, of_stream in by_stream.items()]:
             for event in self._take(write):
+                evolve_loaded(self.loaded_adapters, event, self.adapters)
                 if isinstance(event, ev.WeightsPublished):
                     self.weights = evolve_weights(self.weights, event)
                 elif isinstance(event, ev.AdapterPublished | ev.AdapterRemoved):

@@ -17,7 +17,7 @@ import numpy as np
 
 from trinity_es.events.errors import SyncError
 
-__all__ = ["CONFIG", "TENSORS", "AdapterFiles", "checked_adapter"]
+__all__ = ["CONFIG", "TENSORS", "AdapterFiles", "checked_adapter", "require_same"]
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])(?:\.default)?\.weight")
@@ -77,6 +77,12 @@ def checked_adapter(
         )
     digest = hashlib.sha256(hashlib.sha256(settings).digest() + hashlib.sha256(data).digest()).hexdigest()
     return AdapterFiles(rank, len(settings) + len(data), digest)
+
+
+def require_same(path: str | Path, digest: str, found: AdapterFiles) -> None:
+    """Raise SyncError where the files that were found in a folder are not those that were published."""
+    if found.digest != digest:
+        raise SyncError(f"the files at {path} changed since they were published: give them a new version")
 
 
 def _rank(settings: bytes) -> int:

@@ -179,10 +179,12 @@ class ServesAdapters(Engine, Protocol):
     adapters: Mapping[str, int]
     """The adapters that new requests may name, and the version that they get."""
 
-    async def load_adapter(self, name: str, version: int, path: str) -> None:
+    async def load_adapter(self, name: str, version: int, path: str, digest: str = "") -> None:
         """Serve the folder `path`, in PEFT's format, as this version of an adapter. Requests in flight go on.
 
-        Raises SyncError where it can't be served; the version before is then served on.
+        `digest`: of its files as they were published (`checked_adapter`); it is for an engine that may read them long
+        after it was told to. Raises SyncError where it can't be served, or the files are others; the version before is
+        then served on.
         """
 
     async def remove_adapter(self, name: str) -> None:

@@ -17,11 +17,12 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from trinity_es.actors.engines.adapters import checked_adapter
+from trinity_es.actors.engines.adapters import AdapterFiles, checked_adapter, require_same
 from trinity_es.actors.engines.vllm_weights import short
 from trinity_es.actors.settings import LoRASettings
 from trinity_es.events.errors import EngineError, SyncError
@@ -107,8 +108,11 @@ class AdapterServing:
             if not served.uses and served in self._old:
                 self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
 
-    async def load_adapter(self, name: str, version: int, path: str) -> None:
-        """See `ServesAdapters`. Waits while requests of earlier versions take all the room."""
+    async def load_adapter(self, name: str, version: int, path: str, digest: str = "") -> None:
+        """See `ServesAdapters`. Waits while requests of earlier versions take all the room.
+
+        vLLM reads the files itself, so they are looked at again after that.
+        """
         llm = self._alive()
         from vllm.lora.request import LoRARequest
 
@@ -116,7 +120,8 @@ class AdapterServing:
             config = llm.vllm_config.lora_config
             if config is None:
                 raise SyncError("this engine serves no adapters: set explorer.rollout_model.lora and start again")
-            await asyncio.to_thread(checked_adapter, path, max_rank=config.max_lora_rank, shapes=self._shapes)
+            check = partial(checked_adapter, path, max_rank=config.max_lora_rank, shapes=self._shapes)
+            found = await asyncio.to_thread(check)
             await self._sweep()
             room = config.max_loras - 1 if self._on_cpu else config.max_cpu_loras
             while len(self._current) + len(self._old) >= room:
@@ -132,6 +137,7 @@ class AdapterServing:
             try:
                 if not await llm.add_lora(new.request):
                     raise RuntimeError("vLLM did not take it")
+                await self._require_same(new, digest or found.digest, check)
             except Exception as e:
                 self._alive()
                 had = self.adapters.get(name)
@@ -140,6 +146,14 @@ class AdapterServing:
             self._retire(name)
             self._current[name] = new
             await self._sweep()
+
+    async def _require_same(self, new: ServedAdapter, digest: str, check: Callable[[], AdapterFiles]) -> None:
+        """Take back a version whose files are not those that were published. Raises SyncError."""
+        try:
+            require_same(new.request.lora_path, digest, await asyncio.to_thread(check))
+        except SyncError:
+            await self._remove(new)
+            raise
 
     async def remove_adapter(self, name: str) -> None:
         """See `ServesAdapters`."""
@@ -158,10 +172,13 @@ class AdapterServing:
             if served.uses or served not in self._old or self._asked(served.request.lora_int_id):
                 continue
             self._old.remove(served)
-            try:
-                await self._llm.remove_lora(served.request.lora_int_id)
-            except Exception as e:  # it takes room in vLLM, and is never asked again
-                _log.warning("adapter %s was not removed: %s", served.request.lora_name, short(e))
+            await self._remove(served)
+
+    async def _remove(self, served: ServedAdapter) -> None:
+        try:
+            await self._llm.remove_lora(served.request.lora_int_id)
+        except Exception as e:  # it takes room in vLLM, and is never asked again
+            _log.warning("adapter %s was not removed: %s", served.request.lora_name, short(e))
 
     def _asked(self, number: int) -> bool:
         states = getattr(getattr(self._llm, "output_processor", None), "request_states", {})

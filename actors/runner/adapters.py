@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from trinity_es.actors.engines.adapters import checked_adapter
+from trinity_es.actors.engines.adapters import checked_adapter, require_same
 from trinity_es.actors.engines.interface import Engine, ServesAdapters
 from trinity_es.events.errors import SyncError
 from trinity_es.events.vocabulary import AdapterPublished
@@ -43,10 +43,8 @@ async def serve_adapters(
         try:
             if not hasattr(engine, "load_adapter"):
                 raise SyncError(f"{type(engine).__name__} serves no adapters")
-            found = await asyncio.to_thread(checked_adapter, event.path)
-            if found.digest != event.digest:
-                raise SyncError(f"the files at {event.path} changed since they were published: give them a new version")
-            await serving.load_adapter(name, version, event.path)
+            require_same(event.path, event.digest, await asyncio.to_thread(checked_adapter, event.path))
+            await serving.load_adapter(name, version, event.path, event.digest)
         except BaseException as e:
             done.errors.append((name, version, failed(f"adapter {name} not loaded", e)))
         else:

@@ -163,9 +163,10 @@ class SystemClient:
 
     def wait_ready(self, timeout: float | None = None, progress: Any = None) -> None:
         """Wait until every engine serves. Raises StartupError with the reason of one that can't."""
+        explorer = self.config.explorer
         lifecycle.wait_ready(
             self.status, validation.seconds("timeout", timeout) or self.config.system.startup_timeout,
-            progress=progress, runners=self.config.explorer.engine_num,
+            progress=progress, runners=explorer.engine_num, servers=len(explorer.rollout_model.servers.urls),
         )
 
     def _end(self) -> int:

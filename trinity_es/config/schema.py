@@ -124,7 +124,7 @@ class ServersConfig(Section):
     """Seconds that `restart_command` may take, and again the server until it answers."""
     drain_timeout: float = Field(default=600.0, ge=0.0)
     """Seconds that the units of a server which was taken away may go on; then they are attempted again elsewhere,
-    blamed for nothing."""
+    blamed for nothing. Mode `serve`: seconds that its requests have to end."""
 
     @property
     def ways(self) -> list[str]:

@@ -82,21 +82,25 @@ def _start_lock(path: Path) -> Iterator[None]:
 
 def wait_ready(
     status: Callable[[], dict[str, Any]], timeout: float, *, progress: Callable[[dict[str, Any]], None] | None = None,
-    runners: int,
+    runners: int, servers: int = 0,
 ) -> None:
     """Wait until all runners serve. Raises StartupError with the reason of the first one that failed.
 
-    `status` asks the system; `progress` is told each answer.
+    `status` asks the system; `progress` is told each answer. `servers`: so many of the runners are for servers of
+    others. Where fewer are wanted by now, those are waited for, and one at least.
     """
     deadline = time.monotonic() + timeout
     while True:
         now = status()
         if progress is not None:
             progress(now)
-        states = {r["runner"]: r for r in now["runners"]}
+        told = now.get("servers", [])
+        leaving = {s["runner"] for s in told if not s["wanted"]}
+        needed = runners - servers + min(servers, max(1, len(told) - len(leaving)))
+        states = {r["runner"]: r for r in now["runners"] if r["runner"] not in leaving}
         children = now.get("system", {}).get("children", [])
         for child in children:
-            if child["state"] == "quarantined":
+            if child["state"] == "quarantined" and child["name"] not in leaving:
                 raise StartupError(
                     f"{child['name']} ended {child['deaths']} times and is quarantined ({child['reason']}); "
                     "its log tells more"
@@ -104,12 +108,13 @@ def wait_ready(
         failed = [r for r in states.values() if r["state"] == "failed"]
         if failed:
             raise StartupError(f"{failed[0]['runner']} could not start its engine: {failed[0]['reason']}")
-        if sum(r["state"] == "ready" for r in states.values()) >= runners:
+        if sum(r["state"] == "ready" for r in states.values()) >= needed:
             return
         if time.monotonic() > deadline:
             waiting = {name: r["state"] for name, r in states.items()}
-            told = waiting or "none answered"
-            raise StartupError(f"not all of {runners} runners were ready after {timeout} s: {told}")
+            raise StartupError(
+                f"not all of {needed} runners were ready after {timeout} s: {waiting or 'none answered'}"
+            )
         time.sleep(0.1)
 
 

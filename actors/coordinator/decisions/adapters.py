@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 
 from trinity_es.actors.messages import AdaptersLoadResult
 from trinity_es.events import vocabulary as ev
@@ -10,7 +10,7 @@ from trinity_es.events.errors import SyncError
 from trinity_es.projections.adapters import Adapters, current_adapters
 from trinity_es.projections.runner import RunnerLife
 
-__all__ = ["has_all", "load_result", "publish", "remove"]
+__all__ = ["excused", "has_all", "load_result", "publish", "remove", "too_many"]
 
 
 def publish(adapters: Adapters, new: ev.AdapterPublished, most: int) -> list[ev.Event]:
@@ -53,16 +53,35 @@ def remove(adapters: Adapters, name: str) -> list[ev.Event]:
     return [] if isinstance(known, ev.AdapterRemoved) else [ev.AdapterRemoved(adapter=name, version=known.version)]
 
 
-def has_all(adapters: Adapters, has: Mapping[str, int]) -> bool:
+def too_many(adapters: Adapters, most: int) -> str:
+    """Return why engines with room for `most` adapters can't serve these; empty: they can, or are to serve none."""
+    current = current_adapters(adapters)
+    if most == 0 or len(current) <= most:
+        return ""
+    return (
+        f"the adapters {', '.join(current)} are to be served, and engines have room for {most}: raise "
+        "explorer.rollout_model.lora.max_adapters, which takes a restart, or remove_adapter some"
+    )
+
+
+def has_all(adapters: Adapters, has: Collection[str]) -> bool:
     """Return True if an engine that has these serves some version of every adapter."""
-    return current_adapters(adapters).keys() <= has.keys()
+    return current_adapters(adapters).keys() <= set(has)
 
 
-def load_result(life: RunnerLife, result: AdaptersLoadResult, adapters: Adapters, *, had_all: bool) -> list[ev.Event]:
+def excused(result: AdaptersLoadResult, loaded: Collection[str]) -> set[str]:
+    """Return the adapters that neither this runner could load nor any other. `loaded`: those that some engine had."""
+    return {adapter for adapter, _, _ in result.errors} - set(loaded)
+
+
+def load_result(
+    life: RunnerLife, result: AdaptersLoadResult, adapters: Adapters, loaded: Collection[str], *, had_all: bool
+) -> list[ev.Event]:
     """Return what became of an order to load. `had_all`: this life has served every adapter before.
+    `loaded`: adapters that some engine had.
 
     A runner that could not load a version goes on with the one it had. One that came up and has none of some adapter
-    fails: better no runner than one that refuses what others answer.
+    fails: better no runner than one that refuses what others answer. An adapter that nobody ever had is not worth that.
     """
     name, incarnation = life.name, life.incarnation
     events: list[ev.Event] = [
@@ -73,8 +92,10 @@ def load_result(life: RunnerLife, result: AdaptersLoadResult, adapters: Adapters
         ev.AdapterFailed(runner=name, incarnation=incarnation, adapter=adapter, version=version, error=error)
         for adapter, version, error in result.errors
     ]
-    if result.errors and not had_all and not has_all(adapters, result.adapters):
-        what = "; ".join(f"version {v} of adapter {a!r}: {error}" for a, v, error in result.errors)
+    lacks = current_adapters(adapters).keys() - result.adapters.keys() - excused(result, loaded)
+    errors = [error for error in result.errors if error[0] in lacks]
+    if errors and not had_all:
+        what = "; ".join(f"version {v} of adapter {a!r}: {error}" for a, v, error in errors)
         reason = f"it could not load {what}; publish a new version (sync_adapter), or remove_adapter it"
         events.append(ev.RunnerFailed(runner=name, incarnation=incarnation, reason=reason))
     return events

@@ -69,9 +69,12 @@ def _added(servers: Mapping[str, Server], url: str, runners: set[str], by: str) 
     return ev.ServerAdded(url=url, runner=runner, by="list" if by == "list" else "scale")
 
 
-def is_drained(units: int, waited: float, timeout: float) -> bool:
-    """Return True if a runner whose server was taken away has nothing more to do, or had its time for it."""
-    return units == 0 or waited >= timeout
+def is_drained(units: int, waited: float, timeout: float, *, asked: bool = False) -> bool:
+    """Return True if a runner whose server was taken away has nothing more to do, or had its time for it.
+
+    `asked`: it may have requests that nobody counts.
+    """
+    return (units == 0 and not asked) or waited >= timeout
 
 
 def has_retired(life: RunnerLife | None) -> bool:

@@ -59,8 +59,14 @@ class AdapterLoading:
         if runner.life.model != "rollout":
             return
         runner.adapters = dict(message.adapters)
+        reason = adapters.too_many(self.live.adapters, self.most)
+        if runner.state is RunnerState.READY and reason and not runner.has_adapters:
+            failed = ev.RunnerFailed(runner=runner.name, incarnation=runner.incarnation, reason=reason)
+            self.live.record(failed)
         if runner.state is RunnerState.READY:
-            runner.has_adapters = runner.has_adapters or adapters.has_all(self.live.adapters, runner.adapters)
+            none = self.most == 0  # a log may have some, of a start with another config: whoever names one is refused
+            had = runner.has_adapters or none
+            runner.has_adapters = had or adapters.has_all(self.live.adapters, runner.adapters)
             late = self.registry.sender.now() - runner.adapters_since > ORDER_LOST_SECONDS
             if runner.adapters_order is None or late:
                 self.order(runner)
@@ -95,7 +101,7 @@ class AdapterLoading:
 
     def order(self, runner: RunnerRecord) -> None:
         """Tell a runner what it is to serve, where that is not what it serves."""
-        current = current_adapters(self.live.adapters)
+        current = current_adapters(self.live.adapters) if self.most else {}
         if runner.adapters == {name: event.version for name, event in current.items()}:
             runner.adapters_order = None
             return
@@ -110,12 +116,15 @@ class AdapterLoading:
         if runner is None or runner.incarnation != message.incarnation:
             return
         message = replace(message, errors=[(a, version, clean_text(error)) for a, version, error in message.errors])
-        result = adapters.load_result(runner.life, message, self.live.adapters, had_all=runner.has_adapters)
-        self.live.record(*result)
+        excused = adapters.excused(message, self.live.loaded_adapters)
+        self.live.record(*adapters.load_result(
+            runner.life, message, self.live.adapters, self.live.loaded_adapters, had_all=runner.has_adapters
+        ))
         runner.adapters = dict(message.adapters)
         if message.number == runner.adapters_order:
             runner.adapters_order = None
-        runner.has_adapters = runner.has_adapters or adapters.has_all(self.live.adapters, runner.adapters)
+        has = runner.adapters.keys() | excused
+        runner.has_adapters = runner.has_adapters or adapters.has_all(self.live.adapters, has)
         failed = {(adapter, version): error for adapter, version, error in message.errors}
         self._look(runner.name, runner.adapters, failed)
 

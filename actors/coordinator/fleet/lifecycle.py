@@ -57,6 +57,7 @@ class RunnerLifecycle:
         self.adapters.on_status(known, message)
         if message.state == "retired":
             self.weights.on_death(name, "it retired")
+            self.adapters.on_death(name)
 
     def forget_earlier_lives(self, name: str, incarnation: int) -> None:
         """Whoever saw them end: what they had is attempted again."""

@@ -3,12 +3,13 @@
 What is decided (`decisions/servers.py`) is in the log; the guardian is told again and again which runners there are to
 be, so nothing is lost where a message, or either of the two, is. A runner whose server was taken away gets no units
 any more. When it has none, and loads no weights, it is retired; after `drain_timeout` those that it still has are given
-to others.
+to others. What proxies have asked of it (mode `serve`) nobody here knows: one that serves is retired after
+`drain_timeout`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trinity_es.actors.coordinator.decisions import batches, servers
@@ -17,7 +18,7 @@ from trinity_es.actors.coordinator.fleet.server_list import ServerList
 from trinity_es.actors.messages import CancelUnits, Servers
 from trinity_es.actors.settings import ServersSettings
 from trinity_es.events.values import BatchId
-from trinity_es.projections.runner import RunnerState, newest_life
+from trinity_es.projections.runner import RunnerLife, RunnerState, newest_life
 from trinity_es.projections.servers import leaving
 
 __all__ = ["LOOK_SECONDS", "ServerFleet"]
@@ -31,9 +32,12 @@ TELL_SECONDS = 5.0
 class ServerFleet:
     """See the module. Without `settings` there are no such servers, and nothing is done."""
 
-    def __init__(self, settings: ServersSettings | None, registry: RunnerRegistry, guardian: Any) -> None:
+    def __init__(
+        self, settings: ServersSettings | None, registry: RunnerRegistry, guardian: Any, *, proxied: bool = False
+    ) -> None:
+        """`proxied`: proxies send requests to the runners."""
         self._settings, self._registry, self._guardian = settings, registry, guardian
-        self._live = registry.live
+        self._live, self._proxied = registry.live, proxied
         self._list: list[str] = list(settings.urls) if settings is not None else []
         self._before: list[str] | None = None
         """The list at the last look at it."""
@@ -59,12 +63,18 @@ class ServerFleet:
         self._before = urls or self._before
         self._registry.leaving = leaving(self._live.servers)
         there, retire = dict[str, str](), dict[str, int]()
+        load: Mapping[tuple[str, int], int] | None = None
         for server in self._live.servers.values():
             if server.wanted:
                 self._since.pop(server.runner, None)
                 there[server.runner] = server.url
-            elif self._is_drained(server.runner):
-                retire |= self._retiring(server.runner)
+                continue
+            life = newest_life(self._live.lives, server.runner)
+            if life is None or servers.has_retired(life):
+                continue
+            load = batches.loads(self._live.batches.values()) if load is None else load
+            if self._is_drained(life, load.get((life.name, life.incarnation), 0)):
+                retire[server.runner] = life.incarnation
             else:
                 there[server.runner] = server.url
         self._tell(Servers(there, retire))
@@ -92,20 +102,17 @@ class ServerFleet:
             if s.wanted or not servers.has_retired(newest_life(self._live.lives, s.runner))
         ] if self.enabled else []
 
-    def _is_drained(self, runner: str) -> bool:
+    def _is_drained(self, life: RunnerLife, units: int) -> bool:
         assert self._settings is not None
-        life = newest_life(self._live.lives, runner)
-        if life is None:
-            return True
         now = self._registry.sender.now()
-        waited = now - self._since.setdefault(runner, now)
-        units = batches.loads(self._live.batches.values()).get((runner, life.incarnation), 0)
-        known = self._registry.runners.get(runner)
+        waited = now - self._since.setdefault(life.name, now)
+        known = self._registry.runners.get(life.name)
         loads = known is not None and known.state is RunnerState.READY and known.loading is not None
-        if not servers.is_drained(units + loads, waited, self._settings.drain_timeout):
+        asked = self._proxied and life.state is RunnerState.READY
+        if not servers.is_drained(units + loads, waited, self._settings.drain_timeout, asked=asked):
             return False
         if units:
-            self._give_back(runner, life.incarnation)
+            self._give_back(life.name, life.incarnation)
         return True
 
     def _give_back(self, runner: str, incarnation: int) -> None:
@@ -121,11 +128,6 @@ class ServerFleet:
                 if known is not None and known.address is not None:
                     cancel = CancelUnits(incarnation, batch_id, batch.submission, had)
                     self._registry.send_later(known.address, cancel)
-
-    def _retiring(self, runner: str) -> dict[str, int]:
-        """Return the runner and its life, where something of it is left."""
-        life = newest_life(self._live.lives, runner)
-        return {} if life is None or servers.has_retired(life) else {runner: life.incarnation}
 
     def _tell(self, message: Servers) -> None:
         before, at = self._told

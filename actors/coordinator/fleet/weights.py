@@ -130,10 +130,14 @@ class WeightLoading:
         version = self.live.weights.version
         if self._rolling is None or not self.live.weights.path:
             return
+        for runner in self.registry.ready():
+            lacks = runner.loading is None and version not in (runner.model_version, runner.could_not_load)
+            if lacks and runner.name in self.registry.leaving:  # nobody sends it anything: it can always be spared
+                self.load(runner)
         turns = [
             rolling_update.EngineStatus(r.name, r.model_version == version, r.loading is not None,
             r.could_not_load == version)
-            for r in self.registry.ready()
+            for r in self.registry.staying()
             if r.life.served
         ]
         for name in rolling_update.next_to_load(turns, self._rolling.keep, all_known=not self._unknown):

@@ -70,7 +70,7 @@ class Handlers:
         self.weights = WeightHandlers(self.fleet.weights, router, actor)
         self.adapters = AdapterHandlers(self.fleet.adapters, router, actor)
         self.runners = RunnerHandlers(router, registry, actor, guardian)
-        self.servers = ServerFleet(config.rollout.servers, registry, guardian)
+        self.servers = ServerFleet(config.rollout.servers, registry, guardian, proxied=config.mode == "serve")
         self.status = StatusHandlers(
             live, registry, outputs, router, batches=self.batches, queue=self.queue, routes=self.routes, epoch=epoch,
             trouble=trouble, refuses=refuses, servers=self.servers,

@@ -358,6 +358,19 @@ def test_p36_engines_load_one_after_the_other_and_a_new_coordinator_goes_on_so(p
     assert ordered(place) == []
 
 
+def test_p36_an_engine_that_leaves_is_none_of_those_that_go_on_serving(place: Place) -> None:
+    for name in ("a", "b", "c"):
+        place.fleet.on_status(up(name), name)
+    place.fleet.registry.leaving = frozenset("c")
+    place.turn()
+    place.fleet.weights.publish(1, "/v1")
+    place.turn()
+    assert ordered(place) == [("c", 1), ("a", 1)], "c can always be spared"
+    place.fleet.weights.on_load_result(WeightsLoadResult("c", 1, 1, 0.1))
+    place.turn()
+    assert ordered(place) == [], "b goes on while a loads: nobody is sent to c"
+
+
 def test_p36_an_engine_loads_when_every_proxy_knows_that_it_is_taken_out(place: Place) -> None:
     for name in ("a", "b"):
         place.fleet.on_status(up(name), name)

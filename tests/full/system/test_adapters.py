@@ -213,6 +213,21 @@ def test_a_takeover_and_a_restart_keep_the_adapters(start_system: StartSystem, t
         assert again.log.verify() == []
 
 
+def test_an_adapter_that_no_engine_can_load_is_waited_for_by_none_after_a_takeover(
+    start_system: StartSystem, tmp_path: Path
+) -> None:
+    client = system(start_system, engines=1)
+    client.sync_adapter("math", 1, make_adapter(tmp_path / "math"))
+    with pytest.raises(SyncError, match="no adapter at"):
+        client.sync_adapter("code", 1, make_adapter(tmp_path / "bad"))
+    os.kill(pid_of(client, "coordinator"), signal.SIGKILL)
+    wait_until(lambda: len(events(client, ev.CoordinatorStarted)) == 2, "the next coordinator")
+    assert spans(answers(client, 1, questions("math"))) == {("math", 1): 4}
+    os.kill(pid_of(client, "runner-0"), signal.SIGKILL)
+    assert spans(answers(client, 2, questions("math"))) == {("math", 1): 4}
+    assert events(client, ev.RunnerFailed) == []
+
+
 def test_a_version_that_comes_in_the_middle_of_a_batch_leaves_each_answer_whole(
     start_system: StartSystem, tmp_path: Path
 ) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,18 +14,26 @@ import pytest
 
 from tests.helpers.adapters import MODULES, SHAPES, make_adapter, tensors_of
 from trinity_es.actors.coordinator.decisions import adapters as decisions
-from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
+from trinity_es.actors.coordinator.fleet.adapters import AdapterWaiter
+from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
+from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
+from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
+from trinity_es.actors.coordinator.fleet.weights import WeightLoading
 from trinity_es.actors.coordinator.handlers.serve_routes import _route
+from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.engines.adapters import checked_adapter
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
-from trinity_es.actors.engines.vllm_adapters import lora_arguments
-from trinity_es.actors.messages import AdaptersLoadResult
+from trinity_es.actors.engines.vllm_adapters import AdapterServing, lora_arguments
+from trinity_es.actors.messages import AdaptersLoadResult, LoadAdapters, RunnerStatus
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.settings import LoRASettings
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import EngineError, SyncError, WorkflowError
+from trinity_es.events.store.log import EventLog
+from trinity_es.events.store.payloads import open_payloads
 from trinity_es.projections.adapters import Adapters, current_adapters, evolve_adapters
 from trinity_es.projections.runner import RunnerLife
+from trinity_es.projections.tables.read_models import projectors
 from trinity_es.testing import ScriptedEngine
 
 Q, UP = MODULES
@@ -159,7 +170,7 @@ def result(*, loaded: Any = (), errors: Any = (), **has: int) -> AdaptersLoadRes
 
 LIFE = RunnerLife(name="runner-0", incarnation=2)
 WHO: dict[str, Any] = {"runner": "runner-0", "incarnation": 2}
-TWO = after(published(), published("code", 5))
+TWO, BOTH = after(published(), published("code", 5)), {"math", "code"}
 
 
 def test_what_was_loaded_and_what_was_not_is_recorded() -> None:
@@ -168,18 +179,160 @@ def test_what_was_loaded_and_what_was_not_is_recorded() -> None:
         ev.AdapterLoaded(**WHO, adapter="math", version=1, seconds=0.5),
         ev.AdapterFailed(**WHO, adapter="code", version=5, error="no such file"),
     ]
-    assert decisions.load_result(LIFE, told, TWO, had_all=False) == expected, "it has version 4 of code to go on with"
+    found = decisions.load_result(LIFE, told, TWO, BOTH, had_all=False)
+    assert found == expected, "it has version 4 of code to go on with"
 
 
 def test_a_life_that_comes_up_without_an_adapter_fails_and_says_what_to_do() -> None:
     told = result(loaded=[("math", 1, 0.5)], errors=[("code", 5, "no such file")], math=1)
-    *_, failed = decisions.load_result(LIFE, told, TWO, had_all=False)
+    *_, failed = decisions.load_result(LIFE, told, TWO, BOTH, had_all=False)
     assert isinstance(failed, ev.RunnerFailed)
     assert failed.reason == (
         "it could not load version 5 of adapter 'code': no such file; publish a new version (sync_adapter), or "
         "remove_adapter it"
     )
-    assert len(decisions.load_result(LIFE, told, TWO, had_all=True)) == 2, "one that served goes on"
+    assert len(decisions.load_result(LIFE, told, TWO, BOTH, had_all=True)) == 2, "one that served goes on"
+    assert len(decisions.load_result(LIFE, told, TWO, {"math"}, had_all=False)) == 2, "nobody ever had code"
+
+
+class Fleet:
+    """The coordinator's part on a real log, and runners that load what is not in `bad`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.url = f"sqlite:///{folder / 'log.sqlite'}"
+        self.log = EventLog.open(self.url, create=True, durability="process", projectors=projectors())
+        self.bad: set[str] = set()
+        self.engines: dict[str, dict[str, int]] = {}
+        self.sent: list[tuple[Any, Any]] = []
+        self.clock, self.commits = 0.0, 0
+        self.take_over(most=2)
+
+    def take_over(self, most: int) -> None:
+        """Another coordinator: what is not in the log is not known."""
+        self.live = LiveState(self.log, open_payloads(self.url))
+        self.registry = RunnerRegistry(self.live, self, clock=lambda: self.clock)
+        self.lives = RunnerLifecycle(self.registry, WeightLoading(self.registry), Dispatcher(self.registry), most)
+
+    def send(self, to: Any, message: Any) -> None:
+        self.sent.append((to, message))
+
+    def now(self) -> float:
+        return self.clock
+
+    def come_up(self, name: str, incarnation: int) -> None:
+        self.engines[name] = {}
+        self.speak(name, incarnation)
+
+    def speak(self, name: str, incarnation: int, state: str = "ready") -> None:
+        """A runner says how it is, and does as it is told."""
+        self.lives.on_status(RunnerStatus(
+            name=name, incarnation=incarnation, pid=1, host="h", engine="scripted", state=state, places=1,
+            adapters=dict(self.engines[name]),
+        ), name)
+        self.turn()
+
+    def publish(self, name: str, version: int = 1) -> AdapterWaiter:
+        waiter = self.lives.adapters.publish(published(name, version))
+        self.turn()
+        return waiter
+
+    def turn(self) -> None:
+        while self.live.turn.writes or self.live.turn.then or self.sent:
+            turn = self.live.close_turn()
+            if turn.writes:
+                self.commits += 1
+                self.log.append(turn.writes, commit_id=str(self.commits))
+            for call in turn.then:
+                call()
+            for to, message in self.sent:
+                self.load(to, message)
+            self.sent.clear()
+
+    def load(self, name: str, order: LoadAdapters) -> None:
+        loaded: list[tuple[str, int, float]] = []
+        errors: list[tuple[str, int, str]] = []
+        for event in order.adapters:
+            if event.adapter in self.bad:
+                errors.append((event.adapter, event.version, "it is bad"))
+            elif self.engines[name].get(event.adapter) != event.version:
+                self.engines[name][event.adapter] = event.version
+                loaded.append((event.adapter, event.version, 0.1))
+        self.lives.adapters.on_load_result(AdaptersLoadResult(
+            name=name, incarnation=order.incarnation, number=order.number, loaded=loaded, errors=errors,
+            adapters=dict(self.engines[name]),
+        ))
+
+    def serving(self) -> list[str]:
+        return [r.name for r in self.registry.staying() if r.has_adapters]
+
+    def failures(self) -> list[str]:
+        return [r.event.reason for r in self.log.read() if isinstance(r.event, ev.RunnerFailed)]
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    made = Fleet(tmp_path)
+    made.come_up("a", 1)
+    made.come_up("b", 1)
+    yield made
+    made.log.close()
+
+
+def test_an_adapter_that_nobody_ever_had_keeps_no_runner_from_serving(fleet: Fleet) -> None:
+    fleet.publish("math")
+    fleet.bad = {"code"}
+    assert "it is bad" in str(fleet.publish("code").error())
+    assert fleet.serving() == ["a", "b"]
+    fleet.take_over(most=2)
+    fleet.speak("a", 1)
+    fleet.come_up("b", 2)
+    assert (fleet.serving(), fleet.failures()) == (["a", "b"], [])
+    assert fleet.live.loaded_adapters == LiveState(fleet.log, fleet.live.payloads).loaded_adapters == {"math"}
+
+
+def test_an_adapter_that_somebody_had_is_waited_for_until_it_is_removed(fleet: Fleet) -> None:
+    fleet.publish("math")
+    fleet.bad = {"math"}
+    fleet.take_over(most=2)
+    fleet.come_up("a", 2)
+    assert fleet.serving() == []
+    assert "version 1 of adapter 'math': it is bad" in fleet.failures()[0]
+    fleet.lives.adapters.remove("math")
+    fleet.publish("math", 2)
+    fleet.take_over(most=2)
+    fleet.speak("a", 2)
+    assert (fleet.serving(), fleet.live.loaded_adapters) == (["a"], set()), "nobody has had what came after"
+
+
+def test_a_log_with_adapters_is_served_without_them_where_the_config_has_none(fleet: Fleet) -> None:
+    fleet.publish("math")
+    fleet.take_over(most=0)
+    fleet.come_up("a", 2)
+    assert (fleet.serving(), fleet.engines["a"]) == (["a"], {})
+
+
+def test_a_log_with_more_adapters_than_there_is_room_for_names_them_and_the_key(fleet: Fleet) -> None:
+    fleet.publish("math")
+    fleet.publish("code")
+    fleet.take_over(most=1)
+    fleet.come_up("a", 2)
+    assert (fleet.serving(), fleet.engines["a"]) == ([], {})
+    assert fleet.failures() == [
+        "the adapters code, math are to be served, and engines have room for 1: raise "
+        "explorer.rollout_model.lora.max_adapters, which takes a restart, or remove_adapter some"
+    ]
+    fleet.lives.adapters.remove("code")
+    fleet.speak("a", 2)
+    assert (fleet.serving(), fleet.engines["a"]) == (["a"], {"math": 1})
+
+
+def test_who_waits_for_a_runner_that_retires_waits_no_more(fleet: Fleet) -> None:
+    waiter = fleet.lives.adapters.publish(published())
+    assert waiter.waiting_on == {"a", "b"}
+    fleet.sent.clear()
+    fleet.live.turn.then.clear()  # the orders never arrive
+    fleet.speak("b", 1, "retired")
+    assert "b" not in waiter.waiting_on
 
 
 # --- the model of a workflow ----------------------------------------------------------------------------------------
@@ -226,6 +379,49 @@ def test_an_engine_has_room_for_the_versions_before_and_on_a_cpu_an_empty_place(
     found = lora_arguments(LoRASettings(max_adapters=2, max_rank=20), on_cpu)
     assert found == {"enable_lora": True, "max_lora_rank": 32, "max_loras": places[0], "max_cpu_loras": places[1]}
     assert lora_arguments(None, on_cpu) == {}
+
+
+class Serving(AdapterServing):
+    """The part of the vLLM engine that serves adapters; `meanwhile` is done while vLLM reads the files."""
+
+    def __init__(self, meanwhile: Callable[[], Any]) -> None:
+        super().__init__()
+        config = SimpleNamespace(max_loras=3, max_cpu_loras=5, max_lora_rank=8)
+        self.calls: list[tuple[str, Any]] = []
+
+        async def add(request: Any) -> bool:
+            self.calls.append(("add", request.lora_name))
+            meanwhile()
+            return True
+
+        async def remove(number: int) -> None:
+            self.calls.append(("remove", number))
+
+        self._on_cpu, self._shapes = False, None
+        self._llm = SimpleNamespace(
+            vllm_config=SimpleNamespace(lora_config=config), add_lora=add, remove_lora=remove
+        )
+
+    def _alive(self) -> Any:
+        return self._llm
+
+
+async def test_files_that_changed_before_vllm_read_them_are_not_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = lambda name, number, path: SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=path)  # noqa: E731
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", SimpleNamespace(LoRARequest=request))
+    folder = make_adapter(tmp_path / "a")
+    engine = Serving(lambda: None)
+    await engine.load_adapter("math", 1, str(folder), checked_adapter(folder).digest)
+    assert (engine.adapters, engine.calls) == ({"math": 1}, [("add", "math@1")])
+    engine = Serving(lambda: make_adapter(folder, seed=1))
+    with pytest.raises(SyncError, match=r"version 2 .*changed since they were published.*serves none of it"):
+        await engine.load_adapter("math", 2, str(folder), checked_adapter(folder).digest)
+    assert (engine.adapters, engine.calls) == ({}, [("add", "math@2"), ("remove", 1)])
+    engine = Serving(lambda: None)
+    with pytest.raises(SyncError, match="changed since they were published"):
+        await engine.load_adapter("math", 2, str(folder), "of what was published")
 
 
 def test_a_proxy_sends_nothing_to_an_engine_that_has_not_all_adapters_yet() -> None:

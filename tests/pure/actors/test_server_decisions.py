@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_es.actors.coordinator.decisions import servers
+from trinity_es.actors.coordinator.decisions import batches, servers
 from trinity_es.actors.coordinator.fleet import server_list
-from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
+from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.fleet.server_list import ServerList, read_lines
 from trinity_es.actors.coordinator.fleet.servers import ServerFleet
 from trinity_es.actors.engines.restart_command import run_command
@@ -137,10 +137,65 @@ def test_a_runner_that_loads_weights_is_let_go_after_it(loading: int | None, wai
         live=live, runners={"runner-0": runner}, sender=SimpleNamespace(now=lambda: now[0])
     )
     settings = ServersSettings(urls=[A], file="", command="", poll_interval=1.0, drain_timeout=10.0)
-    fleet = ServerFleet(settings, registry, None)
-    fleet._is_drained("runner-0")
+    fleet = ServerFleet(settings, registry, None, proxied=False)
+    fleet._is_drained(life, 0)
     now[0] = waited
-    assert fleet._is_drained("runner-0") is then
+    assert fleet._is_drained(life, 0) is then
+
+
+def test_one_that_proxies_ask_has_all_of_its_time() -> None:
+    assert not servers.is_drained(0, 9.0, timeout=10.0, asked=True)
+    assert servers.is_drained(0, 10.0, timeout=10.0, asked=True)
+
+
+class Leaving:
+    """A coordinator's servers, of which A was taken away; `clock`, and what the guardian is told."""
+
+    def __init__(self, state: RunnerState = RunnerState.READY, *, proxied: bool = False) -> None:
+        self.clock = 0.0
+        self.told: list[Any] = []
+        life = RunnerLife(name="runner-0", incarnation=1, state=state)
+        live = SimpleNamespace(
+            servers=after(added(A, 0), added(B, 1), removed(A, 0, "scale")), lives={("runner-0", 1): life}, batches={},
+            record=lambda *events: None, then=lambda call: call(),
+        )
+        self.registry = RunnerRegistry(live, self, clock=lambda: 0.0)  # type: ignore[arg-type]  # stand-ins
+        settings = ServersSettings(urls=[A, B], file="", command="", poll_interval=1.0, drain_timeout=10.0)
+        self.fleet = ServerFleet(settings, self.registry, "guardian", proxied=proxied)
+
+    def send(self, to: Any, message: Any) -> None:
+        self.told.append(message)
+
+    def now(self) -> float:
+        return self.clock
+
+    def look(self, at: float) -> dict[str, int]:
+        self.clock = at
+        self.fleet.look()
+        retire: dict[str, int] = self.told[-1].retire
+        return retire
+
+
+def test_in_mode_serve_a_runner_that_serves_is_retired_when_its_requests_had_their_time() -> None:
+    assert Leaving().look(0.0) == {"runner-0": 1}
+    served = Leaving(proxied=True)
+    assert [served.look(at) for at in (0.0, 9.0, 10.0)] == [{}, {}, {"runner-0": 1}]
+    not_ready = Leaving(RunnerState.STARTED, proxied=True)
+    assert not_ready.look(0.0) == {"runner-0": 1}, "nobody asks it"
+
+
+def test_what_runners_have_to_do_is_counted_for_those_alone_that_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[Any] = []
+
+    def loads(of: Any) -> dict[tuple[str, int], int]:
+        counted.append(of)
+        return {}
+
+    monkeypatch.setattr(batches, "loads", loads)
+    Leaving(RunnerState.RETIRED).look(0.0)
+    assert not counted
+    Leaving().look(0.0)
+    assert len(counted) == 1
 
 
 # --- what a list may say --------------------------------------------------------------------------------------------

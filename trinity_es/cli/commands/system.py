@@ -64,7 +64,8 @@ def scale(
 ) -> None:
     """Add vLLM servers as engines to a system that runs, or take some away (`engine_type: http`); list them.
 
-    One that is taken away gets no more tasks, ends those that it has, and is let go: nothing is lost. One that is added
+    One that is taken away gets no more tasks, ends those that it has, and is let go: nothing is lost. In mode serve it
+    gets no more requests, and is let go after servers.drain_timeout, so that those it has may end. One that is added
     loads the current weights before its first task. This goes before the list of the config: what is added here stays,
     what is removed stays away.
 

@@ -1,0 +1,50 @@
+"""What a start waits for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trinity_es.events.errors import StartupError
+from trinity_es.system.lifecycle import wait_ready
+
+
+def status(states: dict[str, str], wanted: dict[str, bool], quarantined: str = "") -> dict[str, Any]:
+    """How a system is: runners, and those of them that are for servers of others."""
+    return {
+        "runners": [{"runner": name, "state": state, "reason": "it broke"} for name, state in states.items()],
+        "servers": [{"runner": name, "wanted": is_wanted} for name, is_wanted in wanted.items()],
+        "system": {"children": [{"name": quarantined, "state": "quarantined", "deaths": 4, "reason": "it broke"}]
+                   if quarantined else []},
+    }
+
+
+@pytest.mark.parametrize(("states", "wanted", "quarantined"), [
+    ({"runner-0": "ready"}, {"runner-0": True}, ""),
+    ({"runner-0": "ready", "runner-1": "failed"}, {"runner-0": True, "runner-1": False}, ""),
+    ({"runner-0": "ready", "runner-1": "lost"}, {"runner-0": True, "runner-1": False}, "runner-1"),
+    ({"runner-0": "ready", "runner-1": "ready"}, {"runner-0": True, "runner-1": True}, ""),
+])
+def test_a_start_waits_for_no_server_that_was_taken_away(
+    states: dict[str, str], wanted: dict[str, bool], quarantined: str
+) -> None:
+    wait_ready(lambda: status(states, wanted, quarantined), 0.0, runners=2, servers=2)
+
+
+@pytest.mark.parametrize(("states", "wanted", "needed"), [
+    ({"runner-0": "ready", "runner-1": "started"}, {"runner-0": True, "runner-1": True}, 2),
+    ({"runner-0": "started", "runner-1": "ready"}, {"runner-0": True, "runner-1": False}, 1),
+    ({"runner-1": "ready"}, {"runner-1": False}, 1),
+    ({}, {}, 1),
+])
+def test_a_start_waits_for_servers_that_are_to_be_there_and_for_one_at_least(
+    states: dict[str, str], wanted: dict[str, bool], needed: int
+) -> None:
+    with pytest.raises(StartupError, match=f"not all of {needed} runners were ready"):
+        wait_ready(lambda: status(states, wanted), 0.0, runners=2, servers=2)
+
+
+def test_engines_of_ones_own_are_all_waited_for() -> None:
+    with pytest.raises(StartupError, match="not all of 2 runners were ready"):
+        wait_ready(lambda: status({"runner-0": "ready"}, {}), 0.0, runners=2)
