@@ -284,19 +284,20 @@ async def test_c6_p15_a_conversation_with_a_tool_and_a_judge_lines_up_with_the_e
             greedy = Sampling(temperature=0.0, max_tokens=1024)
             [judged] = await said.generate(list(f"{second.text}\n".encode()), greedy)
             whole, last = found[task, run, 0], found[task, run, 1]
-            tokens = [*so_far, *second.token_ids, *b"\n"]
+            tokens = [*so_far, *second.token_ids]  # as they were sampled: no end of the turn that nobody sampled
             assert whole.tokens.tolist() == tokens
             assert whole.info["judge"] == judged.text
             assert whole.reward == float(len(set(judged.text)))
             assert whole.prompt_length == len(prompt)
             own = [False] * len(tokens)
-            for start, length in ((len(prompt), 7), (len(so_far), 7)):  # six letters, and what ends the turn
-                own[start : start + length] = [True] * length
+            exact = np.zeros(len(tokens), dtype=np.float32)
+            for start, answer in ((len(prompt), first), (len(so_far), second)):
+                own[start : start + 6] = [True] * 6
+                exact[start : start + 6] = answer.logprobs
             assert whole.action_mask is not None
             assert whole.action_mask.tolist() == own[len(prompt):]
-            exact = np.asarray(await engine.logprobs(tokens), dtype=np.float32)
             assert whole.logprobs is not None
-            assert np.array_equal(whole.logprobs, exact[len(prompt) - 1 :])
+            assert np.array_equal(whole.logprobs, exact[len(prompt) :])
             assert last.tokens.tolist() == [*so_far, *second.token_ids]
             assert last.prompt_length == len(so_far)
             assert last.logprobs is not None
