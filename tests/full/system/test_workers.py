@@ -169,10 +169,12 @@ def test_p9_a_sync_conversation_has_the_tokens_and_logprobs_that_the_engine_gave
             assert e.logprobs.tolist() == np.asarray(given.logprobs, dtype=np.float32).tolist()
             prompt += bytes(given.token_ids) + b"\non\n"
         whole = steps[2]
-        assert bytes(whole.tokens.tolist()) == prompt.removesuffix(b"on\n")
-        scored = np.asarray(await engine.logprobs(whole.tokens.tolist()), dtype=np.float32)
+        assert bytes(whole.tokens.tolist()) == prompt.removesuffix(b"\non\n")
         assert whole.logprobs is not None
-        assert whole.logprobs.tolist() == scored[whole.prompt_length - 1 :].tolist()
+        assert whole.action_mask is not None
+        sampled = [float(p) for e in steps[:2] for p in e.logprobs.tolist()]
+        assert whole.logprobs[whole.action_mask].tolist() == sampled
+        assert not whole.logprobs[~whole.action_mask].any()
         assert whole.experience_type == "multi_turn"
 
     found = list(system.experiences(batch))
