@@ -82,10 +82,6 @@ class AdapterServing:
         """The adapters that new requests may name, and the version that they get."""
         return {name: served.version for name, served in self._current.items()}
 
-    def lora_request(self, name: str) -> Any:
-        """Return vLLM's LoRARequest of an adapter's current version. Raises EngineError for an unknown name."""
-        return self._known(name).request
-
     def _known(self, name: str) -> ServedAdapter:
         served = self._current.get(name)
         if served is None:
