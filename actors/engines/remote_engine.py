@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trinity_es.actors import load_balancing
+from trinity_es.actors.engines.http_client import http_client
 from trinity_es.actors.engines.interface import Completion, Sampling, Tokenizer
 from trinity_es.actors.openai_clients import Endpoint
 from trinity_es.actors.plugins import resolve
@@ -197,14 +198,9 @@ class RemoteEngine:
 
     def _client(self) -> httpx.AsyncClient:
         if self._http is None:
-            import httpx
-
-            self._http = httpx.AsyncClient(
+            self._http = http_client(
                 headers={"authorization": f"Bearer {self.token}", CALLER: self._caller},
-                timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # an answer takes as long as it takes
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-                trust_env=False,  # a proxy between two runners is of no use
-                transport=self._transport,
+                connect=CONNECT_SECONDS, transport=self._transport,
             )
         return self._http
 

@@ -132,6 +132,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
             await self._label_version()
             self._dead = None
             await self._warm_up()
+            gc.freeze()  # as vLLM's server does: what is there now stays, and nobody looks through it for garbage
         except BaseException as e:
             await self._end(f"it did not start ({type(e).__name__}: {e})")
             if isinstance(e, ConfigError | EngineError) or not isinstance(e, Exception):
@@ -219,6 +220,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         if self._dead in (None, _STARTING):  # the first reason is the one to tell
             self._dead = reason
         llm, self._llm = self._llm, None
+        gc.unfreeze()
         born = self._born or (engine_processes(llm, self._children_before) if self._children_before else [])
         processes = with_descendants(born)
         if llm is not None:

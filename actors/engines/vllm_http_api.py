@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from trinity_es.actors.engines.http_client import http_client
 from trinity_es.events.errors import EngineError
 
 if TYPE_CHECKING:
@@ -81,16 +82,9 @@ class VLLMServer:
         if self._closed:
             raise ServerGone(f"{self.url} is asked nothing any more")
         if self._http is None:
-            import httpx
-
-            self._http = httpx.AsyncClient(
-                base_url=self.url,
-                headers={"authorization": f"Bearer {self._key}"} if self._key else {},
-                timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # an answer takes as long as it takes
-                limits=httpx.Limits(
-                    max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_SECONDS
-                ),
-                transport=self._transport,
+            self._http = http_client(
+                base_url=self.url, headers={"authorization": f"Bearer {self._key}"} if self._key else {},
+                connect=CONNECT_SECONDS, keep=KEEP_SECONDS, trust_env=True, transport=self._transport,
             )
         return self._http
 

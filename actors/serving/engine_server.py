@@ -25,7 +25,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Coroutine, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving import small_api
 from trinity_es.actors.serving.errors import ApiError, event, refusal
 from trinity_es.actors.serving.http_server import (
+    Gone,
     bearer,
     begin,
     json_response,
@@ -42,7 +43,6 @@ from trinity_es.actors.serving.http_server import (
     make_server,
     read_body,
     url_of,
-    while_listening,
 )
 from trinity_es.actors.serving.recorded_frames import WANTED, Framed, id_in
 from trinity_es.actors.serving.request_limits import CHATS, RESPONSES, allowed, checked, completed, dumped
@@ -59,17 +59,18 @@ __all__ = ["EngineServer"]
 _log = logging.getLogger(__name__)
 LEAVING_SECONDS = 0.2
 """How long an application may take to end a request whose client or run is gone, before it is cancelled."""
+_RUN_GONE = "the request was aborted: its run is gone"
 _SESSION = re.compile(r"/s/([^/]*)(/.*)")
 
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Coroutine[Any, Any, Any]]
+Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Coroutine[Any, Any, None]]
 
 
 @dataclass(slots=True)
 class _Session:
     model: Model
-    working: set[asyncio.Future[Any]] = field(default_factory=set)
+    working: set[_Playing] = field(default_factory=set)
     kept: bool = True
     """The model keeps the answers."""
     over: bool = False
@@ -105,7 +106,7 @@ class EngineServer:
         self.sessions: dict[str, _Session] = {}
         self._application: asyncio.Task[Any] | None = None
         self._further: Any = None
-        self._ending: set[asyncio.Future[Any]] = set()
+        self._playing: set[_Playing] = set()
         self._server: Any = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -130,7 +131,7 @@ class EngineServer:
         for session in list(self.sessions):
             self.forget(session)
         _abort(self.plain)
-        while self._ending or any(s.working for s in (self.plain, *self.sessions.values())):
+        while self._playing:
             await asyncio.sleep(0.01)  # nothing goes on in the engine
         if self._serving is not None:
             self._server.should_exit = True
@@ -223,23 +224,16 @@ class EngineServer:
         scope = {**request.scope, "path": path, "raw_path": path.encode(), "headers": headers}
         application = await self._app()
         if session.over:
-            raise ApiError("the request was aborted: its run is gone", status=503)
-
-        async def played() -> None:
-            REQUEST.set(record)
-            left = asyncio.Event()
-            playing = asyncio.ensure_future(application(scope, _body_of(raw, left), responding.send))
-            try:
-                await asyncio.shield(playing)
-            except asyncio.CancelledError:
-                responding.drop()
-                left.set()  # vLLM's server ends a request by itself whose client is gone, and by nothing else
-                ending = asyncio.ensure_future(_ended(playing))
-                self._ending.add(ending)
-                ending.add_done_callback(self._ending.discard)
-                raise
-
-        await while_listening(request.receive, played(), session.working)
+            raise ApiError(_RUN_GONE, status=503)
+        REQUEST.set(record)  # a request has a task of its own, and so a context
+        playing = _Playing(request.receive, raw, responding)
+        for group in (session.working, self._playing):
+            group.add(playing)
+        try:
+            await playing.play(application, scope)
+        finally:
+            for group in (session.working, self._playing):
+                group.discard(playing)
         await responding.end()
 
     async def _app(self) -> Any:
@@ -264,32 +258,85 @@ _NOT_PASSED_ON = frozenset({b"content-length", b"transfer-encoding", b"authoriza
 """Headers that end here. A request's id is made in here: no two answers have the same."""
 
 
-async def _ended(playing: asyncio.Future[Any]) -> None:
-    """End the task of an application whose client or run is gone, which may do so itself first."""
-    await asyncio.wait({playing}, timeout=LEAVING_SECONDS)
-    playing.cancel()
-    await asyncio.gather(playing, return_exceptions=True)
-
-
 def _own_key() -> list[tuple[bytes, bytes]]:
     """Return the header with the key that vLLM's server asks for by itself where its environment has one."""
     key = os.environ.get("VLLM_API_KEY")
     return [(b"authorization", f"Bearer {key}".encode())] if key else []
 
 
-def _body_of(raw: bytes, left: asyncio.Event) -> Receive:
-    """Return an ASGI `receive` that gives this body, and then, once it is set, that the client left."""
-    given = False
+class _Playing:
+    """An application that answers a request, in the task that the request came in.
 
-    async def receive() -> Any:
-        nonlocal given
-        if given:
-            await left.wait()
-            return {"type": "http.disconnect"}
-        given = True
-        return {"type": "http.request", "body": raw, "more_body": False}
+    Where the client goes away, or `abort` is called, it is told that the client is gone: vLLM's server ends a request
+    for that, and for nothing else. One that goes on for longer than LEAVING_SECONDS is cancelled.
+    """
 
-    return receive
+    def __init__(self, receive: Receive, body: bytes, responding: _Responding) -> None:
+        self._receive, self._responding = receive, responding
+        self._body: bytes | None = body
+        self._listening: set[asyncio.Task[Any]] = set()
+        self._task = asyncio.current_task()
+        self._left = self._aborted = self._late = False
+        self._timer: asyncio.TimerHandle | None = None
+        self.loop = asyncio.get_running_loop()
+
+    async def play(self, application: Any, scope: Scope) -> None:
+        """Have the request answered. Raises ApiError where it was aborted or its client left."""
+        try:
+            await application(scope, self.receive, self._responding.send)
+        except asyncio.CancelledError:
+            assert self._task is not None
+            if not self._late or self._task.uncancel():
+                raise
+        except Exception:
+            if not self._left:
+                raise
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+        if self._aborted:
+            raise ApiError(_RUN_GONE, status=503)
+        if self._left:
+            raise Gone("the request was aborted: its client is gone", status=503)
+
+    async def receive(self) -> Any:
+        """Return the body, and then that the client is gone, when it is: ASGI's `receive`."""
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        if not self._left:
+            task = asyncio.current_task()
+            assert task is not None
+            self._listening.add(task)
+            try:
+                while (await self._receive())["type"] != "http.disconnect":
+                    pass
+                self._leave()
+            except asyncio.CancelledError:
+                if not self._aborted or task.uncancel():
+                    raise
+            finally:
+                self._listening.discard(task)
+        return {"type": "http.disconnect"}
+
+    def abort(self) -> None:
+        """End it, since its run is over. Its answer is 503."""
+        if not self._aborted:
+            self._aborted = True
+            self._leave()
+            for listening in list(self._listening):
+                listening.cancel()
+
+    def _leave(self) -> None:
+        if not self._left:
+            self._left = True
+            self._responding.drop()
+            self._timer = self.loop.call_later(LEAVING_SECONDS, self._cancel)
+
+    def _cancel(self) -> None:
+        assert self._task is not None
+        self._late = True
+        self._task.cancel()
 
 
 class _Responding:
@@ -375,5 +422,5 @@ class _Responding:
 
 
 def _abort(session: _Session) -> None:
-    for working in list(session.working):
-        working.get_loop().call_soon_threadsafe(working.cancel)
+    for playing in list(session.working):
+        playing.loop.call_soon_threadsafe(playing.abort)

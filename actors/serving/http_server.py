@@ -197,14 +197,8 @@ async def begin(server: Any, listening: socket.socket) -> asyncio.Task[None]:
     return serving
 
 
-async def while_listening(
-    receive: Callable[[], Awaitable[Any]], work: Awaitable[_T],
-    running: set[asyncio.Future[Any]] | None = None,
-) -> _T:
-    """Return what `work` gives; it is cancelled when the client goes away (Gone). While it runs it is in `running`,
-    where others may cancel it (ApiError).
-    """
-
+async def while_listening(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, _T]) -> _T:
+    """Return what `work` gives; it is cancelled when the client goes away, which raises Gone."""
     gone = False
 
     async def listen_on() -> None:
@@ -214,19 +208,15 @@ async def while_listening(
         gone = not working.done()
         working.cancel()
 
-    working, running = asyncio.ensure_future(work), set() if running is None else running
+    working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(listen_on())
-    running.add(working)
     try:
         found = await working  # a request costs two tasks, and nothing that waits for both
     except asyncio.CancelledError:
         own = asyncio.current_task()
-        if own is None or own.cancelling() or not working.cancelled():
+        if not gone or own is None or own.cancelling():
             raise
-        if not gone:
-            raise ApiError("the request was aborted: its run is gone", status=503) from None
     finally:
-        running.discard(working)
         leaving.cancel()
     if gone:
         raise Gone("the request was aborted: its client is gone", status=503)

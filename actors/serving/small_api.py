@@ -26,7 +26,7 @@ from uuid import uuid4
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling
 from trinity_es.actors.engines.sampling import MOST_TOP_LOGPROBS, brief
 from trinity_es.actors.serving.errors import ApiError, event, refusal
-from trinity_es.actors.serving.http_server import json_response, make_app
+from trinity_es.actors.serving.http_server import json_response, make_app, while_listening
 from trinity_es.actors.serving.request_limits import CHAT, COMPLETIONS, GENERATE
 from trinity_es.actors.serving.request_record import REQUEST, RequestRecord
 from trinity_es.actors.serving.small_requests import (
@@ -92,7 +92,7 @@ class _SmallServer:
             record = REQUEST.get()
             assert record is not None  # the server sets it
             try:
-                return await handler(dict(record.body), record)
+                return await while_listening(request.receive, handler(dict(record.body), record))
             except Exception as e:
                 refused = refusal(e)
                 return json_response(refused.body(), refused.status)

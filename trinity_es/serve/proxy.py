@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import orjson
 
 from trinity_es.actors.commands import CountAnswers, DeliverAnswers, GetRoutes, RewardAnswers
+from trinity_es.actors.engines.http_client import http_client
 from trinity_es.actors.messages import LIMIT
 from trinity_es.actors.serving.errors import ApiError, event
 from trinity_es.actors.serving.http_server import (
@@ -114,14 +115,8 @@ class Proxy:
     # --- life -------------------------------------------------------------------------------------------------------
     async def start(self) -> None:
         """Listen; returns when requests are answered. Raises StartupError."""
-        import httpx
-
         explorer = self.config.explorer
-        self._http = httpx.AsyncClient(
-            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS, read=self._patience),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            trust_env=False,  # no proxy between this one and its engines
-        )
+        self._http = http_client(connect=CONNECT_SECONDS, read=self._patience)
         try:
             listening = listen(explorer.listen_address, explorer.proxy_port)
         except OSError as e:

@@ -132,8 +132,9 @@ HOSTILE: dict[str, Callable[[], Any]] = {
 
 def never() -> Any:
     """No timer that is set now ends any more, so no timeout does."""
-    for timer in loop()._scheduled:  # type: ignore[attr-defined]
-        timer.cancel()
+    for timer in gc.get_objects():
+        if type(timer).__name__ == "TimerHandle":  # asyncio's, or uvloop's
+            timer.cancel()
     return asyncio.Event().wait()
 
 
