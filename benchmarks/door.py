@@ -4,8 +4,8 @@ One process has an engine, and on its event loop vLLM's application as `vllm ser
 for token ids and their logprobs, which nobody keeps there) and a runner's server over the same engine ("door";
 "session": within a run, which keeps each answer as an experience, with ids and logprobs). With `--system` there is a
 second engine, in a runner of mode `serve`: its server ("runner"), and the proxy before it ("proxy"), which records each
-answer in the log before it gives it. All are asked in each round, in another order, so that a machine whose speed drifts
-drifts for all; who is not asked is idle. A client that does nothing else, in a process of its own,
+answer in the log before it gives it. All are asked in each round, in another order, so that a machine whose speed
+drifts drifts for all; who is not asked is idle. A client that does nothing else, in a process of its own,
 holds so many connections open and sends on each the next request when it has its answer; its own share of a core is
 told. The figure is the median over the rounds of the ratio of tokens per second to "vllm", or to "logprobs" where
 answers are recorded.
