@@ -7,6 +7,7 @@ that it could not be reached.) httpx and aiohttp are imported where they are use
 
 from __future__ import annotations
 
+import io
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["http_client"]
 
 KEEP_SECONDS = 15.0
-"""How long a connection that nobody uses is kept: less than servers keep it for."""
+"""How long a connection that nobody uses is kept: less than a runner's server keeps it for."""
 
 
 def http_client(
@@ -89,10 +90,11 @@ def _aiohttp_transport(trust_env: bool, keep: float) -> httpx.AsyncBaseTransport
                     cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False,
                 )
             within = request.extensions.get("timeout", {})
+            body = await request.aread()
             with _as_httpx(request):
                 answer = await self.session.request(
                     request.method, str(request.url), headers=request.headers.multi_items(),
-                    data=await request.aread() or None, allow_redirects=False,
+                    data=io.BytesIO(body) if len(body) > 2**20 else body or None, allow_redirects=False,
                     skip_auto_headers=("content-type", "user-agent", "accept", "accept-encoding"),
                     timeout=aiohttp.ClientTimeout(
                         total=None, sock_connect=within.get("connect"), sock_read=within.get("read")

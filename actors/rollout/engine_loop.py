@@ -17,9 +17,17 @@ import contextvars
 import logging
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trinity_es.events.errors import WorkflowError
+
+if TYPE_CHECKING:
+    from asyncio import SelectorEventLoop as _Loop
+else:
+    try:
+        from uvloop import Loop as _Loop  # vLLM brings it, and its own server runs on it
+    except ImportError:
+        from asyncio import SelectorEventLoop as _Loop
 
 __all__ = ["UNIT", "EngineLoop", "Limits", "as_runner", "unit_context"]
 
@@ -82,12 +90,12 @@ def _runners_alone(name: str) -> Any:
 
     def called(self: EngineLoop, *args: Any) -> Any:
         self._refuse(name)
-        return getattr(asyncio.SelectorEventLoop, name)(self, *args)
+        return getattr(_Loop, name)(self, *args)
 
     return called
 
 
-class EngineLoop(asyncio.SelectorEventLoop):
+class EngineLoop(_Loop):
     """See the module. `threads`: how many the runner and the engine have at most."""
 
     def __init__(self, threads: int) -> None:

@@ -74,6 +74,12 @@ class ServerProcess:
         with urllib.request.urlopen(f"{self.url}{path}", timeout=5) as answer:
             return json.loads(answer.read())
 
+    def tell(self, path: str, **told: Any) -> None:
+        import json
+
+        asked = urllib.request.Request(f"{self.url}{path}", json.dumps(told).encode(), method="POST")
+        urllib.request.urlopen(asked, timeout=5).close()
+
 
 def stand_in(model: Path, log: Path, *arguments: str, port: int = 0) -> ServerProcess:
     """A stand-in that is not started yet."""
