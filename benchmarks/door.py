@@ -45,7 +45,7 @@ from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.engines.vllm_engine import VLLMEngine
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving.engine_server import EngineServer
-from trinity_es.actors.serving.http_server import begin, listen, make_server, url_of
+from trinity_es.actors.serving.http_server import begin, listen, url_of
 from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.config.config import load_config
 from trinity_es.system import running_system
@@ -68,6 +68,8 @@ def servers(config: EngineConfig, pipe: Connection, uvloop: bool) -> None:
 
 
 async def serve(config: EngineConfig, pipe: Connection) -> None:
+    import uvicorn
+
     engine = VLLMEngine(config)
     await engine.start()
     llm: Any = engine._llm
@@ -76,7 +78,8 @@ async def serve(config: EngineConfig, pipe: Connection) -> None:
     app = build_app(args, tasks, llm.model_config)
     await init_app_state(llm, app.state, args, tasks)
     listening = listen("127.0.0.1", 0)
-    server = make_server(app)  # uvicorn, without a line for each request
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False))
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]  # the benchmark's own affair
     serving = await begin(server, listening)
     door = EngineServer(engine, name=NAME, token=TOKEN)
     url = await door.start()

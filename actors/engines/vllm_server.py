@@ -34,6 +34,11 @@ _OURS = frozenset({"host", "port", "uds", "api_key", "ssl_keyfile", "ssl_certfil
                    "served_model_name", "enable_log_requests", "api_server_count", "headless"})
 """Options of `vllm serve` that are the runner's own business."""
 
+_FOR_OTHERS = frozenset({"CORSMiddleware", "PrometheusInstrumentatorMiddleware"})
+"""What vLLM's application does for browsers and for its own `/metrics`, neither of which gets to a runner."""
+_ASKED_MOST = frozenset({"/v1/chat/completions", "/v1/completions", "/inference/v1/generate"})
+"""Routes that are looked for first: of thirty-six, vLLM has those that sample among the last."""
+
 
 async def application(
     engine: VLLMEngine, llm: Any, model: str, name: str, options: Mapping[str, Any],
@@ -47,6 +52,9 @@ async def application(
     build_app, init_app_state, args = await asyncio.to_thread(_prepared, model, name, dict(options))
     tasks = await llm.get_supported_tasks()
     app = await asyncio.to_thread(build_app, args, tasks, llm.model_config)
+    app.user_middleware = [m for m in app.user_middleware if getattr(m.cls, "__name__", "") not in _FOR_OTHERS]
+    app.middleware_stack = None  # made again of what is left, when it is first asked
+    app.router.routes.sort(key=lambda route: getattr(route, "path", "") not in _ASKED_MOST)
     await init_app_state(_RecordingClient(engine, llm, recording), app.state, args, tasks)
     return with_token_names(app)
 

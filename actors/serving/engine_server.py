@@ -173,12 +173,13 @@ class EngineServer:
         from starlette.requests import Request
 
         request = Request(scope, receive)
-        responding = _Responding(send, framed=WANTED in request.headers)
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        responding = _Responding(send, framed=_WANTED in headers)
         try:
             if scope["path"] == "/health":
                 await json_response({"status": "ok"})(scope, receive, send)
                 return
-            session, path = self._admitted(request)
+            session, path = self._admitted(scope["path"], headers)
             if path in self.routes:
                 await self._further(scope, receive, send)
                 return
@@ -186,12 +187,11 @@ class EngineServer:
         except Exception as e:
             await responding.failed(e)
 
-    def _admitted(self, request: Request) -> tuple[_Session, str]:
+    def _admitted(self, asked: str, headers: Mapping[bytes, bytes]) -> tuple[_Session, str]:
         """Return whose request it is, and the path that is meant. Raises ApiError."""
-        if not hmac.compare_digest(bearer(request.headers), f"Bearer {self.token}".encode()):
+        if not hmac.compare_digest(bearer(headers), f"Bearer {self.token}".encode()):
             raise ApiError("the token is missing or wrong: give it as Authorization: Bearer <token>", status=401,
                            code="invalid_api_key")
-        asked = request.scope["path"]
         found = _SESSION.fullmatch(asked)
         session, path = found.groups() if found else (None, asked)
         try:
@@ -256,6 +256,9 @@ class EngineServer:
 
 _NOT_PASSED_ON = frozenset({b"content-length", b"transfer-encoding", b"authorization", b"x-api-key", b"x-request-id"})
 """Headers that end here. A request's id is made in here: no two answers have the same."""
+
+
+_WANTED = WANTED.encode()
 
 
 def _own_key() -> list[tuple[bytes, bytes]]:

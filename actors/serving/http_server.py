@@ -73,9 +73,9 @@ async def read_body(request: Request, limit: int = BODY_LIMIT) -> bytes:
     return b"".join(parts)
 
 
-def bearer(headers: Mapping[str, str]) -> bytes:
+def bearer(headers: Mapping[bytes, bytes]) -> bytes:
     """Return the key of a request as `Bearer <key>`, also where it came as Anthropic's clients give it."""
-    return (headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}").encode()
+    return headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
 
 
 def listen(address: str, port: int) -> socket.socket:
@@ -173,7 +173,7 @@ def make_server(app: Any) -> Any:
             yield
 
     config = uvicorn.Config(
-        app, lifespan="off", log_config=None, access_log=False, ws="none", interface="asgi3",
+        app, lifespan="off", log_config=None, access_log=False, ws="none", interface="asgi3", proxy_headers=False,
         timeout_graceful_shutdown=STOP_SECONDS, timeout_keep_alive=KEEP_ALIVE_SECONDS,
         limit_concurrency=MOST_CONNECTIONS, http=limited_http(),
     )

@@ -45,7 +45,6 @@ def checked(path: str, raw: bytes) -> dict[str, Any]:
         raise ApiError(f"the body is no JSON: {e}") from e
     if not isinstance(body, dict):
         raise ApiError(f"the body is a JSON {type(body).__name__}: give an object")
-    dumped(body)
     body.pop("request_id", None)  # a request's id is made in here: no two answers have the same
     asked = _sampling_of(path, body)
     for name, most in (("n", MOST_ANSWERS), ("best_of", MOST_ANSWERS), *((name, MOST_TOKENS) for name in _LENGTHS),

@@ -185,7 +185,7 @@ class Proxy:
             try:
                 if self.config.explorer.proxy_without_key:
                     require_local(request)
-                elif not hmac.compare_digest(bearer(request.headers), expected):
+                elif not hmac.compare_digest(bearer(dict(request.scope["headers"])), expected):
                     raise ApiError("the key is missing or wrong: give it as Authorization: Bearer <key>", status=401,
                                    code="invalid_api_key")
                 return await handler(request)
