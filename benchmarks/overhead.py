@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import multiprocessing
 import os
@@ -91,6 +92,7 @@ def bare_process(config: EngineConfig, pipe: Connection) -> None:
     async def serve() -> None:
         bare = Bare(config)
         await bare.start()
+        gc.unfreeze()  # our engine freezes what it loaded, AsyncLLM alone does not
         pipe.send("ready")
         try:
             while (order := await asyncio.to_thread(pipe.recv)) is not None:

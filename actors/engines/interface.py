@@ -102,6 +102,10 @@ class Recording(Protocol):
         """The longest answer, in tokens, where the client did not say: less where less room is left."""
 
     @property
+    def unsaid(self) -> Mapping[str, Any]:
+        """The run's sampling that the client's API has no field for, by the names of `Sampling`."""
+
+    @property
     def adapter(self) -> str:
         """The LoRA adapter that is to answer; empty: the model itself."""
 

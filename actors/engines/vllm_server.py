@@ -115,6 +115,8 @@ class _RecordingClient:
             ids = record.exact_prompt(lambda: text or self._text(given), given)
             prompt = {**prompt, "prompt_token_ids": ids}
         params = copy.copy(sampling_params)
+        for name, value in record.unsaid.items():
+            setattr(params, name, value)
         if record.longest is not None:
             room = (self._engine.max_model_len or record.longest) - len(ids)
             params.max_tokens = max(min(record.longest, room), 1)

@@ -204,17 +204,17 @@ class EngineServer:
             raise ApiError(f"{request.method} {path}: there is no such route", status=404)
         session.model.failed = None
         raw = await read_body(request)
-        body, longest, adapter = dict[str, Any](), None, ""
+        body, longest, unsaid, adapter = dict[str, Any](), None, dict[str, Any](), ""
         if request.method == "POST":
-            body, longest = completed(path, checked(path, raw), session.model.defaults, ids=session.kept)
+            body, longest, unsaid = completed(path, checked(path, raw), session.model.defaults, ids=session.kept)
             adapter = session.model.sampling.adapter
             named = body.get("model")
             if isinstance(named, str) and named in getattr(self.engine, "adapters", ()):
                 adapter, body["model"] = named, self.name
             raw = dumped(body)
         record = RequestRecord(
-            model=session.model, body=body, longest=longest, failed_with=self._told(session), kept=session.kept,
-            wanted=session.kept or responding.framed, chat=path in CHATS, adapter=adapter,
+            model=session.model, body=body, longest=longest, unsaid=unsaid, failed_with=self._told(session),
+            kept=session.kept, wanted=session.kept or responding.framed, chat=path in CHATS, adapter=adapter,
         )
         if session.kept:
             record.number = session.model.numbered()

@@ -85,20 +85,24 @@ def dumped(body: Mapping[str, Any]) -> bytes:
 
 def completed(
     path: str, body: dict[str, Any], defaults: Mapping[str, Any], *, ids: bool
-) -> tuple[dict[str, Any], int | None]:
-    """Return the request with the run's sampling where it says nothing, and the longest answer where it does not say.
+) -> tuple[dict[str, Any], int | None, dict[str, Any]]:
+    """Return the request with the run's sampling where it says nothing; the longest answer where it does not say; and
+    what of the sampling its API has no field for.
 
     The length is not written into the request: where less room is left it is what is left, and no error. `ids`: and
     with token ids in the answer.
     """
+    unsaid: dict[str, Any] = {}
     if path not in _SAMPLED:
-        return body, None
+        return body, None, unsaid
     asked = _sampling_of(path, body)
     for name, value in defaults.items():
         name = _SPOKEN.get(path, {}).get(name, name)
         if value is None or name in _NOT_SAID or (name == "n" and path in _ONE_ANSWER):
             continue
-        if name == "json_schema":
+        if name in _NO_FIELD.get(path, ()):
+            unsaid[name] = value
+        elif name == "json_schema":
             if value and asked.get("response_format") is None and path in (CHAT, COMPLETIONS):
                 schema = orjson.loads(value) if isinstance(value, str) else value
                 asked["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
@@ -107,13 +111,19 @@ def completed(
     if ids and path in (CHAT, COMPLETIONS) and body.get("return_token_ids") is None:
         body["return_token_ids"] = True
     said = any(asked.get(name) is not None for name in _LENGTHS)
-    return body, None if said else defaults.get("max_tokens")
+    return body, None if said else defaults.get("max_tokens"), unsaid
 
 
 _NOT_SAID = frozenset({"logprobs", "top_logprobs", "max_tokens", "adapter"})
 """Defaults that no request is given: what is shown is its client's affair, length and adapter are the server's."""
 _SPOKEN = {MESSAGES: {"stop": "stop_sequences"}}
 """What an API calls the sampling by another name."""
+_NO_FIELD = {
+    RESPONSES: frozenset({"min_tokens"}),
+    MESSAGES: frozenset({"seed", "min_p", "min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty",
+                         "repetition_penalty"}),
+}
+"""Sampling that a request of this API can't ask for: the engine is told."""
 _ONE_ANSWER = frozenset({RESPONSES, MESSAGES, BATCH})
 """Routes without `n`."""
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")

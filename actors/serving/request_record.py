@@ -52,6 +52,8 @@ class RequestRecord:
     """Its prompt is made of messages by the chat template."""
     longest: int | None = None
     """The longest answer, in tokens, where the client did not say: less where less room is left."""
+    unsaid: Mapping[str, Any] = field(default_factory=dict)
+    """The run's sampling that the client's API has no field for, by the names of `Sampling`."""
     adapter: str = ""
     """The LoRA adapter that is to answer; empty: the model itself."""
     number: int = 0

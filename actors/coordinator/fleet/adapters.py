@@ -21,6 +21,8 @@ __all__ = ["AdapterLoading", "AdapterWaiter"]
 
 ORDER_LOST_SECONDS = 10.0
 """How long a runner may take to load what it was told to; then it is told again, which does no harm."""
+MOST_DOUBLINGS = 6
+"""How often the pause doubles before a runner tries again what it could not load: to ten minutes."""
 
 
 @dataclass(slots=True)
@@ -67,8 +69,9 @@ class AdapterLoading:
             none = self.most == 0  # a log may have some, of a start with another config: whoever names one is refused
             had = runner.has_adapters or none
             runner.has_adapters = had or adapters.has_all(self.live.adapters, runner.adapters)
-            late = self.registry.sender.now() - runner.adapters_since > ORDER_LOST_SECONDS
-            if runner.adapters_order is None or late:
+            pause = ORDER_LOST_SECONDS * 2 ** min(max(runner.adapters_failures - 1, 0), MOST_DOUBLINGS)
+            late = self.registry.sender.now() - runner.adapters_since > pause
+            if late or (runner.adapters_order is None and not runner.adapters_failures):
                 self.order(runner)
         self._look(runner.name, runner.adapters)
 
@@ -123,6 +126,7 @@ class AdapterLoading:
         runner.adapters = dict(message.adapters)
         if message.number == runner.adapters_order:
             runner.adapters_order = None
+            runner.adapters_failures = runner.adapters_failures + 1 if message.errors else 0
         has = runner.adapters.keys() | excused
         runner.has_adapters = runner.has_adapters or adapters.has_all(self.live.adapters, has)
         failed = {(adapter, version): error for adapter, version, error in message.errors}

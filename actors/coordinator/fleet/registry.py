@@ -48,6 +48,8 @@ class RunnerRecord:
     """The order to load adapters that it has not answered."""
     adapters_since: float = 0.0
     """When that was sent, monotonic seconds."""
+    adapters_failures: int = 0
+    """How many such orders in a row it could not carry out."""
     waits_for: str = ""
     """What its engine waited for before it can start, at the last sign of life."""
     endpoint: str = ""

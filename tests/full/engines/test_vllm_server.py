@@ -117,6 +117,19 @@ def test_every_api_is_kept_with_the_ids_that_were_sampled(session: Session) -> N
     assert session.model.usage.response_tokens == sum(map(len, responses))
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/chat/completions"])
+def test_the_run_s_sampling_holds_where_an_api_has_no_field_for_it(live: Live, server: EngineServer, path: str) -> None:
+    asked = {"seed": 7, "min_p": 0.01, "min_tokens": 3, "ignore_eos": True, "repetition_penalty": 1.1,
+             "presence_penalty": 0.1, "frequency_penalty": 0.2}
+    session = Session(live, server, **asked)
+    body = {"model": "tiny", **({"input": "c="} if "responses" in path else {"messages": HELLO})}
+    for _ in range(2):
+        session.post(path, body | ({"max_tokens": 6} if "messages" in path else {}))
+    first, second = session.kept()
+    assert {name: first.info["sampling"][name] for name in asked} == asked
+    assert first.tokens.tolist() == second.tokens.tolist(), "the seed is used"
+
+
 def test_streams_are_kept_as_what_they_were_together(session: Session) -> None:
     asked: dict[str, Any] = {"model": "tiny", "stream": True, "temperature": 0.0}
     chat = list(session.openai.chat.completions.create(messages=HELLO, **asked))

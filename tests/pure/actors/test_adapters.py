@@ -335,6 +335,28 @@ def test_who_waits_for_a_runner_that_retires_waits_no_more(fleet: Fleet) -> None
     assert "b" not in waiter.waiting_on
 
 
+def test_what_a_runner_could_not_load_it_tries_again_ever_more_seldom(fleet: Fleet) -> None:
+    fleet.bad = {"math"}
+    fleet.publish("math")
+
+    def tries() -> int:
+        return sum(isinstance(r.event, ev.AdapterFailed) and r.event.runner == "a" for r in fleet.log.read())
+
+    for _ in range(3600):
+        fleet.clock += 1.0
+        fleet.speak("a", 1)
+    assert tries() == 1 + len([10, 20, 40, 80, 160, 320, 640, 640, 640, 640])
+    fleet.publish("math", 2)
+    assert tries() == 12, "a new version is tried at once"
+    fleet.bad.clear()
+    fleet.clock += 641
+    fleet.speak("a", 1)
+    assert fleet.engines["a"] == {"math": 2}
+    fleet.engines["a"].clear()
+    fleet.speak("a", 1)
+    assert fleet.engines["a"] == {"math": 2}, "what is lost for another reason it is told at once"
+
+
 # --- the model of a workflow ----------------------------------------------------------------------------------------
 class Deaf(ScriptedEngine):
     """An engine that knows nothing of adapters, and so does not look for one."""
