@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
@@ -21,7 +20,7 @@ import orjson
 from trinity_es.actors.engines.interface import Completion, Generation, Recording, Sampling
 from trinity_es.actors.engines.sampling import MOST_ANSWERS
 from trinity_es.actors.engines.token_names import with_token_names
-from trinity_es.actors.engines.vllm_values import completion_of, output_kind
+from trinity_es.actors.engines.vllm_values import changed, completion_of, output_kind, said_for
 from trinity_es.events.errors import ConfigError, EngineError
 from trinity_es.events.json_values import NotPlain, plain
 
@@ -102,7 +101,7 @@ class _RecordingClient:
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **more: Any) -> AsyncGenerator[Any]:
         """Generate as AsyncLLM does. It is noted at once, before the first item is asked for: prompts keep their order.
 
-        Raises ValueError, which vLLM's server answers with 400.
+        Raises ValueError, or what vLLM raises of sampling that can't be: its server answers both with 400.
         """
         record = self._recording()
         if sampling_params.n > MOST_ANSWERS:
@@ -114,15 +113,21 @@ class _RecordingClient:
             given, text = ids, prompt.get("prompt")
             ids = record.exact_prompt(lambda: text or self._text(given), given)
             prompt = {**prompt, "prompt_token_ids": ids}
-        params = copy.copy(sampling_params)
-        for name, value in record.unsaid.items():
-            setattr(params, name, value)
+        changes: dict[str, Any] = said_for(record.unsaid, sampling_params)
+        longest = sampling_params.max_tokens
         if record.longest is not None:
             room = (self._engine.max_model_len or record.longest) - len(ids)
-            params.max_tokens = max(min(record.longest, room), 1)
+            longest = changes["max_tokens"] = max(min(record.longest, room), 1)
+            if longest < record.longest:  # less room than the run asks for is no error
+                changes["min_tokens"] = min(changes.get("min_tokens", sampling_params.min_tokens), longest)
+        if "min_tokens" in record.unsaid and longest is not None:
+            changes["min_tokens"] = min(changes["min_tokens"], longest)
         generation = None
         if record.wanted:
-            params.logprobs = max(params.logprobs or 0, 0) if params.logprobs != -1 else -1
+            wanted = sampling_params.logprobs
+            changes["logprobs"] = max(wanted or 0, 0) if wanted != -1 else -1
+        params = changed(sampling_params, changes)
+        if record.wanted:
             generation = record.begin(*_asked(params, record.adapter), record.text)
         outputs = self._engine.outputs(prompt, params, request_id, record.adapter, **more)
         return self._noted(record, generation, outputs, new_only=params.output_kind == output_kind("DELTA"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.actors.engines.vllm_weights import short
 from trinity_es.events.errors import EngineError
 
-__all__ = ["VersionedCompletion", "completion_of", "output_kind", "sampling_params"]
+__all__ = ["VersionedCompletion", "changed", "completion_of", "output_kind", "said_for", "sampling_params"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +33,9 @@ def output_kind(name: str) -> Any:
 def sampling_params(s: Sampling) -> Any:
     """Return vLLM's `SamplingParams`. Raises EngineError (`refused=True`) for what vLLM refuses of them."""
     from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
 
     try:
-        structured = None
-        if s.json_schema:
-            any_object = orjson.loads(s.json_schema) == {}
-            structured = StructuredOutputsParams(**{"json_object": True} if any_object else {"json": s.json_schema})
+        structured = _structured(s.json_schema) if s.json_schema else None
         return SamplingParams(
             n=s.n, temperature=s.temperature, top_p=s.top_p, top_k=max(s.top_k, 0), max_tokens=s.max_tokens,
             logprobs=s.top_logprobs if s.logprobs else None, seed=s.seed, stop=list(s.stop) or None,
@@ -49,6 +46,32 @@ def sampling_params(s: Sampling) -> Any:
         )
     except Exception as e:  # it only checks its arguments here; its own errors have no stable base
         raise EngineError(f"vLLM refused the sampling {s}: {short(e)}", refused=True) from e
+
+
+def _structured(schema: str | Mapping[str, Any]) -> Any:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    given = orjson.loads(schema) if isinstance(schema, str) else schema
+    return StructuredOutputsParams(**{"json": given} if given else {"json_object": True})
+
+
+def said_for(unsaid: Mapping[str, Any], params: Any) -> dict[str, Any]:
+    """Return a run's sampling as fields of vLLM's SamplingParams, where these have none of their own."""
+    said = {name: value for name, value in unsaid.items() if name != "json_schema"}
+    if unsaid.get("json_schema") and params.structured_outputs is None:
+        said["structured_outputs"] = _structured(unsaid["json_schema"])
+    return said
+
+
+def changed(params: Any, changes: Mapping[str, Any]) -> Any:
+    """Return vLLM's SamplingParams with these fields changed, checked again.
+
+    vLLM's engine checks them where it reads them, in a thread that ends with what it refuses: then it answers nobody
+    any more. Raises what vLLM raises of sampling that can't be.
+    """
+    from msgspec.structs import replace
+
+    return replace(params, **changes) if changes else params
 
 
 def _top(output: Any, count: int) -> list[list[tuple[int, float]]] | None:

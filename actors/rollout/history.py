@@ -58,7 +58,7 @@ class Remembering(Conversing):
         self._history[number] = [
             (experience, self.turns.answered(
                 rendered, completion.prompt_token_ids, completion.token_ids, experience.logprobs, completion.text,
-                dict(experience.info), before[id(completion.prompt_token_ids)],
+                dict(experience.info), before[id(completion.prompt_token_ids)], completion.finish_reason == "length",
             ))
             for completion, experience in found
         ]
@@ -100,6 +100,18 @@ class Remembering(Conversing):
         joined.truncate_status = last.truncate_status
         joined.info = {**{k: v for k, v in last.info.items() if not k.endswith("_spans")}, **joined.info}
         return joined
+
+    def _newest_sampled(self, messages: Sequence[Message], tools: Any) -> tuple[Turn, int] | None:
+        """Return the turn that gave the newest answer of a conversation which was sampled in it, and its number."""
+        for i in range(len(messages) - 1, 0, -1):
+            if messages[i].get("role") == "assistant" and (turn := self._ends_with(messages[: i + 1], tools)):
+                return turn, i
+        return None
+
+    def _asked_in(self, messages: Sequence[Message], tools: Any) -> bool:
+        """Return True if some answer of a conversation stands where this run asked for one."""
+        known = {turn.rendered for turn in self.turns}
+        return bool(known) and any(text in known for text in self.earlier_prompts(messages, tools))
 
     def _ends_with(self, messages: Sequence[Message], tools: Any) -> Turn | None:
         """Return the turn that gave a conversation's last answer; None where somebody else did."""

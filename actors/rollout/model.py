@@ -224,34 +224,47 @@ class Model(Remembering):
 
     async def experience_from_messages_async(
         self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, logprobs: bool = True,
-        temperature: float | None = None,
+        temperature: float | None = None, as_text: bool = False,
     ) -> Experience:
         """Return a conversation as one experience, the first assistant's turn and all after it the response.
 
-        What `chat` answered in it is there as it was sampled, with its logprobs, and nothing is asked of the engine.
-        Where others wrote some turn of the assistant, all is tokenized anew (`tokenized`), with the logprobs that this
-        model gives the response; where `temperature` is not that of the sampling, these are asked for, too.
+        What `chat` answered in it is there as it was sampled, with its logprobs, up to the newest such answer, and
+        nothing is asked of the engine. Turns of the assistant that others wrote, or changed, are not learned from:
+        `info["untrained_turns"]` names them. Where `temperature` is not that of the sampling, logprobs are asked for.
 
-        One that is longer than the engine's `max_model_len` is cut, and its `truncate_status` says so.
+        A conversation that this run asked nothing in is tokenized anew (`tokenized`), with the logprobs that this model
+        gives the response; one that is longer than the engine's `max_model_len` is cut, and its `truncate_status` says
+        so. With `as_text` every conversation is taken so, whoever wrote what.
+
+        Raises WorkflowError where this run asked for its answers and none of them is in it as it was sampled.
         """
         longest = getattr(self.engine, "max_model_len", None)
         given = plain_messages(messages)
-        turn = self._ends_with(given, tools)
-        if turn is not None:
-            sampled = self.sampled(turn, given, tools)
-            if longest and len(turn.tokens) >= longest and not self.turns.end_of(turn):
+        found = None if as_text else self._newest_sampled(given, tools)
+        if found is not None:
+            turn, at = found
+            sampled = self.sampled(turn, given[: at + 1], tools)
+            sampled.messages = given
+            if others := [i for i, m in enumerate(given) if i > at and m.get("role") == "assistant"]:
+                sampled.info["untrained_turns"] = [*sampled.info.get("untrained_turns", ()), *others]
+            if longest and len(turn.tokens) >= longest and turn.cut:
                 sampled.truncate_status = "response_truncated"
             if not logprobs:
                 sampled.logprobs = None
             elif sampled.logprobs is None or temperature not in (None, self.sampling.temperature):
                 await self._asked_again(sampled, temperature, longest)
             return sampled
+        if not as_text and self._asked_in(given, tools):
+            raise WorkflowError(
+                "no answer of this conversation is in it as it was sampled, so none of its tokens was: return "
+                "extract_experience_from_history(), or give as_text=True to learn from the text as it stands"
+            )
         experience = self.tokenized(messages, tools=tools, limit=longest - 1 if longest else None)
         if experience.truncate_status == "prompt_truncated":  # nothing in it is learned from
             experience.logprobs = np.zeros(1, dtype=np.float32)
         elif logprobs:
-            found = await self.logprobs_async(experience.tokens.tolist(), temperature)
-            experience.logprobs = found[experience.prompt_length - 1 :]
+            given_now = await self.logprobs_async(experience.tokens.tolist(), temperature)
+            experience.logprobs = given_now[experience.prompt_length - 1 :]
         return experience
 
     async def _asked_again(self, sampled: Experience, temperature: float | None, longest: int | None) -> None:
@@ -266,10 +279,13 @@ class Model(Remembering):
         sampled.logprobs = np.where(mask, found[first - 1 :], np.float32(0))
 
     async def convert_messages_to_experience_async(
-        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, temperature: float | None = None
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, temperature: float | None = None,
+        as_text: bool = False,
     ) -> Experience:
         """`experience_from_messages_async`: the name that Trinity-RFT has for it."""
-        return await self.experience_from_messages_async(messages, tools=tools, temperature=temperature)
+        return await self.experience_from_messages_async(
+            messages, tools=tools, temperature=temperature, as_text=as_text
+        )
 
     async def get_message_token_len(self, messages: Sequence[Message]) -> int:
         """Return how many tokens a chat with these messages has as its prompt."""

@@ -9,7 +9,7 @@ and ids, no messages, no engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,8 @@ class Turn:
     """What its experience says of it: `version_spans` and `adapter_spans` over the sampled ones, `sampling`."""
     before: Turn | None
     """The turn whose tokens the prompt begins with."""
+    cut: bool = False
+    """It was cut off, by its longest length or for want of room."""
     followed: bool = False
     """Another turn goes on from it."""
 
@@ -95,6 +97,9 @@ class Turns:
     def __len__(self) -> int:
         return len(self._turns)
 
+    def __iter__(self) -> Iterator[Turn]:
+        return iter(self._turns)
+
     def clear(self) -> None:
         self._turns, self._by_length = [], {}
 
@@ -126,7 +131,7 @@ class Turns:
 
     def answered(
         self, rendered: str | None, prompt: Sequence[int], sampled: Sequence[int], logprobs: Numbers | None, text: str,
-        info: Mapping[str, Any] | None = None, before: Turn | None = None,
+        info: Mapping[str, Any] | None = None, before: Turn | None = None, cut: bool = False,
     ) -> Turn:
         """Take note of an answer; return its turn.
 
@@ -138,7 +143,7 @@ class Turns:
             before.followed = True
         turn = Turn(
             rendered=rendered, text=text, tokens=ids, begin=len(prompt), logprobs=logprobs, info=info or {},
-            before=before,
+            before=before, cut=cut,
         )
         self._turns.append(turn)
         self._by_length.setdefault(len(ids), {}).setdefault(_hash(ids), []).append(turn)

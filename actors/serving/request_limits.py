@@ -100,10 +100,10 @@ def completed(
         name = _SPOKEN.get(path, {}).get(name, name)
         if value is None or name in _NOT_SAID or (name == "n" and path in _ONE_ANSWER):
             continue
-        if name in _NO_FIELD.get(path, ()):
+        if name in _NO_FIELD.get(path, ()) or (name == "json_schema" and path not in (CHAT, COMPLETIONS)):
             unsaid[name] = value
         elif name == "json_schema":
-            if value and asked.get("response_format") is None and path in (CHAT, COMPLETIONS):
+            if value and asked.get("response_format") is None:
                 schema = orjson.loads(value) if isinstance(value, str) else value
                 asked["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
         elif asked.get(name) is None:

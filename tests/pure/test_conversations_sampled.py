@@ -16,6 +16,7 @@ from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.result import shared, with_all
 from trinity_es.actors.rollout.turns import Marks
 from trinity_es.actors.rollout.usage import Usage
+from trinity_es.events.errors import WorkflowError
 from trinity_es.events.vocabulary import RunResult
 
 
@@ -80,17 +81,42 @@ async def test_a_template_that_drops_reasoning_forks_and_the_forks_are_counted()
     assert engine.logprobs_asked == 0
 
 
-async def test_answers_that_were_changed_or_written_by_others_are_tokenized_anew() -> None:
+async def test_answers_that_were_changed_or_written_by_others_are_not_learned_from() -> None:
     engine = Sampler(["aa", "bb"], Merging())
     model = Model(engine)
     messages = await talk(model, ["a", "b"])
     changed = [*messages[:-1], {"role": "assistant", "content": "bbb"}]
     longer = [*messages, {"role": "user", "content": "c"}, {"role": "assistant", "content": "c"}]
-    for given_messages in (changed, longer):
-        e = await model.experience_from_messages_async(given_messages)
-        assert e.tokens.tolist() == Merging().encode(Merging().decode(e.tokens.tolist()))
-    assert engine.logprobs_asked == 2
+    for said, untrained, sampled in ((changed, [3], "aa$"), (longer, [5], "aa$bb$")):
+        e = await model.experience_from_messages_async(said)
+        assert e.info["untrained_turns"] == untrained
+        assert e.messages == said
+        assert e.action_mask is not None
+        assert "".join(map(chr, e.tokens[e.prompt_length :][e.action_mask])) == sampled
+    assert engine.logprobs_asked == 0
     assert model.usage.forks == 0
+
+
+async def test_a_conversation_with_no_answer_as_it_was_sampled_is_refused_unless_its_text_is_wanted() -> None:
+    engine = Sampler(["aa", "bb"], Merging())
+    model = Model(engine)
+    messages = await talk(model, ["a", "b"])
+    edited = [messages[0], {"role": "assistant", "content": "mine"}, *messages[2:]]
+    with pytest.raises(WorkflowError, match=r"no answer of this conversation is in it as it was sampled.*as_text=True"):
+        await model.experience_from_messages_async(edited)
+    e = await model.experience_from_messages_async(edited, as_text=True)
+    assert e.tokens.tolist() == Merging().encode(Merging().decode(e.tokens.tolist()))
+    assert engine.logprobs_asked == 1
+
+
+async def test_a_conversation_that_others_had_is_tokenized_anew() -> None:
+    engine = Sampler(["aa"], Merging())
+    model = Model(engine)
+    await talk(model, ["a"])
+    others = [{"role": "user", "content": "other"}, {"role": "assistant", "content": "bb"}]
+    e = await model.experience_from_messages_async(others)
+    assert e.tokens.tolist() == Merging().encode(Merging().decode(e.tokens.tolist()))
+    assert engine.logprobs_asked == 1
 
 
 async def test_what_follows_the_last_answer_is_left_out() -> None:
@@ -293,16 +319,22 @@ async def test_a_client_s_own_form_of_an_answer_is_known_again(said: str) -> Non
     assert engine.logprobs_asked == 0
 
 
-@pytest.mark.parametrize(("city", "asked_again"), [("b", 0), ("c", 1)])
-async def test_a_tool_call_is_known_again_by_what_it_says(city: str, asked_again: int) -> None:
+@pytest.mark.parametrize("city", ["b", "c"])
+async def test_a_tool_call_is_known_again_by_what_it_says(city: str) -> None:
     engine = Sampler(['<call>{"name":"w", "arguments":{"n":1, "city":"b"}}'], Merging())
     model = Model(engine)
     asked = [{"role": "user", "content": "a"}]
     await model.chat_async(asked)
     call = {"function": {"name": "w", "arguments": f'{{"city": "{city}", "n": 1}}'}}
-    e = await model.experience_from_messages_async([*asked, {"role": "assistant", "content": "", "tool_calls": [call]}])
-    assert engine.logprobs_asked == asked_again
-    assert ("call" in e.response_text) is not asked_again
+    said = [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    if city == "c":
+        with pytest.raises(WorkflowError, match="as it was sampled"):
+            await model.experience_from_messages_async(said)
+        return
+    e = await model.experience_from_messages_async(said)
+    assert e.response_text is not None
+    assert "call" in e.response_text
+    assert engine.logprobs_asked == 0
 
 
 async def test_a_conversation_as_long_as_the_context_is_cut_where_its_logprobs_are_asked_for() -> None:

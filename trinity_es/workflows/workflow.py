@@ -189,24 +189,25 @@ class MultiTurnWorkflow(Workflow):
 
     def process_messages_to_experience(
         self, messages: list[dict[str, Any]], reward: float, info: dict[str, Any] | None = None,
-        truncate_status: str | None = None,
+        truncate_status: str | None = None, as_text: bool = False,
     ) -> Experience:
         """Return one experience of a whole conversation: tokens of all turns, `action_mask` true on the assistant's.
 
         What `self.model.chat` answered is there as it was sampled, token by token, with its logprobs (0 on what it only
-        read). Where others wrote an answer, logprobs are the model's own for all tokens, computed in one pass. It
+        read). What others wrote or changed is not learned from: `info["untrained_turns"]`. A conversation in which
+        nothing was asked of this model, or any `as_text`, is tokenized as it stands, with the model's own logprobs. It
         blocks: for sync workflows. The numbers in `info` are metrics, with the reward. A conversation that is longer
         than the model's context is cut: `truncate_status` says so, and the reward is 0 where a part of it is gone.
         """
-        experience: Experience = self.model.experience_from_messages(messages)
+        experience: Experience = self.model.experience_from_messages(messages, as_text=as_text)
         return self._finished(experience, reward, info, truncate_status)
 
     async def process_messages_to_experience_async(
         self, messages: list[dict[str, Any]], reward: float, info: dict[str, Any] | None = None,
-        truncate_status: str | None = None,
+        truncate_status: str | None = None, as_text: bool = False,
     ) -> Experience:
         """Return the same, for async workflows."""
-        experience: Experience = await self.model.experience_from_messages_async(messages)
+        experience: Experience = await self.model.experience_from_messages_async(messages, as_text=as_text)
         return self._finished(experience, reward, info, truncate_status)
 
     def _finished(
