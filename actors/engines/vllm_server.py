@@ -118,8 +118,6 @@ class _RecordingClient:
         if record.longest is not None:
             room = (self._engine.max_model_len or record.longest) - len(ids)
             longest = changes["max_tokens"] = max(min(record.longest, room), 1)
-            if longest < record.longest:  # less room than the run asks for is no error
-                changes["min_tokens"] = min(changes.get("min_tokens", sampling_params.min_tokens), longest)
         if "min_tokens" in record.unsaid and longest is not None:
             changes["min_tokens"] = min(changes["min_tokens"], longest)
         generation = None

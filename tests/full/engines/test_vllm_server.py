@@ -130,6 +130,31 @@ def test_the_run_s_sampling_holds_where_an_api_has_no_field_for_it(live: Live, s
     assert first.tokens.tolist() == second.tokens.tolist(), "the seed is used"
 
 
+def test_sampling_that_can_not_be_is_refused_and_the_engine_answers_on(live: Live, server: EngineServer) -> None:
+    session = Session(live, server)  # of six tokens
+    told = session.post("/v1/chat/completions", {"model": "tiny", "messages": HELLO, "min_tokens": 20}, 400)
+    assert "min_tokens must be less than or equal to max_tokens=6" in told["error"]["message"]
+    short = Session(live, server, min_tokens=10, max_tokens=20)
+    short.post("/v1/messages", {"model": "tiny", "messages": HELLO, "max_tokens": 5})
+    [kept] = short.kept()
+    assert len(kept.tokens) - kept.prompt_length == 5, "the client's longest answer goes before the run's shortest"
+    assert session.post("/v1/chat/completions", {"model": "tiny", "messages": HELLO})["choices"]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/inference/v1/generate", "/v1/chat/completions"])
+def test_a_run_s_schema_holds_whatever_api_asks(live: Live, server: EngineServer, path: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}},
+              "required": ["a"], "additionalProperties": False}
+    session = Session(live, server, json_schema=json.dumps(schema), max_tokens=40)
+    bodies: dict[str, Any] = {"/v1/responses": {"input": "c="}, "/v1/messages": {"messages": HELLO, "max_tokens": 40},
+                              "/inference/v1/generate": {"token_ids": [5, 6, 7], "sampling_params": {}}}
+    session.post(path, {"model": "tiny", **bodies.get(path, {"messages": HELLO})})
+    [kept] = session.kept()
+    assert kept.response_text is not None
+    assert kept.response_text.lstrip().startswith("{")
+    assert json.loads(kept.info["sampling"]["json_schema"]) == schema
+
+
 def test_streams_are_kept_as_what_they_were_together(session: Session) -> None:
     asked: dict[str, Any] = {"model": "tiny", "stream": True, "temperature": 0.0}
     chat = list(session.openai.chat.completions.create(messages=HELLO, **asked))
