@@ -11,6 +11,7 @@ import io
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+from urllib.request import getproxies, proxy_bypass
 
 if TYPE_CHECKING:
     import httpx
@@ -80,13 +81,21 @@ def _aiohttp_transport(trust_env: bool, keep: float) -> httpx.AsyncBaseTransport
         async def aclose(self) -> None:
             self._answer.release()  # a body that was not read to its end takes the connection with it
 
+    proxies = getproxies() if trust_env else {}
+
+    def proxy_for(url: httpx.URL) -> str | None:
+        found = proxies.get(url.scheme) or proxies.get("all")
+        if not found or proxy_bypass(url.host):
+            return None
+        return found if "://" in found else f"http://{found}"
+
     class Transport(httpx.AsyncBaseTransport):
         session: aiohttp.ClientSession | None = None
 
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
             if self.session is None:
                 self.session = aiohttp.ClientSession(
-                    connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=keep), trust_env=trust_env,
+                    connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=keep),
                     cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False,
                 )
             within = request.extensions.get("timeout", {})
@@ -95,6 +104,7 @@ def _aiohttp_transport(trust_env: bool, keep: float) -> httpx.AsyncBaseTransport
                 answer = await self.session.request(
                     request.method, str(request.url), headers=request.headers.multi_items(),
                     data=io.BytesIO(body) if len(body) > 2**20 else body or None, allow_redirects=False,
+                    proxy=proxy_for(request.url),  # not by aiohttp's trust_env, which sends what ~/.netrc has, too
                     skip_auto_headers=("content-type", "user-agent", "accept", "accept-encoding"),
                     timeout=aiohttp.ClientTimeout(
                         total=None, sock_connect=within.get("connect"), sock_read=within.get("read")

@@ -15,8 +15,10 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import socket
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trinity_es.events.errors import WorkflowError
@@ -124,6 +126,14 @@ class EngineLoop(_Loop):
             if executor is None:
                 executor = self._threads[owner] = ThreadPoolExecutor(WORKFLOW_THREADS, thread_name_prefix="workflow")
         return super().run_in_executor(executor, func, *args)
+
+    async def getaddrinfo(self, host: Any, port: Any, **how: Any) -> Any:
+        """Look a name up in a thread, as asyncio's own loop does: uvloop has few for all units together."""
+        return await self.run_in_executor(None, partial(socket.getaddrinfo, host, port, **how))
+
+    async def getnameinfo(self, sockaddr: Any, flags: int = 0) -> Any:
+        """Look an address up, likewise."""
+        return await self.run_in_executor(None, socket.getnameinfo, sockaddr, flags)
 
     def forget(self, unit: Any) -> None:
         """Forget a unit that is over: its threads end when they have nothing to do."""

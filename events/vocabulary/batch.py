@@ -127,7 +127,8 @@ class AttemptFailed(Event):
     retry: bool
     seconds: float = 0.0
     blamed: bool = True
-    """It counts against the attempts that the unit gets; false where the whole system ended under it."""
+    """It counts against the attempts that the unit gets; false where the whole system ended under it, or its engine,
+    a server of others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -217,7 +217,8 @@ def _trainers_turn(course: BatchTimes, now: float, live: Mapping[str, Any] | Non
 def _unit(state: BatchState, unit: ev.Unit) -> str:
     last = unit.run_id_base + unit.runs - 1
     runs = f"run {last}" if unit.runs == 1 else f"runs {unit.run_id_base}-{last}"
-    return f"task {unit.task}, {runs}, attempt {unit.attempt} of {state.max_attempts}"
+    of = f" of {state.max_attempts}" if unit.attempt <= state.max_attempts else ""  # else it was not blamed for some
+    return f"task {unit.task}, {runs}, attempt {unit.attempt}{of}"
 
 
 def _units(course: BatchTimes) -> str:

@@ -240,7 +240,7 @@ def test_a_runner_serves_new_weights_and_a_failed_sync_leaves_it_serving(
     client = start_system()
     (tmp_path / "w1").mkdir()
     assert client.sync_weights(1, tmp_path / "w1") == {"version": 1, "runners": ["runner-0"], "from_group": False}
-    with pytest.raises(trinity_es.TrinityError, match="they serve what they had"):
+    with pytest.raises(trinity_es.TrinityError, match="go on with what they had"):
         client.sync_weights(2, tmp_path / "missing")
     client.submit_batch(batch_id=1, tasks=sleepers(1), batch_type="train")
     client.finalize_train_batch(1, timeout=30)

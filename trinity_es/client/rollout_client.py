@@ -374,7 +374,8 @@ class RolloutClient(SystemClient):
         given again as a checkpoint once it is saved: only then does it survive a restart of the machine.
 
         Raises SyncError: some engine could not load it, or not in time (seconds, default
-        `synchronizer.sync_timeout`); engines go on serving what they had.
+        `synchronizer.sync_timeout`). The version is the current one all the same: engines that live go on with what
+        they had, one that comes up loads it. Sync the same again, or a newer version.
         """
         seconds = validation.seconds("timeout", timeout) or self.config.synchronizer.sync_timeout
         return self._publisher.publish(validation.whole("version", version), weights, seconds)

@@ -24,7 +24,7 @@ from trinity_es.events.values import (
     require_batch_id,
     sort_batch_id,
 )
-from trinity_es.projections.batch import BatchState, batch_result
+from trinity_es.projections.batch import BatchState, Flight, batch_result
 
 __all__ = [
     "Capacity",
@@ -43,6 +43,8 @@ __all__ = [
     "wanted",
 ]
 
+MOST_SERVERS_LOST = 10
+"""Maximum number of attempts of a unit that is blamed for none of the servers of others that ended under it."""
 RETRIED = frozenset({"workflow", "timeout", "runner_lost", "infra"})
 """Kinds of failure that another attempt may mend; `data` fails the same way every time."""
 
@@ -171,8 +173,13 @@ def _home(home: Capacity | None, among: Sequence[Capacity]) -> Capacity | None:
     return home if stays and not waits else None
 
 
-def outcome(batch: BatchState | None, runner: str, incarnation: int, result: UnitOutcome) -> list[ev.Event]:
-    """Take what came of a unit. What was settled before, or is not this runner's any more, changes nothing."""
+def outcome(
+    batch: BatchState | None, runner: str, incarnation: int, result: UnitOutcome, *, servers: bool = False
+) -> list[ev.Event]:
+    """Take what came of a unit. What was settled before, or is not this runner's any more, changes nothing.
+
+    `servers`: engines are servers of others, whose failures no unit is blamed for (`_blamed`).
+    """
     if batch is None or batch.submission != result.submission or batch.state.ended:
         return []
     unit = result.unit
@@ -203,6 +210,7 @@ def outcome(batch: BatchState | None, runner: str, incarnation: int, result: Uni
     for run, kind, message in result.failures:
         kinds.setdefault(kind, []).append((run, message))
     for cause, failed in kinds.items():
+        blamed = cause != "infra" or _blamed(unit, servers)
         events.append(
             ev.AttemptFailed(
                 task=unit.task,
@@ -213,8 +221,9 @@ def outcome(batch: BatchState | None, runner: str, incarnation: int, result: Uni
                 incarnation=incarnation,
                 kind=cause,
                 message=shortened(failed[0][1]),
-                retry=cause in RETRIED and _may_fail(batch, unit),
+                retry=cause in RETRIED and (not blamed or _may_fail(batch, unit)),
                 seconds=result.seconds,
+                blamed=blamed,
             )
         )
     return events
@@ -225,29 +234,44 @@ def _may_fail(batch: BatchState, unit: ev.Unit) -> bool:
     return batch.flights[unit.task, unit.run_id_base].strikes + 1 < batch.max_attempts
 
 
+def _blamed(unit: ev.Unit, servers: bool) -> bool:
+    """Return True if a unit is blamed for the end of its engine.
+
+    A server of others ends for reasons of its own, with all that it was asked: no unit is blamed, unless it was there
+    each time.
+    """
+    return not servers or unit.attempt >= MOST_SERVERS_LOST
+
+
 def runner_lost(
-    batch: BatchState, runner: str, incarnation: int, reason: str, *, blamed: bool = True
+    batch: BatchState, runner: str, incarnation: int, reason: str, *, blamed: bool = True, servers: bool = False
 ) -> list[ev.Event]:
     """Take the loss of a runner: what it had of this batch is attempted again, and failed after its last attempt.
 
-    Which of its units ended it nobody knows, so each is blamed; but not where the whole system ended.
+    Which of its units ended it nobody knows, so each is blamed; but not where the whole system ended, nor where engines
+    are `servers` of others.
     """
     return [
-        ev.AttemptFailed(
-            task=flight.unit.task,
-            run_id_base=flight.unit.run_id_base,
-            failed_runs=list(range(flight.unit.run_id_base, flight.unit.run_id_base + flight.unit.runs)),
-            attempt=flight.unit.attempt,
-            runner=runner,
-            incarnation=incarnation,
-            kind="runner_lost",
-            message=shortened(reason),
-            retry=not blamed or _may_fail(batch, flight.unit),
-            blamed=blamed,
-        )
+        _lost(batch, flight, reason, blamed and _blamed(flight.unit, servers))
         for flight in list(batch.flights.values())
         if (flight.runner, flight.incarnation) == (runner, incarnation)
     ]
+
+
+def _lost(batch: BatchState, flight: Flight, reason: str, blamed: bool) -> ev.AttemptFailed:
+    unit = flight.unit
+    return ev.AttemptFailed(
+        task=unit.task,
+        run_id_base=unit.run_id_base,
+        failed_runs=list(range(unit.run_id_base, unit.run_id_base + unit.runs)),
+        attempt=unit.attempt,
+        runner=flight.runner,
+        incarnation=flight.incarnation,
+        kind="runner_lost",
+        message=shortened(reason),
+        retry=not blamed or _may_fail(batch, unit),
+        blamed=blamed,
+    )
 
 
 def recovery(

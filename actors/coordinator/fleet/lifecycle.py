@@ -29,11 +29,13 @@ class RunnerLifecycle:
     """Takes what is told of runners: recorded in the live state, and answered once it is durable."""
 
     def __init__(
-        self, registry: RunnerRegistry, weights: WeightLoading, dispatcher: Dispatcher, max_adapters: int = 0
+        self, registry: RunnerRegistry, weights: WeightLoading, dispatcher: Dispatcher, max_adapters: int = 0,
+        servers: bool = False,
     ) -> None:
+        """`servers`: the engines are servers of others."""
         self.registry, self.weights, self.dispatcher = registry, weights, dispatcher
         self.adapters = AdapterLoading(registry, max_adapters)
-        self.live = registry.live
+        self.live, self.servers = registry.live, servers
 
     def on_status(self, message: RunnerStatus, address: Any) -> None:
         """Take a runner's state, told when it changes, to every new coordinator, and every few seconds."""
@@ -64,7 +66,9 @@ class RunnerLifecycle:
         for batch in list(self.live.batches.values()):
             older = {f.incarnation for f in batch.flights.values() if f.runner == name and f.incarnation < incarnation}
             for life in sorted(older):
-                lost = batches.runner_lost(batch, name, life, "the runner was started anew")
+                lost = batches.runner_lost(
+                    batch, name, life, "the runner was started anew", servers=self.servers
+                )
                 self.live.record_batch(batch.batch_id, lost)
 
     def forget(self) -> None:
@@ -89,7 +93,9 @@ class RunnerLifecycle:
                 known = self.registry.runners[name] = RunnerRecord(life)
             known.loading, known.endpoint = None, ""
         for batch in list(self.live.batches.values()):
-            lost = batches.runner_lost(batch, name, incarnation, message.reason, blamed=not message.asked)
+            lost = batches.runner_lost(
+                batch, name, incarnation, message.reason, blamed=not message.asked, servers=self.servers
+            )
             self.live.record_batch(batch.batch_id, lost)
         if not outlived:
             self.weights.on_death(name, message.reason)
@@ -116,7 +122,7 @@ class RunnerLifecycle:
         touched: dict[BatchId, None] = {}
         for outcome in message.outcomes:
             batch = self.live.batches.get(outcome.batch_id)
-            events = batches.outcome(batch, message.name, message.incarnation, outcome)
+            events = batches.outcome(batch, message.name, message.incarnation, outcome, servers=self.servers)
             if events:
                 try:
                     self.live.record_batch(outcome.batch_id, events)

@@ -40,7 +40,10 @@ class SyncWaiter:
         if not errors:
             return None
         what = "; ".join(f"{name}: {error}" for name, error in sorted(errors.items()))
-        return SyncError(f"version {self.version} was not loaded everywhere ({what}); they serve what they had")
+        return SyncError(
+            f"version {self.version} was not loaded everywhere ({what}); it is the current one all the same: "
+            "engines that live go on with what they had, one that comes up loads it: sync it again, or a newer one"
+        )
 
 
 @dataclass(frozen=True, slots=True)

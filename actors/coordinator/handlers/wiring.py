@@ -58,7 +58,9 @@ class Handlers:
         dispatcher = Dispatcher(registry, dynamic_timeout.timeout, end)
         lora = config.rollout.engine.lora
         most = 0 if lora is None else lora.max_adapters
-        self.fleet = RunnerLifecycle(registry, WeightLoading(registry, rolling), dispatcher, most)
+        of_others = config.rollout.servers is not None
+        weights = WeightLoading(registry, rolling)
+        self.fleet = RunnerLifecycle(registry, weights, dispatcher, most, servers=of_others)
         self.queue = ExperienceQueue(config.buffer.queue, live, router, actor, registry.clock)
         self.scheduler = SchedulerHandlers(config, live, dispatcher, dynamic_timeout, router, actor)
         self.trainer = TrainerHandlers(config, live, router, actor, self.queue, retention)

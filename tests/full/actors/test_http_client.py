@@ -7,6 +7,7 @@ import contextlib
 import gzip
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import httpx
 import pytest
@@ -170,3 +171,37 @@ async def test_hundreds_are_asked_at_once() -> None:
     async with server(together) as url, http_client(connect=20) as http:
         answers = await asyncio.gather(*(http.get(f"{url}/x") for _ in range(300)))
     assert {a.status_code for a in answers} == {200}
+
+
+async def test_the_environment_s_proxy_is_gone_through_and_no_netrc_is_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    heads: list[bytes] = []
+
+    async def proxy(head: bytes, reader: Reader, writer: Writer) -> None:
+        heads.append(head)
+        writer.write(OK % (0, b""))
+
+    (tmp_path / "netrc").write_text("default login me password secret\n")
+    for name in ("http_proxy", "all_proxy", "no_proxy", "HTTP_PROXY", "ALL_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    async with server(proxy) as url:
+        for name, value in (("http_proxy", url), ("http_proxy", url.removeprefix("http://")), ("all_proxy", url)):
+            monkeypatch.setenv(name, value)
+            async with http_client(connect=5, trust_env=True) as http:
+                assert (await http.get("http://engine.invalid/x")).status_code == 200
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("http_proxy", url.replace("http://", "http://u:p@"))
+        async with http_client(connect=5, trust_env=True) as http:
+            assert (await http.get("http://engine.invalid/x")).status_code == 200
+        monkeypatch.setenv("no_proxy", "engine.invalid")
+        async with http_client(connect=5, trust_env=True) as http:
+            with pytest.raises(httpx.ConnectError):
+                await http.get("http://engine.invalid/x")
+        async with http_client(connect=5) as http:
+            with pytest.raises(httpx.ConnectError):
+                await http.get("http://other.invalid/x")
+    assert all(head.startswith(b"GET http://engine.invalid/x ") for head in heads)
+    assert [b"proxy-authorization: basic dtpw" in head.lower() for head in heads] == [False, False, False, True]
+    assert not any(b"\r\nauthorization" in head.lower() for head in heads)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.helpers.bdd import given
 from tests.helpers.decided import SUBMIT, dispatched, finished, outcome, submitted, unit
 from trinity_es.actors.coordinator.decisions import batches
@@ -74,6 +76,26 @@ class TestDispatch:
         assert batch is not None
         [(_, event)] = batches.dispatch([batch], [self.capacity("a"), self.capacity("b", load=3)])
         assert (event.runner, event.units) == ("b", [unit(attempt=2)])
+
+    @pytest.mark.parametrize("infra", [False, True])
+    def test_no_unit_is_blamed_for_the_end_of_a_server_until_it_was_there_each_time(self, infra: bool) -> None:
+        events: list[ev.Event] = [submitted(1)]
+        for attempt in range(1, 20):
+            u = unit(attempt=attempt)
+            events.append(dispatched(u, runner="a"))
+            batch = fold(events)
+            assert batch is not None
+            done = outcome(u, failed=[(0, "infra", "it is gone")])
+            [failed] = (batches.outcome(batch, "a", 1, done, servers=True) if infra
+                        else batches.runner_lost(batch, "a", 1, "it is gone", servers=True))
+            assert isinstance(failed, ev.AttemptFailed)
+            assert failed.blamed is (attempt >= batches.MOST_SERVERS_LOST)
+            events.append(failed)
+            if not failed.retry:
+                break
+        else:
+            raise AssertionError("a task that ends every server is attempted for ever")
+        assert attempt == batches.MOST_SERVERS_LOST + batch.max_attempts - 1
 
     def test_without_another_runner_it_goes_to_the_same(self) -> None:
         u = unit()
