@@ -61,6 +61,11 @@ def test_a_runner_of_a_server_is_brought_back_alone_or_its_server_is_taken_away(
     assert "down" not in line
 
 
+def test_a_runner_whose_engine_ended_after_it_had_served_needs_nobody() -> None:
+    [line] = problems({"state": "failed", "places": 4}, [server()], "failed")
+    assert line.startswith("runner-0 failed: it broke; it is started again")
+
+
 def test_a_person_is_shown_what_a_runner_waits_for() -> None:
     rows = [{"runner": "runner-0", "state": "started", "pid": 2, "waits_for": AWAITED}]
     found = {

@@ -51,11 +51,12 @@ def test_engines_of_ones_own_are_all_waited_for() -> None:
 
 
 def test_a_start_that_gives_up_says_what_each_runner_waits_for() -> None:
-    now = status({"runner-0": "started", "runner-1": "started"}, {})
-    now["runners"][0]["waits_for"] = "http://a:1 does not answer (ConnectError)"
+    now = status({"runner-0": "started", "runner-1": "retired"}, {})
+    for row in now["runners"]:
+        row["waits_for"] = "http://a:1 does not answer (ConnectError)"
     with pytest.raises(StartupError) as failed:
         wait_ready(lambda: now, 0.0, runners=2)
     assert str(failed.value) == (
         "not all of 2 runners were ready after 0.0 s: runner-0 started, waits to start its engine: http://a:1 does "
-        "not answer (ConnectError); runner-1 started"
+        "not answer (ConnectError); runner-1 retired"
     )

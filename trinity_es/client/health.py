@@ -225,6 +225,8 @@ def _wrong(life: RunnerSnapshot, now: float) -> str | None:
     match life.state:
         case "retired":  # it was let go: that it says nothing any more is as it should be
             return None
+        case "failed" if life.places:  # it has served: its process ends, and another follows
+            return f"failed: {life.reason}; it is started again"
         case "failed":
             anew = "mend what it names, then `trinity-es down` and `trinity-es up`"
             return f"failed: {life.reason}; {mend(life.name, life.server) if life.server else anew}"

@@ -111,7 +111,8 @@ def wait_ready(
         if sum(r["state"] == "ready" for r in states.values()) >= needed:
             return
         if time.monotonic() > deadline:
-            awaited = {name: r["waits_for"] for name, r in states.items() if r.get("waits_for")}
+            awaited = {name: r["waits_for"] for name, r in states.items()
+                       if r["state"] == "started" and r.get("waits_for")}
             waiting = [
                 f"{name} {r['state']}" + (f", waits to start its engine: {awaited[name]}" if name in awaited else "")
                 for name, r in states.items()
