@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from trinity_es.cli.commands.system import Progress
 from trinity_es.events.errors import StartupError
 from trinity_es.system.lifecycle import wait_ready
 
@@ -60,3 +61,15 @@ def test_a_start_that_gives_up_says_what_each_runner_waits_for() -> None:
         "not all of 2 runners were ready after 0.0 s: runner-0 started, waits to start its engine: http://a:1 does "
         "not answer (ConnectError); runner-1 retired"
     )
+
+
+def test_a_start_tells_what_a_runner_waits_for_while_it_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    now, tell = status({"runner-0": "started"}, {}), Progress()
+    tell(now)
+    now["runners"][0]["waits_for"] = "http://a:1 does not answer (ConnectError)"
+    tell(now)
+    tell(now)
+    assert capsys.readouterr().err.splitlines() == [
+        "runner-0: loading engine…",
+        "runner-0: waits to start its engine: http://a:1 does not answer (ConnectError)",
+    ]
