@@ -61,7 +61,9 @@ class HTTPEngine(ServerWeights):
         options = config.options
         if not options.get("url"):
             raise ConfigError("an engine of type http needs the url of its server")
-        super().__init__(config, VLLMServer(options["url"], key=os.environ.get(options.get("key_variable", ""), "")))
+        variable = options.get("key_variable", "")
+        key = os.environ.get(variable, "")
+        super().__init__(config, VLLMServer(options["url"], key=key, key_variable=variable))
         self.version = ""
         self._dead: str | None = _NOT_STARTED
         self._processed = True

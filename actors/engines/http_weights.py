@@ -106,7 +106,7 @@ class ServerWeights:
                 if await self.server.healthy():
                     self.waits_for = ""
                     return
-                problem = "it says that it is not healthy"
+                problem = f"{self.server.url} says that it is not healthy"
             except ServerGone as e:
                 problem = str(e)
             self.waits_for = problem
@@ -260,7 +260,7 @@ class ServerWeights:
 
     async def _restart(self, version: int, path: str) -> None:
         """Have the user's command start the server with these weights."""
-        self.waits_for = "its restart command"
+        self.waits_for = f"the restart command of {self.server.url}"
         try:
             await self._restarted(version, path)
         finally:

@@ -68,13 +68,16 @@ class ServerFacts:
 
 
 class VLLMServer:
-    """The server at `url`. Use it on one event loop. `key` is its `--api-key`; `transport` is httpx's, for tests.
+    """The server at `url`. Use it on one event loop. `key` is its `--api-key`, read from the environment variable
+    `key_variable`; `transport` is httpx's, for tests.
 
     Raises ServerGone where it can't be reached, EngineError (`refused=True`) for what it refuses.
     """
 
-    def __init__(self, url: str, *, key: str = "", transport: httpx.AsyncBaseTransport | None = None) -> None:
-        self.url, self._key, self._transport = url.rstrip("/"), key, transport
+    def __init__(
+        self, url: str, *, key: str = "", key_variable: str = "", transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        self.url, self._key, self._key_variable, self._transport = url.rstrip("/"), key, key_variable, transport
         self._http: httpx.AsyncClient | None = None
         self._closed = False
 
@@ -153,10 +156,10 @@ class VLLMServer:
             return
         told = self.scrubbed(_message(text))
         if status == 401:
-            raise EngineError(
-                f"{self.url} wants a key (401): put it into the environment variable that "
-                "explorer.rollout_model.servers.key_variable names, where the system is started", refused=True,
-            )
+            variable = self._key_variable or "that explorer.rollout_model.servers.key_variable names"
+            wrong = f"refuses the key in {variable} (401): put the right one there" if self._key else (
+                f"wants a key (401), and there is none: put it into the environment variable {variable}")
+            raise EngineError(f"{self.url} {wrong}, where the system is started", refused=True)
         if status in (502, 503, 504):
             raise ServerGone(f"{self.url}{path} answered {status}: {told}")
         raise EngineError(f"{self.url}{path} answered {status}: {told}", **({"refused": True} if status < 500 else {}))

@@ -186,7 +186,7 @@ class Guardian(BaseActor):
             child.reason = message.reason
             if not child.first and not self.stopping:
                 # The engine came up once in this slot, so what is wrong may pass: another process in its memory, say.
-                self.end_child(child, f"its engine did not start: {message.reason}")
+                self.end_child(child, child.failure(message.reason))
         self.check_retired()
 
     def on_Servers(self, message: messages.Servers, sender: Any) -> None:

@@ -134,6 +134,10 @@ class Child:
     def is_gone(self) -> bool:
         return self.state in GONE
 
+    def failure(self, reason: str) -> str:
+        """Return why this life, which said that it failed, is ended: one that had served tells itself what ended."""
+        return reason if self.up_at is not None else f"its engine did not start: {reason}"
+
 
 class Supervision:
     """The slots of a system, by name, and the lives in them."""

@@ -338,7 +338,7 @@ class EngineThread:
             return
         self.ending = True
         self.log.error("the engine is dead: %s", reason)
-        self.tell(self.owner.become, "failed", f"engine died: {reason}", 0.0)
+        self.tell(self.owner.become, "failed", f"its engine ended: {reason}", 0.0)
         self.loop.call_later(LAST_WORDS_SECONDS, os._exit, EXIT_ENGINE_DEAD)
 
     async def reporter(self) -> None:

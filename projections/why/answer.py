@@ -9,7 +9,7 @@ from typing import Any
 
 from trinity_es.events.values import BatchId, BatchLifecycleState
 
-__all__ = ["OF_TRAINER", "Waiting", "Why", "counted", "moment", "span", "unread"]
+__all__ = ["ADD_SERVER", "OF_TRAINER", "Waiting", "Why", "counted", "mend", "moment", "span", "start_server", "unread"]
 
 SHOWN = 5
 """Things told as text; the JSON has them all."""
@@ -22,10 +22,11 @@ class Waiting:
     cause: str
     """Of a unit: `running`, `slow`, `hung`, `unstored` (its runner can't store what it finished), `interrupted` (when
     the system ended). Of a runner that takes no units:
-    `loading`, `weights`, `failed`, `quarantined`, `lost`, `ended`. Of units without a runner: `no_runner`, `places`,
-    `elsewhere`, `dispatch`, `paused`. Of the batch: `finalizing`, `grace`, `finalize`, `finalize_failed`, `training`,
-    `nothing`. Of the system: `unwritten` (the log can't be), `no_system`, `restarting`, `no_answer`, `fenced`,
-    `no_coordinator`, `unseen` (on another host). Of the log: `no_database`."""
+    `loading`, `server` (of others, not there), `weights`, `failed`, `quarantined`, `lost`, `ended`. Of units without
+    a runner: `no_runner`, `no_server`, `places`, `elsewhere`, `dispatch`, `paused`. Of the batch: `finalizing`,
+    `grace`, `finalize`, `finalize_failed`, `training`, `nothing`. Of the system: `unwritten` (the log can't be),
+    `no_system`, `restarting`, `no_answer`, `fenced`, `no_coordinator`, `unseen` (on another host). Of the log:
+    `no_database`."""
     what: str
     """The unit, the runner or the step, in words."""
     text: str
@@ -41,6 +42,8 @@ class Waiting:
     """The last sign of life of its runner."""
     limit: float | None = None
     """Seconds that the attempt may take."""
+    server: str = ""
+    """URL of the server of others that is its runner's engine, where the system told."""
     person: bool = False
     """It does not pass without a person."""
 
@@ -49,6 +52,15 @@ class Waiting:
         """The cause: the same while only time goes by."""
         cause = "running" if self.cause == "slow" else self.cause
         return (cause, self.task, self.attempt, self.runner, self.incarnation)
+
+    @property
+    def way_out(self) -> str:
+        """The thing that a person can do about it; empty: none."""
+        if self.cause == "quarantined" or (self.cause == "failed" and self.server):
+            return mend(self.runner or "NAME", self.server) + "; nothing of the batch is lost"
+        if self.cause == "server":
+            return start_server(self.server)
+        return _WAYS.get(self.cause, "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +119,8 @@ class Why:
         out += [f"  {w.text}" for w in self.waiting[:SHOWN]]
         if len(self.waiting) > SHOWN:
             out.append(f"  and {len(self.waiting) - SHOWN} more like these")
-        ways = dict.fromkeys(_WAYS[w.cause] for w in self.waiting if w.cause in _WAYS)
-        out += [f"what to do: {way}" for way in ways]
+        ways = list(dict.fromkeys(w.way_out for w in self.waiting if w.way_out))
+        out += [f"what to do: {way}" for way in ways[:SHOWN]]
         return out
 
     def __str__(self) -> str:
@@ -120,12 +132,18 @@ class Why:
         return out | {"waiting": [asdict(w) for w in self.waiting]}
 
 
-_MEND = (
-    "mend what it names (its text log in system.log_dir tells more), then `trinity-es down` and `trinity-es up`; "
-    "nothing of the batch is lost"
-)
+def mend(runner: str, server: str) -> str:
+    """Return what to do about a runner that is not started again by itself. `server`: URL of its engine's, if any."""
+    way = f"mend what it names, then `trinity-es restart-runner {runner}`"
+    return way + (f", or take its server away: `trinity-es scale CONFIG --remove {server}`" if server else "")
 
 
+def start_server(url: str) -> str:
+    """Return what to do about a server of others that is not there."""
+    return f"start the server {url}, or take it away: `trinity-es scale CONFIG --remove {url}`"
+
+
+ADD_SERVER = "`trinity-es scale CONFIG --add URL` adds a server"
 _WAYS = {
     "no_database": "see to the database, or to the way to it: all goes on by itself when it answers again",
     "no_system": "`trinity-es up CONFIG` goes on with it where it stopped (`trinity-es resume CONFIG` with its trainer "
@@ -135,8 +153,9 @@ _WAYS = {
     "unstored": "do what it says: what is finished is kept in the runner, and is stored by itself after that",
     "unseen": "ask on that host: `trinity-es why` there sees its processes",
     "fenced": "stop the system that is not wanted with `trinity-es down` on its own host; the batch is the other one's",
-    "failed": _MEND,
-    "quarantined": _MEND,
+    "failed": "mend what it names (its text log in system.log_dir tells more), then `trinity-es down` and "
+              "`trinity-es up`; nothing of the batch is lost",
+    "no_server": ADD_SERVER,
     "ended": "`trinity-es up CONFIG` starts runners again",
     "hung": "a silent runner is ended after system.heartbeat_timeout or hang_timeout, and what it had is attempted "
             "again; where that does not come, the workflow blocks: see the runner's text log, or give the batch up "

@@ -129,6 +129,8 @@ def _open(
         yield ranked(_flying(situation, course, flight, lives, now, usual))
     asked = [r for r in lives.values() if r.model != "rollout"]
     lives = {name: r for name, r in lives.items() if r.model == "rollout"}
+    gone = {name for name, r in lives.items() if r.leaving or (situation.of_servers and r.state == "retired")}
+    lives = {name: r for name, r in lives.items() if name not in gone}  # nobody waits for what was taken away
     for r in asked if state.flights else ():
         if r.state != "ready":  # who asks it waits, until its attempt's timeout at most
             w = _idle(situation, r, now)
@@ -142,6 +144,10 @@ def _open(
     serving = [r for r in lives.values() if _serves(situation, r)]
     if serving:
         yield ranked(_without_place(situation, course, serving, now))
+    elif not lives and _has_no_server(situation, live, bool(gone)):
+        text = f"{_units(course)} without a runner: there is no server{' any more' if gone else ' yet'}"
+        w = Waiting(cause="no_server", what=_units(course), text=text, person=not state.flights)
+        yield ranked(w, _RANK_RUNNER)
     elif not lives:
         text = f"{_units(course)} without a runner: none has come up yet"
         yield ranked(Waiting(cause="no_runner", what=_units(course), text=text), _RANK_RUNNER)
@@ -336,6 +342,12 @@ def _serves(situation: SystemSnapshot, runner: RunnerSnapshot) -> bool:
     return runner.state == "ready" and _loading(situation, runner) is None
 
 
+def _has_no_server(situation: SystemSnapshot, live: Mapping[str, Any] | None, gone: bool) -> bool:
+    """Return True if no server is to be an engine, as the system says, or else as the log has it. `gone`: one left."""
+    told = (live or {}).get("servers")
+    return situation.of_servers and (gone if told is None else not any(s["wanted"] for s in told))
+
+
 def _idle(situation: SystemSnapshot, runner: RunnerSnapshot, now: float) -> Waiting:
     """Return a runner that takes no units, and why."""
     since = runner.since
@@ -359,11 +371,13 @@ def _idle(situation: SystemSnapshot, runner: RunnerSnapshot, now: float) -> Wait
         case "retired" | "down":
             cause, person, text = "ended", True, f"{runner} was ended{ago}"
         case _:
-            cause, text = "loading", f"{runner} is loading its engine"
-            text += "" if since is None else f", for {span(now - since)} now"
+            awaited = f": {_short(runner.waits_for)}" if runner.waits_for else ""
+            cause = "server" if awaited and runner.server else "loading"
+            text = f"{runner} {'waits to start' if awaited else 'is loading'} its engine"
+            text += ("" if since is None else f", for {span(now - since)} now") + awaited
     return Waiting(
         cause=cause, what=str(runner), text=text, runner=runner.name, incarnation=runner.incarnation, since=since,
-        seen=runner.seen, person=person,
+        seen=runner.seen, person=person, server=runner.server,
     )
 
 

@@ -72,6 +72,12 @@ class RunnerSnapshot:
     """Why it can't store what it finished, where the system told."""
     restart_in: float | None = None
     """Seconds until it is started again."""
+    waits_for: str = ""
+    """What its engine waits for before it can start, in words, where the system told."""
+    server: str = ""
+    """URL of the server of others that is its engine, where the system told."""
+    leaving: bool = False
+    """That server was taken away: it gets no units any more."""
     model: str = "rollout"
     """Which model it serves: a batch's units are for runners of the rollout model, its workflows ask the others."""
 
@@ -93,6 +99,8 @@ class SystemSnapshot:
     """explorer.max_timeout."""
     sequential: bool = False
     """The runs of a unit go one after the other, each with the whole limit."""
+    of_servers: bool = False
+    """Engines are servers of others, which come and go."""
     stall_after: float | None = None
     last_at: float | None = None
     """The last event that was observed."""
@@ -109,6 +117,7 @@ def observe(situation: SystemSnapshot, recorded: Iterable[Recorded]) -> SystemSn
                 explorer = event.config.get("explorer", {})
                 situation.limit, situation.stall_after = explorer.get("max_timeout"), explorer.get("stall_after")
                 situation.sequential = explorer.get("concurrent_mode") == "sequential"
+                situation.of_servers = explorer.get("rollout_model", {}).get("engine_type") == "http"
             case ev.WeightsPublished():
                 situation.weights, situation.published_at = event.version, at
             case _ if item.stream.startswith("runner/"):
@@ -267,6 +276,7 @@ def with_live(
     shift = now - told["clock"] if told.get("clock") else 0.0
     shift = shift if abs(shift) > STEP_SECONDS else 0.0
     rows = {row["runner"]: row for row in told.get("runners", [])}
+    servers = {s["runner"]: s for s in told.get("servers", [])}
     children = {c["name"]: c for c in told.get("system", {}).get("children", []) if c["name"] != "coordinator"}
     names = {**situation.runners, **rows, **children} if not children else {**children}  # slots of this system only
     for name in sorted(names):
@@ -284,8 +294,11 @@ def with_live(
             if life.since is None or not life.reason:  # else the log tells more
                 life.reason = row.get("reason") or life.reason
             life.silent, life.trouble = row.get("silent"), row.get("trouble") or ""
+            life.waits_for = row.get("waits_for") or ""
             if life.seen is not None and life.silent:
                 life.silent += max(0.0, now - life.seen)  # it was silent then, and has been since
+        if name in servers:
+            life.server, life.leaving = servers[name]["url"], not servers[name]["wanted"]
         _lay_child(life, child, now)
         yield name, life
 
@@ -303,7 +316,7 @@ def _lay_child(life: RunnerSnapshot, child: Mapping[str, Any], now: float) -> No
     if becomes is not None and becomes != life.state:
         life.state, life.since = becomes, None
     if newer:
-        life.incarnation = child["incarnation"]
+        life.incarnation, life.waits_for = child["incarnation"], ""
     if becomes in ("lost", "failed", "down") or not life.reason:
         life.reason = child.get("reason") or life.reason
     life.restart_in = child.get("restart_in")

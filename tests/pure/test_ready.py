@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from trinity_es.cli.commands.system import Progress
 from trinity_es.events.errors import StartupError
 from trinity_es.system.lifecycle import wait_ready
 
@@ -48,3 +49,27 @@ def test_a_start_waits_for_servers_that_are_to_be_there_and_for_one_at_least(
 def test_engines_of_ones_own_are_all_waited_for() -> None:
     with pytest.raises(StartupError, match="not all of 2 runners were ready"):
         wait_ready(lambda: status({"runner-0": "ready"}, {}), 0.0, runners=2)
+
+
+def test_a_start_that_gives_up_says_what_each_runner_waits_for() -> None:
+    now = status({"runner-0": "started", "runner-1": "retired"}, {})
+    for row in now["runners"]:
+        row["waits_for"] = "http://a:1 does not answer (ConnectError)"
+    with pytest.raises(StartupError) as failed:
+        wait_ready(lambda: now, 0.0, runners=2)
+    assert str(failed.value) == (
+        "not all of 2 runners were ready after 0.0 s: runner-0 started, waits to start its engine: http://a:1 does "
+        "not answer (ConnectError); runner-1 retired"
+    )
+
+
+def test_a_start_tells_what_a_runner_waits_for_while_it_waits(capsys: pytest.CaptureFixture[str]) -> None:
+    now, tell = status({"runner-0": "started"}, {}), Progress()
+    tell(now)
+    now["runners"][0]["waits_for"] = "http://a:1 does not answer (ConnectError)"
+    tell(now)
+    tell(now)
+    assert capsys.readouterr().err.splitlines() == [
+        "runner-0: loading engine…",
+        "runner-0: waits to start its engine: http://a:1 does not answer (ConnectError)",
+    ]

@@ -19,17 +19,19 @@ from trinity_es.events.store.retry import within
 from trinity_es.events.values import BatchId
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.tables.runner_history import natural
-from trinity_es.projections.why.answer import Why, span, unread
+from trinity_es.projections.why.answer import ADD_SERVER, Why, mend, span, start_server, unread
 from trinity_es.projections.why.explain import SILENT_SECONDS
 from trinity_es.projections.why.situation import RunnerSnapshot, SystemSnapshot, with_live
 from trinity_es.system import remembered_log_end
 from trinity_es.text import plain
 
-__all__ = ["explain", "facts", "look", "show"]
+__all__ = ["explain", "facts", "look", "problems", "show"]
 
 READ_SECONDS = 10.0
 """Maximum of the time that the log may take to be read: its server may be frozen."""
-_WHOLE = {"unwritten", "no_system", "restarting", "no_answer", "fenced", "no_coordinator", "no_database"}
+AWAITED_SECONDS = 10.0
+"""How long an engine may wait for what somebody else has to do, its server say, before that is a problem."""
+_WHOLE = {"no_server", "unwritten", "no_system", "restarting", "no_answer", "fenced", "no_coordinator", "no_database"}
 """Causes that are told once for the system, not once a batch."""
 
 
@@ -134,7 +136,7 @@ def look(config: Config) -> dict[str, Any]:
         if told is not None:
             row |= {"cause": told.cause, "waiting_for": told.sentence, "stalled": told.stalled}
     if lost is None:
-        out["problems"] += _problems(config, out, live, whys)
+        out["problems"] += problems(config, out, live, whys)
     return out
 
 
@@ -172,7 +174,8 @@ def _read(config: Config, log: Log, out: dict[str, Any]) -> None:
     ]
 
 
-def _problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, whys: list[Why]) -> Iterator[str]:
+def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, whys: list[Why]) -> Iterator[str]:
+    """Yield what is wrong, a line each. `out`: `look`'s; `live`: what the system says, None where it does not."""
     logs = config.system.log_dir
     if not out["up"]:
         if out["keeper"] is not None:
@@ -204,8 +207,12 @@ def _problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, 
         if output["error"] is not None:
             yield (f"output {output['output']} can't be written and is tried again: {output['error']}; batches go on, "
                    "and what it lacks is kept for it")
-    for name, life in with_live(SystemSnapshot(), live, time.time()):
-        wrong = _wrong(life)
+    of_servers = config.explorer.rollout_model.engine_type == "http" and "servers" in live
+    if of_servers and not any(s["wanted"] for s in live["servers"]):
+        yield f"there is no server, so nothing is generated: {ADD_SERVER}"
+    now = time.time()
+    for name, life in with_live(SystemSnapshot(), live, now):
+        wrong = _wrong(life, now)
         if wrong:
             yield f"{name} {wrong} ({name}.log in {logs} tells more)"
     for told in whys:
@@ -213,19 +220,26 @@ def _problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, 
             yield f"batch {told.batch_id} is stalled: {told.sentence}; `trinity-es why {told.batch_id}` tells more"
 
 
-def _wrong(life: RunnerSnapshot) -> str | None:
+def _wrong(life: RunnerSnapshot, now: float) -> str | None:
     """Return what is wrong with a runner, and the way out; None: nothing."""
-    mend = "mend what it names, then `trinity-es down` and `trinity-es up`"
     match life.state:
+        case "retired":  # it was let go: that it says nothing any more is as it should be
+            return None
+        case "failed" if life.places:  # it has served: its process ends, and another follows
+            return f"failed: {life.reason}; it is started again"
         case "failed":
-            return f"failed: {life.reason}; {mend}"
+            anew = "mend what it names, then `trinity-es down` and `trinity-es up`"
+            return f"failed: {life.reason}; {mend(life.name, life.server) if life.server else anew}"
         case "quarantined":
-            return f"is quarantined and not started again: {life.reason}; {mend}"
+            return f"is quarantined and not started again: {life.reason}; {mend(life.name, life.server)}"
         case "lost":
             again = "" if life.restart_in is None else f" in {span(life.restart_in)}"
             return f"was lost: {life.reason}; it is started again{again}"
         case "down":
             return f"is down: {life.reason or 'it was ended'}; `trinity-es down` and `trinity-es up` start it again"
+        case "started" if life.waits_for and now - (life.progressed or 0.0) > AWAITED_SECONDS and not life.leaving:
+            way = f"; {start_server(life.server)}" if life.server else ""
+            return f"waits to start its engine: {life.waits_for}{way}"
     if life.trouble:
         return f"can't store what it finished, keeps it and tries again: {life.trouble}"
     if (life.silent or 0.0) > SILENT_SECONDS:
@@ -255,7 +269,8 @@ def show(out: Console, found: dict[str, Any]) -> None:
         version = f", version {r['model_version']}" if r.get("model_version") is not None else ""
         of = r.get("model", "rollout")
         version = version if of == "rollout" else f", auxiliary model {of}"
-        state = "loading engine…" if r["state"] == "started" else r["state"]
+        loading = f"waits to start its engine: {r['waits_for']}" if r.get("waits_for") else "loading engine…"
+        state = loading if r["state"] == "started" else r["state"]
         endpoint = f", {r['endpoint']}" if r.get("endpoint") else ""
         line(f"{r['runner']:<12} {state}, pid {r['pid']}{version}{load}{endpoint}")
     line(f"open batches {len(found['batches'])}")

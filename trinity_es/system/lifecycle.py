@@ -111,9 +111,14 @@ def wait_ready(
         if sum(r["state"] == "ready" for r in states.values()) >= needed:
             return
         if time.monotonic() > deadline:
-            waiting = {name: r["state"] for name, r in states.items()}
+            awaited = {name: r["waits_for"] for name, r in states.items()
+                       if r["state"] == "started" and r.get("waits_for")}
+            waiting = [
+                f"{name} {r['state']}" + (f", waits to start its engine: {awaited[name]}" if name in awaited else "")
+                for name, r in states.items()
+            ]
             raise StartupError(
-                f"not all of {needed} runners were ready after {timeout} s: {waiting or 'none answered'}"
+                f"not all of {needed} runners were ready after {timeout} s: {'; '.join(waiting) or 'none answered'}"
             )
         time.sleep(0.1)
 

@@ -94,6 +94,7 @@ class Stalls:
             )
             for batch_id, watched in self._watched.items()
         }
+        urls = {s.runner: s.url for s in self.live.servers.values()}
         runners = {
             r.name: RunnerSnapshot(
                 name=r.name,
@@ -107,8 +108,13 @@ class Stalls:
                 progressed=r.progressed or None,
                 silent=r.silent,
                 trouble=r.trouble,
+                waits_for=r.waits_for,
+                server=urls.get(r.name, ""),
+                leaving=r.name in self.registry.leaving,
                 model=r.life.model,
             )
             for r in fleet
         }
-        return SystemSnapshot(courses=courses, runners=runners, limit=self.limit, sequential=self.sequential)
+        return SystemSnapshot(
+            courses=courses, runners=runners, limit=self.limit, sequential=self.sequential, of_servers=bool(urls)
+        )

@@ -113,6 +113,7 @@ class RunnerRegistry:
                 "progressed": r.progressed,
                 "silent": r.silent,
                 "trouble": r.trouble,
+                "waits_for": r.waits_for,
                 "endpoint": r.endpoint,
             }
             for r in sorted(self.runners.values(), key=lambda r: r.name)

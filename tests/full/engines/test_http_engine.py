@@ -293,7 +293,7 @@ def test_the_key_comes_by_the_environment_and_is_in_no_message(
 
     async def main() -> None:
         monkeypatch.setenv("THEIR_KEY", "wrong-word")
-        with pytest.raises(EngineError, match=r"wants a key .*servers.key_variable") as refused:
+        with pytest.raises(EngineError, match=r"refuses the key in THEIR_KEY \(401\)") as refused:
             async with met(server.ready(), tiny, key_variable="THEIR_KEY"):
                 pass
         assert "wrong-word" not in str(refused.value)

@@ -153,7 +153,7 @@ def test_a_start_says_that_it_waits_for_the_restart_command(tiny: Path, other: P
         until = time.monotonic() + 10
         while not engine.waits_for and not starting.done() and time.monotonic() < until:
             await asyncio.sleep(0.05)
-        assert engine.waits_for == "its restart command"
+        assert engine.waits_for == f"the restart command of {engine.server.url}"
         with pytest.raises(EngineError, match="exit status 5"):
             await starting
         assert not engine.waits_for

@@ -25,6 +25,7 @@ from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.runner import RunnerLife, RunnerState
+from trinity_es.projections.servers import Server
 from trinity_es.projections.why.answer import Why
 from trinity_es.testing import ManualClock, SleepWorkflow, Workflow, wait_until
 
@@ -152,7 +153,8 @@ def test_a_quarantined_runner(start_system: StartSystem) -> None:
     assert why.stalled
     code, found = told(client, "status")
     assert code == 1
-    assert any(p.startswith("runner-0 is quarantined") and "trinity-es up" in p for p in found["problems"])
+    says = "trinity-es restart-runner runner-0"
+    assert any(p.startswith("runner-0 is quarantined") and says in p for p in found["problems"])
 
 
 def test_a_weight_sync(start_system: StartSystem, tmp_path: Path) -> None:
@@ -238,6 +240,8 @@ class Memory:
         self.recorded: list[ev.StallDetected] = []
         ready = RunnerLife(name="runner-0", incarnation=1, pid=7, state=RunnerState.READY, places=4)
         self.runners = {"runner-0": RunnerRecord(ready)}
+        self.servers: dict[str, Server] = {}
+        self.leaving: frozenset[str] = frozenset()
         self.clock = ManualClock(1000.0)
         self.stalls = Stalls(self, self, 10.0, self.clock, limit=60.0)  # type: ignore[arg-type]  # all that it looks at
         state = fold(events)
@@ -272,6 +276,18 @@ def done(task: int) -> ev.TaskFinished:
         task=task, run_id_base=0, attempt=1, runner="runner-0", incarnation=1,
         runs=[ev.RunResult(run=0, metrics={})], payload=None, model_version=0, model_version_end=0, seconds=1.0,
     )
+
+
+def test_a_stall_names_the_server_that_a_runner_waits_for_and_that_there_is_none_any_more() -> None:
+    memory = Memory(ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[1], tasks=[{}], max_attempts=3))
+    runner, url = memory.runners["runner-0"], "http://gpu-7:8000"
+    runner.life.state, runner.waits_for = RunnerState.STARTED, f"{url} does not answer"
+    memory.servers = {url: Server(url, "runner-0", wanted=True, by="list")}
+    assert memory.after(15) == 1
+    assert memory.recorded[0].waiting_on.endswith(f"runner-0 #1 waits to start its engine: {url} does not answer")
+    runner.life.state, memory.leaving = RunnerState.RETIRED, frozenset({"runner-0"})
+    assert memory.after(15) == 2
+    assert memory.recorded[1].waiting_on.endswith("there is no server any more")
 
 
 def test_a_stall_comes_once_and_again_when_its_cause_changes(memory: Memory) -> None:

@@ -148,6 +148,13 @@ def test_given_a_coordinator_when_it_ends_young_again_and_again_then_it_pauses_a
     assert watched.ended(child, "why", 15.0, 0.5) == 0.0  # it served
 
 
+def test_an_engine_that_had_served_is_not_said_to_have_not_started() -> None:
+    _, child = one()
+    assert child.failure("no such model") == "its engine did not start: no such model"
+    child.up_at = 10.0
+    assert child.failure("its engine ended: it restarted") == "its engine ended: it restarted"
+
+
 def test_given_a_system_that_ends_then_no_life_follows() -> None:
     watched, child = one()
     assert watched.ended(child, "why", 10.0, 0.5, for_good=True) is None

@@ -26,7 +26,7 @@ from trinity_es.client.teardown import end_system
 from trinity_es.system import lifecycle, running_system
 from trinity_es.text import plain
 
-__all__ = ["down", "redo", "restart_runner", "scale", "up"]
+__all__ = ["Progress", "down", "redo", "restart_runner", "scale", "up"]
 
 
 def restart_runner(
@@ -136,7 +136,7 @@ def up(
     try:
         if not no_wait:
             with connect(settings) as client:
-                client.wait_ready(progress=_Told())
+                client.wait_ready(progress=Progress())
     except BaseException:
         end_system(settings)
         raise
@@ -150,17 +150,20 @@ def up(
     print(f"next       trinity-es status --config {config}\n           trinity-es down {config}")
 
 
-class _Told:
-    """Says what a runner is doing when that changes."""
+class Progress:
+    """Says what a runner is doing, or waits for, when that changes."""
 
     def __init__(self) -> None:
         self._last: dict[str, str] = {}
 
     def __call__(self, status: dict[str, Any]) -> None:
         for runner in status["runners"]:
-            if self._last.get(runner["runner"]) != runner["state"]:
-                self._last[runner["runner"]] = runner["state"]
-                note(f"{runner['runner']}: " + {"started": "loading engine…"}.get(runner["state"], runner["state"]))
+            awaited = runner.get("waits_for")
+            loading = f"waits to start its engine: {awaited}" if awaited else "loading engine…"
+            does = loading if runner["state"] == "started" else runner["state"]
+            if self._last.get(runner["runner"]) != does:
+                self._last[runner["runner"]] = does
+                note(f"{runner['runner']}: {does}")
 
 
 def down(

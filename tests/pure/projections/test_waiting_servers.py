@@ -1,0 +1,70 @@
+"""`why` where engines are servers that others run: one that is not there, one that was taken away, the last one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.helpers.story import Story, configured, status
+from trinity_es.events import vocabulary as ev
+
+URL = "http://gpu-7:8000"
+
+
+def of_servers() -> Story:
+    return Story().add("system", configured(rollout_model={"engine_type": "http"}))
+
+
+def server(runner: str = "runner-0", url: str = URL, *, wanted: bool = True) -> dict[str, Any]:
+    return {"runner": runner, "url": url, "wanted": wanted}
+
+
+def test_a_runner_whose_server_is_not_there_says_which_and_why_and_what_to_do() -> None:
+    started = ev.RunnerStarted(runner="runner-0", incarnation=2, pid=1, host="here", engine="http")
+    story = of_servers().batch().add("runner/runner-0", started)
+    row = {"state": "started", "incarnation": 2, "waits_for": f"{URL} does not answer (ConnectError)"}
+    told = story.why(62, live=status(row, servers=[server()]), system={"up": True})
+    assert told.cause == "server"
+    assert told.sentence.endswith(
+        f"runner-0 #2 waits to start its engine, for 62 s now: {URL} does not answer (ConnectError)"
+    )
+    assert f"what to do: start the server {URL}, or take it away: `trinity-es scale CONFIG --remove {URL}`" in str(told)
+
+
+def test_where_the_last_server_was_taken_away_a_server_is_to_be_added() -> None:
+    story = of_servers().runner().batch().add("runner/runner-0", ev.RunnerRetired(runner="runner-0", incarnation=1))
+    coordinator = [{"name": "coordinator", "state": "up", "incarnation": 1}]
+    live = status({"state": "retired"}, servers=[], children=coordinator)
+    for told in (story.why(5, live=live, system={"up": True}), story.why(5)):
+        assert (told.cause, told.stalled) == ("no_server", True)
+        assert told.sentence.endswith("without a runner: there is no server any more")
+        assert "what to do: `trinity-es scale CONFIG --add URL`" in str(told)
+        assert "trinity-es up" not in str(told)
+
+
+@pytest.mark.parametrize("left", [{"state": "retired"}, {"state": "ready"}])
+def test_a_server_that_was_taken_away_is_nothing_to_wait_for_while_others_serve(left: dict[str, str]) -> None:
+    story = of_servers().runner().runner("runner-1").batch(tasks=9)
+    story.dispatch(*range(8), runner="runner-1")
+    live = status(left, {"runner": "runner-1"}, servers=[server(wanted=False), server("runner-1", "http://b:1")])
+    told = story.why(5, live=live, system={"up": True})
+    assert [w.cause for w in told.waiting if w.cause != "running"] == ["places"]
+
+
+def test_before_any_server_is_listed_there_is_none_yet() -> None:
+    live = status(servers=[]) | {"runners": []}
+    live["system"] = {"children": [{"name": "coordinator", "state": "up"}]}
+    told = of_servers().batch().why(5, live=live, system={"up": True})
+    assert told.sentence.endswith("there is no server yet")
+
+
+def test_a_runner_that_is_not_started_again_is_brought_back_by_name_and_its_server_can_go() -> None:
+    story = of_servers().runner().batch()
+    gone = ev.RunnerQuarantined(runner="runner-0", incarnation=1, deaths=4, period_seconds=600.0, reason="it ended")
+    story.add("runner/runner-0", gone)
+    live = status({"state": "quarantined"}, servers=[server()])
+    told = str(story.why(5, live=live, system={"up": True}))
+    assert f"`trinity-es restart-runner runner-0`, or take its server away: `trinity-es scale CONFIG --remove {URL}`" \
+        in told
+    assert "trinity-es restart-runner runner-0`; nothing" in str(story.why(5)), "what is no server is not taken away"

@@ -1,0 +1,78 @@
+"""What `trinity-es status` calls a problem of a runner, and the way out that it names."""
+
+from __future__ import annotations
+
+import io
+import time
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from trinity_es.client import health
+from trinity_es.config.config import Config
+
+URL = "http://gpu-7:8000"
+AWAITED = f"{URL} does not answer (ConnectError)"
+
+
+def problems(row: dict[str, Any], servers: list[dict[str, Any]], child: str | None = None) -> list[str]:
+    """Ask with one runner, in this state of its slot; without one it has none."""
+    runner = {"runner": "runner-0", "incarnation": 1, "state": "ready", "reason": "it broke", "seen": time.time()} | row
+    children = [{"name": "coordinator", "state": "up", "pid": 1}]
+    children += [] if child is None else [{"name": "runner-0", "state": child, "incarnation": 1, "pid": 2}]
+    live = {
+        "system": {"children": children}, "weights_version": 0, "batches": [], "outputs": [], "runners": [runner],
+        "servers": servers,
+    }
+    engine = {"engine_type": "http", "servers": {"urls": [URL]}}
+    config = Config.model_validate({"model": {"model_path": "/m"}, "explorer": {"rollout_model": engine}})
+    out = {"up": True, "coordinator": {"pid": 1}, "admin": {"pid": 1}, "keeper": None}
+    return list(health.problems(config, out, live, []))
+
+
+def server(*, wanted: bool = True) -> dict[str, Any]:
+    return {"runner": "runner-0", "url": URL, "wanted": wanted}
+
+
+def test_a_runner_that_was_let_go_is_not_hung_but_a_system_without_servers_needs_one() -> None:
+    gone = {"state": "retired", "silent": 5.0, "seen": time.time() - 360.0}
+    assert problems(gone, [server(), server() | {"runner": "runner-1"}]) == []
+    [only] = problems(gone, [])
+    assert "there is no server" in only
+    assert "`trinity-es scale CONFIG --add URL`" in only
+
+
+@pytest.mark.parametrize(("waited", "told"), [(60.0, True), (1.0, False)])
+def test_an_engine_that_waits_for_its_server_is_a_problem_after_a_while(waited: float, told: bool) -> None:
+    row = {"state": "started", "waits_for": AWAITED, "progressed": time.time() - waited}
+    found = problems(row, [server()], "started")
+    assert len(found) == told
+    for line in found:
+        assert f"runner-0 waits to start its engine: {AWAITED}; start the server {URL}, or take it away" in line
+        assert f"`trinity-es scale CONFIG --remove {URL}`" in line
+
+
+@pytest.mark.parametrize("state", ["failed", "quarantined"])
+def test_a_runner_of_a_server_is_brought_back_alone_or_its_server_is_taken_away(state: str) -> None:
+    [line] = problems({"state": state}, [server()], state)
+    assert "`trinity-es restart-runner runner-0`" in line
+    assert f"`trinity-es scale CONFIG --remove {URL}`" in line
+    assert "down" not in line
+
+
+def test_a_runner_whose_engine_ended_after_it_had_served_needs_nobody() -> None:
+    [line] = problems({"state": "failed", "places": 4}, [server()], "failed")
+    assert line.startswith("runner-0 failed: it broke; it is started again")
+
+
+def test_a_person_is_shown_what_a_runner_waits_for() -> None:
+    rows = [{"runner": "runner-0", "state": "started", "pid": 2, "waits_for": AWAITED}]
+    found = {
+        "store": "s", "up": True, "admin": {"pid": 1}, "coordinator": None, "runners": rows, "batches": [],
+        "problems": ["something"],
+    }
+    out = io.StringIO()
+    health.show(Console(file=out, width=200), found)
+    assert f"waits to start its engine: {AWAITED}, pid 2" in out.getvalue()
+    assert "all is well" not in out.getvalue()
