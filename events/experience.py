@@ -30,6 +30,7 @@ _warned: set[str] = set()
 
 LARGEST_REWARD: Final = 1e30
 """Maximum size of a reward: trainers compute in float32, where a larger one makes its group's advantages NaN."""
+_TOKENS: Final = tuple(name for name, (dtype, _) in VECTORS.items() if dtype.kind == "i")
 _FINITE: Final = (*(name for name, (dtype, _) in VECTORS.items() if dtype.kind == "f"), "routed_experts")
 
 
@@ -40,7 +41,7 @@ class Experience:
     kept as numpy, not copied where the dtype fits. With prompt_length P and S tokens the response has R = S - P.
 
     - `eid` EID or its dict; a new one by default
-    - `tokens` int32 [S]; for a preference pair (dpo) the prompt alone
+    - `tokens` int32 [S], none negative; for a preference pair (dpo) the prompt alone
     - `prompt_length` P, in tokens; None: S - len(action_mask), else S - len(logprobs), else 1 (also where these have
       the length S). A preference pair's is S
     - `logprobs, token_level_reward, advantages, returns, teacher_logprobs` float32 [R] (log probabilities in nats)
@@ -48,7 +49,7 @@ class Experience:
     - `action_mask` bool [R] (or [S], of which the response's part is kept), true where the model made the token; by
       default all true, all false for a truncated prompt, None for a preference pair
     - `reward` finite, of 1e30 at most, or None while there is none
-    - `chosen, rejected` int32, any length: the two responses of a preference pair
+    - `chosen, rejected` int32, none negative, any length: the two responses of a preference pair
     - `routed_experts` any dtype and shape ([S - 1, layers, k]); `multi_modal_inputs` a dict of any arrays
     - `info, metrics, messages, tools, chosen_messages, rejected_messages` JSON; numpy scalars become Python numbers
     - `truncate_status` ("prompt_truncated", "response_truncated"), `prompt_text, response_text`
@@ -56,7 +57,7 @@ class Experience:
 
     `experience_type` is "multi_turn" where an action mask was given, "dpo" where chosen and rejected were, else
     "single_turn". Raises DataError, naming the experience, the field and the place in it, for a shape that does not
-    agree, a number that is not finite, in whichever field, and anything that is not JSON.
+    agree, a token id below 0, a number that is not finite, in whichever field, and anything that is not JSON.
 
     Two experiences are equal when every field is, arrays to the last bit.
     """
@@ -215,6 +216,11 @@ class Experience:
                 fields[name] = self._vector(name, fields[name])
         if fields["tokens"] is None:
             raise self._bad("tokens", "are missing")
+        for name in _TOKENS:
+            array = fields[name]
+            if array is not None and array.size and array.min() < 0:
+                place = int(np.argmax(array < 0))
+                raise self._bad(name, f"is {array[place]}: a token id is 0 at least", where=f"[{place}]")
         self._check_lengths()
         if self.reward is not None:
             self.reward = self._number("reward", self.reward)

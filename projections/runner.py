@@ -22,7 +22,7 @@ class RunnerState(StrEnum):
     READY = "ready"
     """Its engine serves: units may be given to it."""
     FAILED = "failed"
-    """Its engine could not be loaded, or died; the process is there and gets no units."""
+    """Its engine could not be loaded, or died, or lacks a LoRA adapter; the process is there and gets no units."""
     RETIRED = "retired"
     """It was stopped on purpose."""
     LOST = "lost"

@@ -55,7 +55,23 @@ async def application(
     app.middleware_stack = None  # made again of what is left, when it is first asked
     app.router.routes.sort(key=lambda route: getattr(route, "path", "") not in _ASKED_MOST)
     await init_app_state(_RecordingClient(engine, llm, recording), app.state, args, tasks)
+    _list_adapters(app.state.openai_serving_models, engine)
     return with_token_names(app)
+
+
+def _list_adapters(models: Any, engine: VLLMEngine) -> None:
+    """Have vLLM's list of models name the engine's adapters, as it does those that it was told of itself."""
+    listed = models.show_available_models
+
+    async def with_adapters() -> Any:
+        found = await listed()
+        base = found.data[0]
+        found.data += [
+            base.model_copy(update={"id": name, "root": name, "parent": base.id}) for name in sorted(engine.adapters)
+        ]
+        return found
+
+    models.show_available_models = with_adapters
 
 
 def _prepared(model: str, name: str, options: dict[str, Any]) -> tuple[Any, Any, Namespace]:

@@ -299,8 +299,12 @@ class WorkflowRunner:
         if isinstance(returned, Experience):
             returned = [returned]
         name = type(workflow).__name__
-        if not isinstance(returned, list) or not all(isinstance(e, Experience) for e in returned):
+        if not isinstance(returned, list):
             raise WorkflowError(f"{name} returned {type(returned).__name__}: a list of Experience is expected")
+        for number, item in enumerate(returned):
+            if not isinstance(item, Experience):
+                what = f"a list whose item {number} is of type {type(item).__name__}"
+                raise WorkflowError(f"{name} returned {what}: a list of Experience is expected")
         if not returned:
             raise WorkflowError(f"{name} completed without an experience: return at least one, or raise")
         return returned

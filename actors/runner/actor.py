@@ -241,6 +241,8 @@ class Runner(BaseActor):
             name=self.name, incarnation=self.incarnation, number=number, loaded=done.loaded, errors=done.errors,
             adapters=self.engine_side.adapters,
         ))
+        if done.loaded or done.errors:
+            self.announce()  # one that failed for want of adapters may be ready now
 
     def group_joined(self, id: str, error: str | None) -> None:
         """Tell that the engine is in the trainer's group, or could not join."""

@@ -55,6 +55,10 @@ def checked(path: str, raw: bytes) -> dict[str, Any]:
     if asked.get("use_beam_search"):
         raise ApiError("use_beam_search: beams are not sampled, so nothing could be learned from them",
                        param="use_beam_search", code="unsupported_value")
+    adapter = asked.get("adapter", body.get("adapter"))
+    if adapter is not None:  # passed on, it would change nothing, and another model than was asked for would answer
+        raise ApiError(f'adapter: {brief(adapter)} was given: name an adapter as the model ("model": "NAME")',
+                       param="adapter", code="unsupported_value")
     for name in ("background", "previous_response_id"):
         if path == RESPONSES and body.get(name):
             raise ApiError(f"{name}: no answer is kept here beyond its request", param=name, code="unsupported_value")

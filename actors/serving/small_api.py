@@ -2,7 +2,7 @@
 
 | route | |
 |---|---|
-| `GET /v1/models` | the one model, with `max_model_len` |
+| `GET /v1/models` | the one model, with `max_model_len`, and its adapters |
 | `POST /v1/chat/completions`, `/v1/completions` | whole or streamed; several prompts, token ids, n, logprobs |
 | `POST /inference/v1/generate` | token ids in, token ids out |
 | `POST /tokenize`, `/detokenize` | by the engine's tokenizer |
@@ -103,7 +103,8 @@ class _SmallServer:
     async def models(self, request: Request) -> Response:
         model = {"id": self.name, "object": "model", "created": self._created, "owned_by": "trinity-es",
                  "root": self.name, "parent": None, "max_model_len": getattr(self.engine, "max_model_len", None)}
-        return json_response({"object": "list", "data": [model]})
+        adapters = [{**model, "id": name, "root": name, "parent": self.name} for name in self._adapters()]
+        return json_response({"object": "list", "data": [model, *adapters]})
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": getattr(self.engine, "version", "")})
@@ -176,8 +177,12 @@ class _SmallServer:
 
     def _check_model(self, body: Mapping[str, Any]) -> None:
         if body.get("model") not in (None, self.name):
-            raise ApiError(f"model: {brief(body['model'])} is not served here, {self.name!r} is", status=404,
+            served = ", ".join([repr(self.name), *map(repr, self._adapters())])
+            raise ApiError(f"model: {brief(body['model'])} is not served here: there is {served}", status=404,
                            param="model", code="model_not_found")
+
+    def _adapters(self) -> list[str]:
+        return sorted(getattr(self.engine, "adapters", ()))
 
     def _asked(self, body: dict[str, Any], record: RequestRecord, *, chat: bool, shown: bool, top: int) -> _Asked:
         check_fields(body)

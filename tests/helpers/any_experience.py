@@ -31,6 +31,7 @@ any_arrays = st.sampled_from(DTYPES).flatmap(
         elements={"allow_nan": False, "allow_infinity": False} if "float" in dtype else None,
     )
 )
+token_ids = st.integers(0, 2**31 - 1)
 eids = st.builds(
     EID,
     batch=st.integers(0, 2**62) | texts, task=st.integers(0, 99) | texts, run=st.integers(0, 99),
@@ -40,7 +41,7 @@ eids = st.builds(
 
 @st.composite
 def experiences(draw: st.DrawFn) -> Experience:
-    tokens = draw(hnp.arrays(np.int32, st.integers(2, 8)))
+    tokens = draw(hnp.arrays(np.int32, st.integers(2, 8), elements=token_ids))
     kind = draw(st.sampled_from(["single", "multi", "dpo"]))
     prompt = draw(st.integers(1, len(tokens) - 1))
     more: dict[str, Any] = {}
@@ -49,7 +50,8 @@ def experiences(draw: st.DrawFn) -> Experience:
     if kind == "multi":
         more["action_mask"] = draw(hnp.arrays(np.bool_, response))
     if kind == "dpo":
-        more |= {name: draw(hnp.arrays(np.int32, st.integers(0, 4))) for name in ("chosen", "rejected")}
+        pair = hnp.arrays(np.int32, st.integers(0, 4), elements=token_ids)
+        more |= {name: draw(pair) for name in ("chosen", "rejected")}
     return Experience(
         eid=draw(eids), tokens=tokens, prompt_length=prompt,
         logprobs=draw(vector), token_level_reward=draw(vector), advantages=draw(vector), returns=draw(vector),

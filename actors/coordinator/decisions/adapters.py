@@ -8,9 +8,9 @@ from trinity_es.actors.messages import AdaptersLoadResult
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import SyncError
 from trinity_es.projections.adapters import Adapters, current_adapters
-from trinity_es.projections.runner import RunnerLife
+from trinity_es.projections.runner import RunnerLife, RunnerState
 
-__all__ = ["excused", "has_all", "load_result", "publish", "remove", "too_many"]
+__all__ = ["excused", "has_all", "lacks", "load_result", "publish", "remove", "too_many"]
 
 
 def publish(adapters: Adapters, new: ev.AdapterPublished, most: int) -> list[ev.Event]:
@@ -69,6 +69,15 @@ def has_all(adapters: Adapters, has: Collection[str]) -> bool:
     return current_adapters(adapters).keys() <= set(has)
 
 
+def lacks(adapters: Adapters, has: Collection[str], most: int) -> str:
+    """Return why an engine that has these can't serve yet; empty: it can. `most`: adapters that it has room for."""
+    missing = sorted(current_adapters(adapters).keys() - set(has)) if most else []
+    if not missing:
+        return ""
+    what = f"{'adapter' if len(missing) == 1 else 'adapters'} {', '.join(missing)}"
+    return too_many(adapters, most) or f"it has not loaded {what} yet, and tries again"
+
+
 def excused(result: AdaptersLoadResult, loaded: Collection[str]) -> set[str]:
     """Return the adapters that neither this runner could load nor any other. `loaded`: those that some engine had."""
     return {adapter for adapter, _, _ in result.errors} - set(loaded)
@@ -97,5 +106,6 @@ def load_result(
     if errors and not had_all:
         what = "; ".join(f"version {v} of adapter {a!r}: {error}" for a, v, error in errors)
         reason = f"it could not load {what}; publish a new version (sync_adapter), or remove_adapter it"
-        events.append(ev.RunnerFailed(runner=name, incarnation=incarnation, reason=reason))
+        if (life.state, life.reason) != (RunnerState.FAILED, reason):  # else it is said already
+            events.append(ev.RunnerFailed(runner=name, incarnation=incarnation, reason=reason))
     return events

@@ -16,8 +16,9 @@ def is_late(known: RunnerLife | None, report: RunnerStatus) -> bool:
     return known.incarnation > report.incarnation or known.state.gone
 
 
-def reported(known: RunnerLife | None, report: RunnerStatus) -> list[ev.Event]:
+def reported(known: RunnerLife | None, report: RunnerStatus, lacks: str = "") -> list[ev.Event]:
     """Return what is news in a report that is not late. `known`: the life, where this coordinator heard of it before.
+    `lacks`: why a life stays failed though its engine is ready.
 
     A coordinator that takes over knows of none, so it records anew how each runner is.
     """
@@ -31,7 +32,10 @@ def reported(known: RunnerLife | None, report: RunnerStatus) -> list[ev.Event]:
             model=report.model,
         )
         events.append(started)
-    if report.state != state:
+    if lacks:
+        if state is not RunnerState.FAILED:
+            events.append(ev.RunnerFailed(runner=name, incarnation=incarnation, reason=lacks))
+    elif report.state != state:
         match RunnerState(report.state):
             case RunnerState.READY:
                 ready = ev.RunnerReady(

@@ -62,10 +62,11 @@ class AdapterLoading:
             return
         runner.adapters = dict(message.adapters)
         reason = adapters.too_many(self.live.adapters, self.most)
-        if runner.state is RunnerState.READY and reason and not runner.has_adapters:
-            failed = ev.RunnerFailed(runner=runner.name, incarnation=runner.incarnation, reason=reason)
-            self.live.record(failed)
-        if runner.state is RunnerState.READY:
+        if reason and not runner.has_adapters:
+            if runner.state is RunnerState.READY:
+                failed = ev.RunnerFailed(runner=runner.name, incarnation=runner.incarnation, reason=reason)
+                self.live.record(failed)
+        elif runner.up:
             none = self.most == 0  # a log may have some, of a start with another config: whoever names one is refused
             had = runner.has_adapters or none
             runner.has_adapters = had or adapters.has_all(self.live.adapters, runner.adapters)
@@ -74,6 +75,20 @@ class AdapterLoading:
             if late or (runner.adapters_order is None and not runner.adapters_failures):
                 self.order(runner)
         self._look(runner.name, runner.adapters)
+
+    def lacks(self, message: RunnerStatus) -> str:
+        """Return why a life that failed stays so though its engine is ready, as it lacks adapters; empty: it does not.
+
+        The log knows of the failure, so another coordinator goes on with it.
+        """
+        life = self.live.lives.get((message.name, message.incarnation))
+        if message.state != "ready" or message.model != "rollout" or life is None:
+            return ""
+        runner = self.registry.runners.get(message.name)
+        had = runner is not None and runner.incarnation == message.incarnation and runner.has_adapters
+        if life.state is not RunnerState.FAILED or had:
+            return ""
+        return adapters.lacks(self.live.adapters, message.adapters, self.most)
 
     def on_death(self, name: str) -> None:
         """Wait no more for a runner whose life ended."""
@@ -86,10 +101,10 @@ class AdapterLoading:
         self.live.record(*adapters.publish(self.live.adapters, new, self.most))
         waiter = AdapterWaiter(new.adapter, new.version)
         self.waiters.append(waiter)
-        for runner in self.registry.ready():
+        for runner in self.registry.up():
             if runner.adapters.get(new.adapter) != new.version:
                 waiter.waiting_on.add(runner.name)
-            self.order(runner)
+        self._order_anew()
         return waiter
 
     def remove(self, name: str) -> None:
@@ -99,8 +114,14 @@ class AdapterLoading:
             if waiter.adapter == name:
                 waiter.errors |= dict.fromkeys(waiter.waiting_on, "the adapter was removed")
                 waiter.waiting_on.clear()
-        for runner in self.registry.ready():
-            self.order(runner)
+        self._order_anew()
+
+    def _order_anew(self) -> None:
+        """Tell every runner what it is to serve now; what it could not load before is no reason to put that off."""
+        for runner in self.registry.rollout():
+            runner.adapters_failures = 0
+            if runner.up:
+                self.order(runner)
 
     def order(self, runner: RunnerRecord) -> None:
         """Tell a runner what it is to serve, where that is not what it serves."""

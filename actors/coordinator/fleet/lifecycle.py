@@ -46,12 +46,13 @@ class RunnerLifecycle:
         new = known is None or known.incarnation < incarnation
         if new:
             self.forget_earlier_lives(name, incarnation)
-        self.live.record(*runners.reported(None if new or known is None else known.life, message))
+        lacks = self.adapters.lacks(message)
+        self.live.record(*runners.reported(None if new or known is None else known.life, message, lacks))
         if new or known is None:
             known = self.registry.runners[name] = RunnerRecord(self.live.lives[name, incarnation], progressed=now)
             self.weights.on_new_life(known, message)
         known.address, known.model_version, known.seen = address, message.model_version, now
-        known.endpoint = message.endpoint
+        known.endpoint, known.up = message.endpoint, message.state == "ready"
         if known.life.model == "rollout":
             self.dispatcher.send_missing(known, message)
             self.dispatcher.stop_unwanted(known, message)
@@ -91,7 +92,7 @@ class RunnerLifecycle:
             if known is None or known.incarnation < incarnation:
                 life.model = message.model  # one that never spoke is known by its end alone
                 known = self.registry.runners[name] = RunnerRecord(life)
-            known.loading, known.endpoint = None, ""
+            known.loading, known.endpoint, known.up = None, "", False
         for batch in list(self.live.batches.values()):
             lost = batches.runner_lost(
                 batch, name, incarnation, message.reason, blamed=not message.asked, servers=self.servers

@@ -32,6 +32,8 @@ class RunnerRecord:
     """When it was told to, monotonic seconds."""
     could_not_load: int | None = None
     """The version that it could not load when it tried last."""
+    up: bool = False
+    """Its engine serves, at its last word; one that lacks adapters is `failed` all the same."""
     seen: float = 0.0
     """Unix seconds of its last sign of life."""
     progressed: float = 0.0
@@ -49,7 +51,7 @@ class RunnerRecord:
     adapters_since: float = 0.0
     """When that was sent, monotonic seconds."""
     adapters_failures: int = 0
-    """How many such orders in a row it could not carry out."""
+    """How many such orders in a row it could not carry out, of what is to be served now."""
     waits_for: str = ""
     """What its engine waited for before it can start, at the last sign of life."""
     endpoint: str = ""
@@ -81,6 +83,10 @@ class RunnerRegistry:
     def rollout(self) -> list[RunnerRecord]:
         """Return the runners of the rollout model."""
         return [r for r in self.runners.values() if r.life.model == "rollout"]
+
+    def up(self) -> list[RunnerRecord]:
+        """Return the runners of the rollout model whose engines run, those that failed for want of adapters too."""
+        return [r for r in self.rollout() if r.up]
 
     def ready(self) -> list[RunnerRecord]:
         """Return the runners of the rollout model whose engines serve."""

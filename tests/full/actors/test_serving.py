@@ -130,6 +130,11 @@ async def test_messages_and_tools_reach_the_chat_template_as_it_expects_them() -
     assert none is None
 
 
+async def asked_of(server: EngineServer, path: str) -> Any:
+    async with httpx.AsyncClient() as http:
+        return (await http.get(server.url + path, headers={"Authorization": f"Bearer {TOKEN}"})).json()
+
+
 async def test_an_adapter_answers_who_asks_for_it_as_a_model_or_by_its_runs_sampling(tmp_path: Path) -> None:
     engine = Recorder()
     await engine.load_adapter("math", 3, str(tmp_path))
@@ -140,9 +145,13 @@ async def test_an_adapter_answers_who_asks_for_it_as_a_model_or_by_its_runs_samp
             assert (await posted(server, asked, f"/s/{plain}/v1/chat/completions")).status_code == status
         named = server.open(of_a_task := Model(engine, defaults={"max_tokens": 3, "adapter": "math"}))
         await posted(server, {"prompt": "x"}, f"/s/{named}/v1/completions")
+        law = (await posted(server, {"model": "law", "messages": HELLO})).json()["error"]["message"]
+        listed = [(m["id"], m["parent"]) for m in (await asked_of(server, "/v1/models"))["data"]]
         unknown = server.open(Model(engine, defaults={"adapter": "law"}))
         told = (await posted(server, {"prompt": "x"}, f"/s/{unknown}/v1/completions")).json()["error"]["message"]
     assert "no adapter 'law': this engine serves math" in told
+    assert "'law' is not served here: there is 'tiny', 'math'" in law
+    assert listed == [("tiny", None), ("math", "tiny")]
     spans = [e.info.get("adapter_spans") for m in (model, of_a_task) for e in m.extract_experience_from_history()]
     assert spans == [None, [["math", 3, 0, 3]], [["math", 3, 0, 3]]]
 
@@ -281,6 +290,8 @@ async def test_p55_the_likeliest_tokens_are_told_beside_the_sampled_ones() -> No
     ({**TEXT, "prompt": ["a"] * 1000, "n": 100}, "prompt"),
     ({**TEXT, "prompt": [2**31]}, "prompt"),
     ({**TEXT, "echo": True}, "echo"),
+    ({**CHAT, "adapter": "code"}, "adapter"),
+    ({**TEXT, "adapter": ""}, "adapter"),
 ])
 async def test_p15_a_bad_request_is_400_and_names_the_field(body: dict[str, Any], field: str) -> None:
     engine = Recorder()

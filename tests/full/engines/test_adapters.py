@@ -256,8 +256,10 @@ def test_vllms_own_server_answers_by_the_adapter_that_a_client_names(
             told = httpx.post(f"{server.url}/s/{session}/v1/completions", json={"model": name, "prompt": [5, 6, 7]},
                               headers={"x-api-key": "secret"}, timeout=120)
             assert told.status_code == 200, told.text
+        models = httpx.get(f"{server.url}/v1/models", headers={"x-api-key": "secret"}).json()["data"]
     finally:
         live.run(server.stop())
+    assert [(m["id"], m["parent"]) for m in models] == [("tiny", None), ("math", "tiny")]
     found, plain = model.extract_experience_from_history()
     assert found.info["adapter_spans"] == [["math", 4, 0, len(found.tokens) - 3]]
     assert "adapter_spans" not in plain.info

@@ -188,8 +188,15 @@ def test_one_that_can_not_have_an_adapter_any_more_serves_nothing_and_says_why(
     assert "changed since they were published" in failed.reason
     client.submit_batch(batch_id=1, tasks=questions("math"), batch_type="train")
     assert "changed since they were published" in wait_until(lambda: client.why(1), "a reason")
-    client.sync_adapter("math", 2, folder)  # it tries again every ten seconds
+    os.kill(pid_of(client, "coordinator"), signal.SIGKILL)
+    wait_until(lambda: len(events(client, ev.RunnerFailed)) == 3, "the next coordinator to know it too")
+    assert events(client, ev.RunnerFailed)[-1] == failed, "once that it lacks it, then why"
+    [runner] = client.status()["runners"]
+    assert (runner["state"], runner["reason"]) == ("failed", failed.reason)
+    assert client.sync_adapter("math", 2, folder)["runners"] == ["runner-0"], "it is ordered at once, and waited for"
     client.finalize_train_batch(1, timeout=60)
+    second = [e for e in events(client, ev.RunnerReady) if e.incarnation == 2]
+    assert [e.adapters for e in second] == [{}, {"math": 2}], "it was not ready in between"
     assert spans(list(client.experiences(1))) == {("math", 2): 4}
 
 

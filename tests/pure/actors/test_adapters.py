@@ -225,11 +225,14 @@ class Fleet:
 
     def speak(self, name: str, incarnation: int, state: str = "ready") -> None:
         """A runner says how it is, and does as it is told."""
+        self.tell(name, incarnation, state)
+        self.turn()
+
+    def tell(self, name: str, incarnation: int, state: str) -> None:
         self.lives.on_status(RunnerStatus(
             name=name, incarnation=incarnation, pid=1, host="h", engine="scripted", state=state, places=1,
             adapters=dict(self.engines[name]),
         ), name)
-        self.turn()
 
     def publish(self, name: str, version: int = 1) -> AdapterWaiter:
         waiter = self.lives.adapters.publish(published(name, version))
@@ -251,6 +254,8 @@ class Fleet:
     def load(self, name: str, order: LoadAdapters) -> None:
         loaded: list[tuple[str, int, float]] = []
         errors: list[tuple[str, int, str]] = []
+        for gone in self.engines[name].keys() - {event.adapter for event in order.adapters}:
+            del self.engines[name][gone]
         for event in order.adapters:
             if event.adapter in self.bad:
                 errors.append((event.adapter, event.version, "it is bad"))
@@ -261,6 +266,8 @@ class Fleet:
             name=name, incarnation=order.incarnation, number=order.number, loaded=loaded, errors=errors,
             adapters=dict(self.engines[name]),
         ))
+        if loaded or errors:
+            self.tell(name, order.incarnation, "ready")
 
     def serving(self) -> list[str]:
         return [r.name for r in self.registry.staying() if r.has_adapters]
@@ -302,6 +309,68 @@ def test_an_adapter_that_somebody_had_is_waited_for_until_it_is_removed(fleet: F
     fleet.take_over(most=2)
     fleet.speak("a", 2)
     assert (fleet.serving(), fleet.live.loaded_adapters) == (["a"], set()), "nobody has had what came after"
+
+
+def states(fleet: Fleet, incarnation: int) -> list[str]:
+    """Return the events of this life of runner a, but for those of each adapter."""
+    lives = [r.event for r in fleet.log.read(stream="runner/a") if getattr(r.event, "incarnation", 0) == incarnation]
+    return [type(e).__name__ for e in lives if not isinstance(e, ev.AdapterFailed | ev.AdapterLoaded)]
+
+
+def test_a_runner_that_lacks_an_adapter_stays_failed_until_it_has_it(fleet: Fleet) -> None:
+    fleet.publish("math")
+    fleet.bad = {"math"}
+    fleet.come_up("a", 2)
+
+    def wait() -> None:
+        for _ in range(100):
+            fleet.clock += 1.0
+            fleet.speak("a", 2)
+            life = fleet.registry.runners["a"].life
+            assert (life.state, life.reason) == ("failed", fleet.failures()[0])
+
+    wait()
+    assert states(fleet, 2) == ["RunnerStarted", "RunnerReady", "RunnerFailed"], "each is said once"
+    fleet.take_over(most=2)
+    wait()
+    assert "RunnerReady" not in states(fleet, 2)[2:], "another coordinator goes on with it"
+    assert len(fleet.failures()) == 3, "it lacks it, and why"
+    fleet.bad.clear()
+    fleet.clock += 640.0
+    fleet.speak("a", 2)
+    assert (states(fleet, 2)[-1], fleet.serving()) == ("RunnerReady", ["a"])
+
+
+def test_a_new_version_is_ordered_at_once_from_a_runner_that_failed_and_waited_for(fleet: Fleet) -> None:
+    fleet.publish("math")
+    fleet.bad = {"math"}
+    fleet.come_up("a", 2)
+    for _ in range(200):
+        fleet.clock += 1.0
+        fleet.speak("a", 2)
+    assert (fleet.registry.runners["a"].adapters_failures, fleet.registry.runners["a"].state) == (5, "failed")
+    fleet.bad.clear()
+    fleet.engines["c"] = {}
+    fleet.speak("c", 1, "started")
+    waiter = fleet.lives.adapters.publish(published("math", 2))
+    assert waiter.waiting_on == {"a", "b"}, "not for one whose engine is still loading"
+    fleet.turn()
+    assert (waiter.waiting_on, waiter.error(), fleet.engines["a"]) == (set(), None, {"math": 2})
+    assert fleet.serving() == ["a", "b"]
+
+
+def test_a_removal_is_no_longer_put_off_by_what_could_not_be_loaded(fleet: Fleet) -> None:
+    fleet.publish("math")
+    fleet.publish("code")
+    fleet.bad = {"math"}
+    fleet.come_up("a", 2)
+    for _ in range(200):
+        fleet.clock += 1.0
+        fleet.speak("a", 2)
+    fleet.lives.adapters.remove("math")
+    fleet.turn()
+    fleet.speak("a", 2)
+    assert (fleet.serving(), fleet.registry.runners["a"].adapters_failures) == (["a", "b"], 0)
 
 
 def test_a_log_with_adapters_is_served_without_them_where_the_config_has_none(fleet: Fleet) -> None:

@@ -50,6 +50,13 @@ class FailsOnTheSecond(Workflow):
         return [one()]
 
 
+class ReturnsNumbers(Workflow):
+    is_async = True
+
+    async def run_async(self) -> Any:
+        return [one(), 2]
+
+
 class Blocking(Workflow):
     def run(self) -> list[Experience]:
         [experience] = self.model.chat([{"role": "user", "content": "hello"}], max_tokens=4)
@@ -91,6 +98,13 @@ def test_p10_one_failed_run_does_not_lose_its_group(mode: str) -> None:
     [(run, kind, message)] = done.failures
     assert (run, kind) == (1, "workflow")
     assert "the second one" in message
+
+
+def test_what_is_no_experience_in_a_returned_list_is_named_by_its_place_and_type() -> None:
+    done = asyncio.run(runner().execute(Task(workflow=ReturnsNumbers), 1, range(1)))
+    [(_, kind, message)] = done.failures
+    assert kind == "workflow"
+    assert "ReturnsNumbers returned a list whose item 1 is of type int: a list of Experience is expected" in message
 
 
 def test_p9_a_sync_workflow_talks_to_the_model_from_its_thread() -> None:
