@@ -87,6 +87,21 @@ async def test_an_engine_asked_from_afar_refuses_the_same() -> None:
     assert engine.asked == []
 
 
+@pytest.mark.parametrize("name", ["messages", "tools"])
+async def test_what_could_not_be_recorded_is_refused_before_it_is_answered(name: str) -> None:
+    deep: Any = "x"
+    for _ in range(205):
+        deep = {"a": deep}
+    engine = Recorder()
+    async with serving(engine) as server:
+        session = server.open(Model(engine, server=server))
+        asked = {"messages": HELLO, name: [{"role": "user", "content": "hi", "more": deep}]}
+        refused = await posted(server, asked, f"/s/{session}/v1/chat/completions")
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == f"{name}: is nested too deeply"
+    assert engine.asked == []
+
+
 # --- bodies -----------------------------------------------------------------------------------------
 async def test_a_huge_body_is_refused_and_not_kept() -> None:
     whole = 0
