@@ -1,4 +1,4 @@
-"""Connections to an engine's endpoint as no well-behaved client has them: they end, wait and pipeline where they like."""
+"""Connections to an engine's endpoint as no good client has them: they end, wait and pipeline where they like."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import gc
 import logging
 import socket
 import weakref
+from typing import Any
 
+import httpx
 import orjson
 import pytest
 
-from tests.helpers.endpoint import CHAT, TOKEN, Recorder, serving, until
+from tests.helpers.endpoint import CHAT, TOKEN, Recorder, posted, serving, until
 from trinity_es.actors.rollout.model import Model
-from trinity_es.actors.serving.engine_server import EngineServer
+from trinity_es.actors.serving.engine_server import EngineServer, _Responding
+from trinity_es.actors.serving.errors import ApiError
+from trinity_es.actors.serving.request_record import RequestRecord
 
 
 def asked(path: str, body: object = CHAT) -> bytes:
@@ -68,3 +72,46 @@ async def test_a_connection_whose_request_is_over_does_not_hold_its_run(reset: b
         gc.collect()
         assert held() is None
         writer.close()
+
+
+@pytest.mark.parametrize("kind", [b"application/json", b"text/event-stream; charset=utf-8"])
+async def test_an_answer_that_fails_in_its_middle_is_broken_off_unless_it_is_a_stream(kind: bytes) -> None:
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
+        await send({"type": "http.response.body", "body": b"{}\n\n", "more_body": True})
+        raise RuntimeError("it burns")
+
+    class Own(Recorder):
+        async def application(self, name: str, request: Any) -> Any:
+            return application
+
+    async with serving(Own()) as server:
+        if kind.startswith(b"text"):
+            assert "it burns" in (await posted(server, CHAT)).text
+        else:
+            with pytest.raises(httpx.RemoteProtocolError):
+                await posted(server, CHAT)
+
+
+@pytest.mark.parametrize("framed", [False, True])
+async def test_an_answer_that_is_ended_before_its_client_reads_has_one_start(framed: bool) -> None:
+    sent: list[Any] = []
+    waits = asyncio.Event()
+
+    async def send(message: Any) -> None:
+        await waits.wait()
+        sent.append(message["type"])
+
+    responding = _Responding(send, framed)
+    responding.begin(RequestRecord(model=Model(Recorder()), body={}, failed_with=lambda e: None, kept=False,
+                                   chat=True), version=0, several=False)
+    await responding.send({"type": "http.response.start", "status": 200, "headers": []})
+    first = asyncio.create_task(responding.send({"type": "http.response.body", "body": b"x"}))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait({first})
+    waits.set()
+    await responding.failed(ApiError("its run is gone", status=503))
+    assert sent[0] == "http.response.start"
+    assert sent.count("http.response.start") == 1
+    assert len(sent) > 1
