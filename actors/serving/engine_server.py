@@ -409,6 +409,10 @@ class _Responding:
             failed = self._record.failed if self._record is not None else None
             raise failed or EngineError("the engine's server gave no answer")
 
+    def _streams(self) -> bool:
+        headers: dict[bytes, bytes] = dict(self._start.get("headers", ()))
+        return headers.get(b"content-type", b"").startswith(b"text/event-stream")
+
     async def failed(self, error: Exception) -> None:
         """Answer with an error: its status where nothing was sent, else as a stream's last event.
 
@@ -418,13 +422,10 @@ class _Responding:
         refused = refusal(error)
         if refused.status == 500 and not isinstance(error, EngineError):
             _log.error("a request failed", exc_info=error)
-        if self._ended:
+        if self._ended or (self._begun and not self._streams()):
             return
         self._ended = True
         if self._begun:
-            kind = dict(self._start.get("headers", ())).get(b"content-type", b"")
-            if not kind.startswith(b"text/event-stream"):
-                return
             await self._send({"type": "http.response.body", "body": event(refused.body()), "more_body": False})
             return
         self._begun = True

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from contextvars import Context
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
@@ -141,7 +141,7 @@ def limited_http() -> Any:
 
         def on_response_complete(self) -> None:
             # What begins in here (a timer, the next request) would keep this request's context, and all that is in it.
-            contextvars.Context().run(super().on_response_complete)
+            Context().run(super().on_response_complete)
 
         def _start_asgi_task(self, cycle: Any, app: Any) -> None:
             self._playing = cycle

@@ -15,9 +15,7 @@ import pytest
 
 from tests.helpers.endpoint import CHAT, TOKEN, Recorder, posted, serving, until
 from trinity_es.actors.rollout.model import Model
-from trinity_es.actors.serving.engine_server import EngineServer, _Responding
-from trinity_es.actors.serving.errors import ApiError
-from trinity_es.actors.serving.request_record import RequestRecord
+from trinity_es.actors.serving.engine_server import EngineServer
 
 
 def asked(path: str, body: object = CHAT) -> bytes:
@@ -95,23 +93,30 @@ async def test_an_answer_that_fails_in_its_middle_is_broken_off_unless_it_is_a_s
 
 @pytest.mark.parametrize("framed", [False, True])
 async def test_an_answer_that_is_ended_before_its_client_reads_has_one_start(framed: bool) -> None:
-    sent: list[Any] = []
-    waits = asyncio.Event()
+    tried, sent = 0, list[str]()
+    reads = asyncio.Event()
+    bodies = [{"type": "http.request", "body": orjson.dumps(CHAT)}]
+
+    async def receive() -> Any:
+        return bodies.pop() if bodies else await asyncio.Event().wait()
 
     async def send(message: Any) -> None:
-        await waits.wait()
+        nonlocal tried
+        tried += 1
+        await reads.wait()
         sent.append(message["type"])
 
-    responding = _Responding(send, framed)
-    responding.begin(RequestRecord(model=Model(Recorder()), body={}, failed_with=lambda e: None, kept=False,
-                                   chat=True), version=0, several=False)
-    await responding.send({"type": "http.response.start", "status": 200, "headers": []})
-    first = asyncio.create_task(responding.send({"type": "http.response.body", "body": b"x"}))
-    await asyncio.sleep(0)
-    first.cancel()
-    await asyncio.wait({first})
-    waits.set()
-    await responding.failed(ApiError("its run is gone", status=503))
-    assert sent[0] == "http.response.start"
-    assert sent.count("http.response.start") == 1
+    engine = Recorder()
+    async with serving(engine) as server:
+        session = server.open(Model(engine, server=server))
+        headers = [(b"authorization", f"Bearer {TOKEN}".encode()), *([(b"x-trinity-record", b"1")] if framed else ())]
+        scope = {"type": "http", "method": "POST", "path": f"/s/{session}/v1/chat/completions", "headers": headers,
+                 "query_string": b""}
+        answered = asyncio.create_task(server.answer(scope, receive, send))
+        await until(lambda: tried == 1, "the start of the answer")
+        server.forget(session)
+        await until(lambda: tried == 2, "the start of the error")
+        reads.set()
+        await answered
+    assert (sent[0], sent.count("http.response.start")) == ("http.response.start", 1)
     assert len(sent) > 1
