@@ -377,12 +377,13 @@ class _Responding:
         self._message = self._message or id_in(message.get("body", b""))
         whole = self._record.complete() and (ends or not self._several)
         found = self._kept_now() if whole and not self._stored and self._start["status"] == 200 else None
+        frame = Framed.recorded(self._record, found, self._message) if found is not None and self.framed else None
         if not self._begun:
-            self._begun = True
             version = (b"x-model-version", str(self._version).encode())
             await self._send({**self._start, "headers": [*self._start.get("headers", ()), version]})
-        if found is not None and isinstance(self._send, Framed):
-            await self._send.record(self._record, found, self._message)
+            self._begun = True  # not before: who is cancelled while it waits for the client has sent nothing
+        if frame is not None and isinstance(self._send, Framed):
+            await self._send.record(frame)
         if self._several:  # its last part waits until it is recorded
             self._held, message = message, self._held
             if message is not None:
@@ -408,13 +409,20 @@ class _Responding:
             failed = self._record.failed if self._record is not None else None
             raise failed or EngineError("the engine's server gave no answer")
 
+    def _streams(self) -> bool:
+        headers: dict[bytes, bytes] = dict(self._start.get("headers", ()))
+        return headers.get(b"content-type", b"").startswith(b"text/event-stream")
+
     async def failed(self, error: Exception) -> None:
-        """Answer with an error: its status where nothing was sent, else as a stream's last event."""
+        """Answer with an error: its status where nothing was sent, else as a stream's last event.
+
+        The rest of another answer is not sent, for which uvicorn closes the connection: its client sees that it broke.
+        """
         error = (self._record.failed if self._record is not None else None) or error
         refused = refusal(error)
         if refused.status == 500 and not isinstance(error, EngineError):
             _log.error("a request failed", exc_info=error)
-        if self._ended:
+        if self._ended or (self._begun and not self._streams()):
             return
         self._ended = True
         if self._begun:

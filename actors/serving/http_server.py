@@ -11,6 +11,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from contextvars import Context
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
@@ -42,7 +43,7 @@ MOST_CONNECTIONS = 16_384
 MOST_HEADER_BYTES = 64 * 2**10
 """Maximum size of a request's line and headers together, but for what one read of the socket brings beyond it."""
 HEADER_SECONDS = 30.0
-"""How long a request's line and headers may take, from when the connection is there."""
+"""How long a request's line and headers may take, from when the connection is there or its next bytes come."""
 
 _T = TypeVar("_T")
 
@@ -54,19 +55,24 @@ class Gone(ApiError):
 async def read_body(request: Request, limit: int = BODY_LIMIT) -> bytes:
     """Return the body of a request.
 
-    Raises ApiError (413), at once where its length is announced, before more is kept.
+    Raises ApiError (413), at once where its length is announced, before more is kept; Gone where its client is.
     """
+    from starlette.requests import ClientDisconnect
+
     declared = request.headers.get("content-length", "")
     size = int(declared) if declared.isdecimal() else 0
     parts: list[bytes] = []
     if size <= limit:
         size = 0
-        async for part in request.stream():
-            size += len(part)
-            if size > limit:
-                parts.clear()
-                break
-            parts.append(part)
+        try:
+            async for part in request.stream():
+                size += len(part)
+                if size > limit:
+                    parts.clear()
+                    break
+                parts.append(part)
+        except ClientDisconnect as e:
+            raise Gone("the request was not read to its end: its client is gone", status=503) from e
     if size > limit:
         more = f"{size:,} bytes" if declared else f"more than {limit:,} bytes"
         raise ApiError(f"the body has {more}: {limit:,} are the most", status=413, code="body_too_large")
@@ -108,6 +114,8 @@ def limited_http() -> Any:
     class Limited(HttpToolsProtocol):
         _heading, _size = True, 0
         _deadline: asyncio.TimerHandle | None = None
+        _playing: Any = None
+        """The request that is answered now; uvicorn's own `cycle` is the last that was read."""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -115,6 +123,11 @@ def limited_http() -> Any:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._in_time()
+            self._unset_keepalive_if_required()  # uvicorn leaves it where the connection was reset
+            self.pipeline.clear()
+            if self._playing is not None and not self._playing.response_complete:
+                self._playing.disconnected = True
+                self._playing.message_event.set()
             super().connection_lost(exc)
 
         def on_message_begin(self) -> None:
@@ -126,13 +139,24 @@ def limited_http() -> Any:
             self._in_time()
             super().on_headers_complete()
 
+        def on_response_complete(self) -> None:
+            # What begins in here (a timer, the next request) would keep this request's context, and all that is in it.
+            Context().run(super().on_response_complete)
+
+        def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+            self._playing = cycle
+            super()._start_asgi_task(cycle, app)
+
         def data_received(self, data: bytes) -> None:
             if self._heading and self._size > MOST_HEADER_BYTES:
                 self.transport.write(b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n\r\n")
                 self.transport.close()
                 return
+            self._size += len(data)  # before: of the read in which a head begins, the rest is another request's
             super().data_received(data)
-            self._size += len(data)
+            if self._deadline is None and self.cycle is not None and self.cycle.response_complete:
+                # It asks nothing, yet any byte has ended uvicorn's own wait for the next request.
+                self._deadline = self.loop.call_later(HEADER_SECONDS, self._too_late)
 
         def _in_time(self) -> None:
             if self._deadline is not None:

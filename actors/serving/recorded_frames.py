@@ -62,8 +62,9 @@ class Framed:
         last = not message.get("more_body", False)
         await self._out(b"b", message.get("body", b""), last)
 
-    async def record(self, record: RequestRecord, experiences: list[Experience], message: str) -> None:
-        """Send what is recorded; `message` is the response's id."""
+    @staticmethod
+    def recorded(record: RequestRecord, experiences: list[Experience], message: str) -> bytes:
+        """Return what is recorded, as its frame has it; `message` is the response's id."""
         versions = [g.before for g in record.generations]
         versions += [int(span[0]) for e in experiences for span in e.info.get("version_spans", ())]
         answers = [c for g in record.generations for c in g.completions or ()]
@@ -74,13 +75,17 @@ class Framed:
             response_tokens=sum(len(c.token_ids) for c in answers), choices=some,
         ))
         payload = Experience.serialize_many([experiences[i] for i in some]) if some else b""
-        await self._out(b"r", len(told).to_bytes(8, "big") + told + payload)
+        return len(told).to_bytes(8, "big") + told + payload
+
+    async def record(self, data: bytes) -> None:
+        """Send what is recorded."""
+        await self._out(b"r", data)
 
     async def _out(self, kind: bytes, data: bytes, last: bool = False) -> None:
         if not self._begun:
-            self._begun = True
             await self._send({"type": "http.response.start", "status": 200,
                               "headers": [(b"content-type", b"application/octet-stream")]})
+            self._begun = True  # not before: who is cancelled while it waits for the client has sent nothing
         frame = kind + len(data).to_bytes(8, "big") + data
         await self._send({"type": "http.response.body", "body": frame, "more_body": not last})
 

@@ -14,6 +14,7 @@ import orjson
 from trinity_es.actors.engines.sampling import MOST_ANSWERS, MOST_PROMPTS, MOST_TOKENS, brief, checked_prompt
 from trinity_es.actors.serving.errors import ApiError
 from trinity_es.events.errors import DataError
+from trinity_es.events.json_values import NotPlain, plain
 
 __all__ = [
     "CHAT", "CHATS", "COMPLETIONS", "GENERATE", "RESPONSES", "ROUTES", "allowed", "checked", "completed", "dumped",
@@ -69,6 +70,11 @@ def checked(path: str, raw: bytes) -> dict[str, Any]:
         if answers > MOST_PROMPTS:
             raise ApiError(f"{field}: {answers:,} answers to one request: {MOST_PROMPTS:,} are the most",
                            param=field, code="invalid_value")
+    for name in ("messages", "tools"):
+        try:
+            plain(body.get(name))  # an answer is recorded with them
+        except NotPlain as e:
+            raise ApiError(f"{name}: {e.what}", param=name, code="invalid_value") from e
     prompts = prompts if path == COMPLETIONS else None
     for name, prompt in (("prompt", prompts), ("token_ids", body.get("token_ids"))):
         if isinstance(prompt, str | list):

@@ -38,6 +38,7 @@ from trinity_es.actors.messages import LIMIT
 from trinity_es.actors.serving.errors import ApiError, event
 from trinity_es.actors.serving.http_server import (
     STOP_SECONDS,
+    Gone,
     bearer,
     begin,
     json_response,
@@ -254,7 +255,12 @@ class Proxy:
         return await self._on_an_engine(ask, [])
 
     async def _asked(self, request: Request) -> Response:
-        raw = await read_body(request)
+        try:
+            raw = await read_body(request)
+        except Gone:
+            self.requests += 1
+            self.failed += 1
+            raise
         path = request.url.path
         body = read_object(raw)
         dumped(body)
@@ -274,9 +280,14 @@ class Proxy:
                     stream = await self._stream(response, answer, kept, way)
                     streaming = True
                     return stream
-                parts = [part async for part in self._recorded(answer, way)]
+                told = [frame async for frame in answer]
+                if not any(kind == "b" for kind, _ in told):
+                    raise _EngineFailed("its answer has no body")
+                for kind, data in told:  # now that it is whole: what is asked again is recorded once
+                    if kind == "r":
+                        await self._record(data, way)
                 way.answered += 1
-                return _response(b"".join(parts), status, kept)
+                return _response(b"".join(data for kind, data in told if kind == "b"), status, kept)
             finally:
                 if not streaming:
                     await response.aclose()
@@ -292,9 +303,17 @@ class Proxy:
         """Yield the parts of an answer's body; none that tell its end before it is recorded."""
         async for kind, data in answer:
             if kind == "r":
-                await self._answers.record(given(*recorded(data), way))
+                await self._record(data, way)
             elif data:
                 yield data
+
+    async def _record(self, data: bytes, way: Backend) -> None:
+        """Record what an engine's server told of an answer. Raises EngineError for what is no record."""
+        try:
+            answer = given(*recorded(data), way)
+        except (LookupError, TypeError, ValueError) as e:
+            raise EngineError(f"the answer of {way.runner} can't be recorded: {type(e).__name__}: {e}") from e
+        await self._answers.record(answer)
 
     def _headers(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self._token}"}
@@ -314,7 +333,7 @@ class Proxy:
             way.busy += 1
             try:
                 return await ask(way)
-            except (httpx.TransportError, _EngineFailed) as e:
+            except (httpx.TransportError, _EngineFailed, EOFError) as e:
                 last = f"{way.runner}: {e or type(e).__name__}"
                 way.failed += 1
                 if isinstance(e, httpx.TransportError):
@@ -375,13 +394,15 @@ class Proxy:
 
 async def _begun(answer: AsyncGenerator[tuple[str, bytes]]) -> tuple[int, dict[str, str]]:
     """Return an answer's status, and those of its headers that go on. Raises _EngineFailed where the engine failed."""
-    kind, data = await anext(answer, ("", b""))
-    if kind != "s":
-        raise _EngineFailed("its server answered in another way than a runner's")
-    head = orjson.loads(data)
-    if head["status"] >= 500 or head["status"] == 401:
+    try:
+        kind, data = await anext(answer)  # with a default it is a SystemError where there is none
+        head = orjson.loads(data) if kind == "s" else {}
+        status, headers = int(head["status"]), {k: v for k, v in head["headers"] if k in _PASSED_ON}
+    except (StopAsyncIteration, LookupError, TypeError, ValueError) as e:
+        raise _EngineFailed("its server answered in another way than a runner's") from e
+    if status >= 500 or status == 401:
         raise _EngineFailed(message_of(b"".join([part async for kind, part in answer if kind == "b"])))
-    return head["status"], {k: v for k, v in head["headers"] if k in _PASSED_ON}
+    return status, headers
 
 
 _PASSED_ON = frozenset({"content-type", "cache-control", "x-model-version"})

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import orjson
 import psutil
 import pytest
 
@@ -86,6 +87,21 @@ async def test_an_engine_asked_from_afar_refuses_the_same() -> None:
     assert engine.asked == []
 
 
+@pytest.mark.parametrize("name", ["messages", "tools"])
+async def test_what_could_not_be_recorded_is_refused_before_it_is_answered(name: str) -> None:
+    deep: Any = "x"
+    for _ in range(205):
+        deep = {"a": deep}
+    engine = Recorder()
+    async with serving(engine) as server:
+        session = server.open(Model(engine, server=server))
+        asked = {"messages": HELLO, name: [{"role": "user", "content": "hi", "more": deep}]}
+        refused = await posted(server, asked, f"/s/{session}/v1/chat/completions")
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == f"{name}: is nested too deeply"
+    assert engine.asked == []
+
+
 # --- bodies -----------------------------------------------------------------------------------------
 async def test_a_huge_body_is_refused_and_not_kept() -> None:
     whole = 0
@@ -144,6 +160,38 @@ async def test_a_connection_that_never_ends_its_headers_is_closed(monkeypatch: p
         assert await asyncio.wait_for(reader.read(), 20) == b""
         writer.close()
         assert (await posted(server, {"messages": HELLO})).status_code == 200, "an answer may take as long as it takes"
+
+
+_HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+_UNKNOWN = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n"
+
+
+@pytest.mark.parametrize(("asked", "more"), [(_HEALTH, b"G"), (_HEALTH, b"\r\n"), (_UNKNOWN, b"x")],
+                         ids=["a_head", "empty_lines", "a_body"])
+async def test_a_connection_that_asks_nothing_after_an_answer_is_closed(
+    asked: bytes, more: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "HEADER_SECONDS", 0.2)
+    async with serving(Recorder()) as server:
+        reader, writer = await _connected(server.url)
+        writer.write(asked)
+        assert b"HTTP/1.1" in await asyncio.wait_for(reader.readuntil(b"}"), 20)
+        writer.write(more)
+        await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+
+
+async def test_a_head_that_comes_with_the_end_of_a_large_body_is_not_too_large() -> None:
+    body = orjson.dumps({"messages": HELLO, "user": "u" * 200_000})
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer the token\r\n"
+    large = head + b"content-length: %d\r\n\r\n%s" % (len(body), body)
+    async with serving(Recorder()) as server:
+        reader, writer = await _connected(server.url)
+        writer.write(large + _HEALTH[:20])
+        assert b"200" in await asyncio.wait_for(reader.readuntil(b"\r\n"), 20)
+        writer.write(_HEALTH[20:])
+        assert b"HTTP/1.1 200 OK" in await asyncio.wait_for(reader.readuntil(b'"status":"ok"}'), 20)
+        writer.close()
 
 
 async def _connected(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -1,0 +1,110 @@
+"""The proxy of mode `serve` over engines that answer oddly, and clients that go; no process, no socket."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from tests.helpers.endpoint import CHAT
+from trinity_es.actors.serving.http_server import make_app
+from trinity_es.config.config import Config
+from trinity_es.serve.proxy import Proxy
+
+
+class Kept:
+    """What the proxy recorded."""
+
+    def __init__(self) -> None:
+        self.answers: list[Any] = []
+
+    async def record(self, answer: Any) -> None:
+        self.answers.append(answer)
+
+
+def frame(kind: bytes, data: bytes) -> bytes:
+    return kind + len(data).to_bytes(8, "big") + data
+
+
+def start(kind: str = "application/json") -> bytes:
+    return frame(b"s", orjson.dumps({"status": 200, "headers": [["content-type", kind]]}))
+
+
+def record(told: bytes | None = None) -> bytes:
+    if told is None:
+        told = orjson.dumps({"message": "m", "versions": [0], "prompt_tokens": 1, "response_tokens": 1, "choices": []})
+    return frame(b"r", len(told).to_bytes(8, "big") + told)
+
+
+BODY = frame(b"b", b'{"id":"m"}')
+WHOLE = start() + record() + BODY
+
+
+@pytest.fixture
+def proxy(monkeypatch: pytest.MonkeyPatch) -> Proxy:
+    monkeypatch.setenv("TRINITY_ES_KEY", "k" * 64)
+    made = Proxy(Config(), None)  # type: ignore[arg-type]
+    made._answers = Kept()  # type: ignore[assignment]
+    return made
+
+
+async def asked(proxy: Proxy, *answers: bytes) -> tuple[httpx.Response, list[Any]]:
+    """Return what a client gets where the first engine answers so, and the next one so, ...; and what was recorded."""
+    left = list(answers)
+
+    async def engine(request: httpx.Request) -> httpx.Response:
+        async def parts() -> AsyncGenerator[bytes]:
+            yield left.pop(0)
+
+        return httpx.Response(200, content=parts())
+
+    proxy._http = httpx.AsyncClient(transport=httpx.MockTransport(engine))
+    proxy._attempts, proxy._patience = len(answers), 5.0
+    proxy.engines.update([
+        {"runner": f"r{i}", "incarnation": 1, "endpoint": f"http://r{i}", "model_version": 0, "serving": True}
+        for i in range(len(answers))
+    ])
+    application = httpx.ASGITransport(make_app(proxy._routes()))
+    async with httpx.AsyncClient(transport=application, base_url="http://proxy") as http:
+        headers = {"Authorization": f"Bearer {proxy.api_key}"}
+        answer = await http.post("/v1/chat/completions", json=CHAT, headers=headers)
+    return answer, proxy._answers.answers  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("odd", {
+    "nothing": b"", "no_frames": b"hello", "half_a_start": start()[:-3], "no_start": BODY,
+    "a_start_that_is_no_json": frame(b"s", b"{") + BODY, "a_start_without_status": frame(b"s", b"{}") + BODY,
+    "no_body": start(), "no_body_after_its_record": start() + record(), "half_a_body": WHOLE[:-3],
+    "an_empty_stream": start("text/event-stream"), "half_a_stream": start("text/event-stream") + BODY[:-3],
+}.items(), ids=lambda odd: odd[0])
+async def test_p36_where_an_engine_answers_oddly_another_is_asked(proxy: Proxy, odd: tuple[str, bytes]) -> None:
+    answer, recorded = await asked(proxy, odd[1], WHOLE)
+    assert (answer.status_code, answer.json()) == (200, {"id": "m"})
+    assert len(recorded) == 1, "what is asked again is recorded once"
+
+
+@pytest.mark.parametrize("told", [b"{{{", b"[]", b'{"message": "m", "versions": [], "choices": []}'])
+async def test_p36_what_is_no_record_is_the_engines_failure(proxy: Proxy, told: bytes) -> None:
+    answer, recorded = await asked(proxy, start() + record(told) + BODY)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_failed")
+    answer, recorded = await asked(proxy, start("text/event-stream") + BODY + record(told) + BODY)
+    assert answer.status_code == 200
+    assert json.loads(answer.text.partition("data: ")[2])["error"]["code"] == "engine_failed"
+    assert recorded == []
+
+
+async def test_p36_a_client_that_goes_in_the_middle_of_its_body_is_counted(proxy: Proxy) -> None:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        pass
+
+    headers = [(b"authorization", f"Bearer {proxy.api_key}".encode())]
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers, "query_string": b""}
+    await make_app(proxy._routes())(scope, receive, send)
+    assert (proxy.requests, proxy.failed) == (1, 1)
