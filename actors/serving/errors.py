@@ -1,14 +1,20 @@
-"""Errors as clients of an engine's HTTP server get them: OpenAI's JSON and statuses. Pure."""
+"""Errors as clients of an HTTP server get them: OpenAI's JSON and statuses, Anthropic's JSON on its routes. Pure."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import orjson
 
 from trinity_es.events.errors import DataError, EngineError, TrinityError, WorkflowError
 
-__all__ = ["ApiError", "event", "refusal"]
+__all__ = ["ApiError", "body_of", "event", "last_event", "number_in", "refusal"]
+
+_ANTHROPICS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
+               404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error", 529: "overloaded_error"}
+"""Status -> what Anthropic calls such an error; others are `api_error`."""
+_NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d+)')
 
 
 class ApiError(Exception):
@@ -40,3 +46,30 @@ def refusal(error: Exception) -> ApiError:
 def event(body: dict[str, Any]) -> bytes:
     """Return one server-sent event."""
     return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+def body_of(error: ApiError, path: str) -> dict[str, Any]:
+    """Return an error as the clients of this route know it: Anthropic's under `/v1/messages`, else OpenAI's."""
+    if not path.startswith("/v1/messages"):
+        return error.body()
+    kind = _ANTHROPICS.get(error.status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+def last_event(error: ApiError, path: str, number: int = 0) -> bytes:
+    """Return an error as the last event of a stream of this route; `number` is that of the event, where they have one.
+
+    Anthropic's client takes any event without a name for none, and the end of the stream for a normal one.
+    """
+    body = body_of(error, path)
+    if path == "/v1/responses":
+        # OpenAI's event is flat. Its Python client raises only where there is an `error` too.
+        body |= {"type": "error", "code": error.code, "message": str(error), "param": error.param,
+                 "sequence_number": number}
+    return (b"event: error\n" if "type" in body else b"") + event(body)
+
+
+def number_in(part: bytes, before: int) -> int:
+    """Return the number of the event that follows this part of a stream of `/v1/responses`."""
+    found = _NUMBER.findall(part)
+    return int(found[-1]) + 1 if found else before

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 
-from trinity_es.actors.serving.errors import ApiError
+from trinity_es.actors.serving.errors import ApiError, body_of
 from trinity_es.events.errors import StartupError
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def make_app(routes: Iterable[tuple[str, str, Handler]]) -> Any:
     async def not_found(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 404
         refused = ApiError(f"{request.method} {request.url.path}: there is no such route", status=status)
-        return json_response(refused.body(), refused.status)
+        return json_response(body_of(refused, request.url.path), refused.status)
 
     app = Starlette()
     app.add_exception_handler(HTTPException, not_found)

@@ -35,7 +35,7 @@ import orjson
 from trinity_es.actors.commands import CountAnswers, DeliverAnswers, GetRoutes, RewardAnswers
 from trinity_es.actors.engines.http_client import http_client
 from trinity_es.actors.messages import LIMIT
-from trinity_es.actors.serving.errors import ApiError, event
+from trinity_es.actors.serving.errors import ApiError, last_event, number_in
 from trinity_es.actors.serving.http_server import (
     STOP_SECONDS,
     bearer,
@@ -49,7 +49,7 @@ from trinity_es.actors.serving.http_server import (
     while_listening,
 )
 from trinity_es.actors.serving.recorded_frames import WANTED, frames, recorded
-from trinity_es.actors.serving.request_limits import ROUTES, dumped
+from trinity_es.actors.serving.request_limits import RESPONSES, ROUTES, dumped
 from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.config.config import Config
@@ -178,7 +178,7 @@ class Proxy:
             yield path, method, self._guarded(handler)
 
     def _guarded(self, handler: Callable[[Request], Coroutine[Any, Any, Response]]) -> Any:
-        """Return the handler for who has the key; its errors as OpenAI's."""
+        """Return the handler for who has the key; its errors as those of its API."""
         expected = f"Bearer {self.api_key}".encode()
 
         async def handle(request: Request) -> Response:
@@ -190,7 +190,7 @@ class Proxy:
                                    code="invalid_api_key")
                 return await handler(request)
             except Exception as e:
-                return error_response(refused(e))
+                return error_response(refused(e), request.url.path)
 
         return handle
 
@@ -271,7 +271,7 @@ class Proxy:
                 if status < 400:
                     self.engines.remember(later, way)
                 if kept.get("content-type", "").startswith("text/event-stream") and status == 200:
-                    stream = await self._stream(response, answer, kept, way)
+                    stream = await self._stream(response, answer, kept, way, path)
                     streaming = True
                     return stream
                 parts = [part async for part in self._recorded(answer, way)]
@@ -335,7 +335,8 @@ class Proxy:
         return Response(data, status_code=response.status_code, media_type="application/json")
 
     async def _stream(
-        self, response: httpx.Response, answer: AsyncGenerator[tuple[str, bytes]], headers: dict[str, str], way: Backend
+        self, response: httpx.Response, answer: AsyncGenerator[tuple[str, bytes]], headers: dict[str, str],
+        way: Backend, path: str,
     ) -> Response:
         """Return a stream, once its first part is there."""
         from starlette.responses import StreamingResponse
@@ -356,21 +357,26 @@ class Proxy:
                     begin(response.aclose())  # not awaited: the client may be gone, and this be cancelled
 
         way.busy += 1
-        return Stream(self._streamed(first, parts, way), headers=headers)
+        return Stream(self._streamed(first, parts, way, path), headers=headers)
 
-    async def _streamed(self, first: bytes, parts: AsyncGenerator[bytes], way: Backend) -> AsyncGenerator[bytes]:
+    async def _streamed(
+        self, first: bytes, parts: AsyncGenerator[bytes], way: Backend, path: str
+    ) -> AsyncGenerator[bytes]:
         import httpx
 
+        number = number_in(first, 0)
         try:
             yield first
             async for part in parts:
+                if path == RESPONSES:
+                    number = number_in(part, number)
                 yield part
             way.answered += 1
         except (TrinityError, httpx.TransportError, EOFError) as e:
             self.failed += 1
             if not isinstance(e, TrinityError):
                 e = EngineError(f"{way.runner} ended in the middle of this stream ({e or type(e).__name__})")
-            yield event(refused(e).body())
+            yield last_event(refused(e), path, number)
 
 
 async def _begun(answer: AsyncGenerator[tuple[str, bytes]]) -> tuple[int, dict[str, str]]:
