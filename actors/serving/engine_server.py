@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trinity_es.actors.engines.interface import Engine
+from trinity_es.actors.engines.sampling import brief
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving import small_api
 from trinity_es.actors.serving.errors import ApiError, body_of, last_event, number_in, refusal
@@ -41,11 +42,12 @@ from trinity_es.actors.serving.http_server import (
     listen,
     make_app,
     make_server,
+    no_route,
     read_body,
     url_of,
 )
 from trinity_es.actors.serving.recorded_frames import WANTED, Framed, id_in
-from trinity_es.actors.serving.request_limits import CHATS, RESPONSES, allowed, checked, completed, dumped
+from trinity_es.actors.serving.request_limits import CHATS, RESPONSES, ROUTES, allowed, checked, completed, dumped
 from trinity_es.actors.serving.request_record import REQUEST, RequestRecord
 from trinity_es.events.errors import EngineError, StartupError, WorkflowError
 from trinity_es.events.experience import Experience
@@ -201,7 +203,7 @@ class EngineServer:
 
     async def _answered(self, request: Request, session: _Session, path: str, responding: _Responding) -> None:
         if not (path in self.routes or allowed(request.method, path)):
-            raise ApiError(f"{request.method} {path}: there is no such route", status=404)
+            raise no_route(request.method, path, _METHODS)
         session.model.failed = None
         raw = await read_body(request)
         body, longest, unsaid, adapter = dict[str, Any](), None, dict[str, Any](), ""
@@ -209,8 +211,14 @@ class EngineServer:
             body, longest, unsaid = completed(path, checked(path, raw), session.model.defaults, ids=session.kept)
             adapter = session.model.sampling.adapter
             named = body.get("model")
-            if isinstance(named, str) and named in getattr(self.engine, "adapters", ()):
+            adapters = getattr(self.engine, "adapters", ())
+            if isinstance(named, str) and named in adapters:
                 adapter, body["model"] = named, self.name
+            elif isinstance(named, str) and named not in ("", self.name):
+                # vLLM would say it as well, but takes a name that is a path out of what it says
+                served = ", ".join(map(repr, [self.name, *adapters]))
+                raise ApiError(f"the model {brief(named)} does not exist; GET /v1/models tells those that do: {served}",
+                               status=404, param="model", code=404)
             raw = dumped(body)
         record = RequestRecord(
             model=session.model, body=body, longest=longest, unsaid=unsaid, failed_with=self._told(session),
@@ -259,6 +267,7 @@ _NOT_PASSED_ON = frozenset({b"content-length", b"transfer-encoding", b"authoriza
 
 
 _WANTED = WANTED.encode()
+_METHODS = {path: method for method, path in ROUTES}
 
 
 def _own_key() -> list[tuple[bytes, bytes]]:

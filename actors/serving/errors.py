@@ -20,7 +20,8 @@ _NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d+)')
 class ApiError(Exception):
     """A request that gets an error: OpenAI's status, type, `param` and `code`."""
 
-    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None,
+                 code: str | int | None = None) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 

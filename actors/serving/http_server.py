@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BODY_LIMIT", "MOST_CONNECTIONS", "STOP_SECONDS", "Gone", "bearer", "begin", "json_response", "limited_http",
-    "listen", "make_app", "make_server", "read_body", "url_of", "while_listening",
+    "listen", "make_app", "make_server", "no_route", "read_body", "url_of", "while_listening",
 ]
 
 START_SECONDS = 30.0
@@ -146,14 +147,25 @@ def limited_http() -> Any:
     return Limited
 
 
+def no_route(method: str, path: str, routes: Mapping[str, str]) -> ApiError:
+    """Return the error for a request to none of these routes (path -> method); it names the one that was meant."""
+    if path in routes:
+        return ApiError(f"{method} {path}: this route is asked with {routes[path]}", status=405)
+    rest = "/" + re.sub(r"^(/v1)+(?=/)", "", path).strip("/")
+    meant = next((f" ({routes[p]} {p} is one)" for p in (f"/v1{rest}", rest) if p in routes), "")
+    return ApiError(f"{method} {path}: there is no such route{meant}", status=404)
+
+
 def make_app(routes: Iterable[tuple[str, str, Handler]]) -> Any:
     """Return an ASGI application of these routes: (path, method, handler). May be called in a thread."""
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
 
+    routes = list(routes)
+    methods = {path: method for path, method, _ in routes}
+
     async def not_found(request: Request, error: Exception) -> Response:
-        status = error.status_code if isinstance(error, HTTPException) else 404
-        refused = ApiError(f"{request.method} {request.url.path}: there is no such route", status=status)
+        refused = no_route(request.method, request.url.path, methods)
         return json_response(body_of(refused, request.url.path), refused.status)
 
     app = Starlette()

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import orjson
 
 from trinity_es.actors.commands import CountAnswers, DeliverAnswers, GetRoutes, RewardAnswers
+from trinity_es.actors.commands.fields import NAME_LENGTH
 from trinity_es.actors.engines.http_client import http_client
 from trinity_es.actors.messages import LIMIT
 from trinity_es.actors.serving.errors import ApiError, last_event, number_in
@@ -186,7 +187,8 @@ class Proxy:
                 if self.config.explorer.proxy_without_key:
                     require_local(request)
                 elif not hmac.compare_digest(bearer(dict(request.scope["headers"])), expected):
-                    raise ApiError("the key is missing or wrong: give it as Authorization: Bearer <key>", status=401,
+                    raise ApiError("the key is missing or wrong: give the one that trinity-es serve printed, as "
+                                   "Authorization: Bearer <key> or x-api-key: <key>", status=401,
                                    code="invalid_api_key")
                 return await handler(request)
             except Exception as e:
@@ -226,17 +228,20 @@ class Proxy:
         task = body.get("task_id")
         if not isinstance(messages, list) or not messages or not all(isinstance(m, str) for m in messages):
             raise wrong("msg_ids", messages, "a list of message ids (the `id` of a response)")
+        if (longest := max(map(len, messages))) > NAME_LENGTH:
+            raise ApiError(f"msg_ids: one of them has {longest:,} characters: an id has {NAME_LENGTH} at most",
+                           param="msg_ids", code="invalid_value")
         if sum(map(len, messages)) > LIMIT // 2:
             raise ApiError(f"msg_ids: {len(messages)} are too many: post them in several requests", param="msg_ids")
         if not isinstance(reward, int | float) or isinstance(reward, bool) or not abs(reward) <= LARGEST_REWARD:
             raise wrong("reward", reward, "a finite number, of 1e30 at most")
-        if task is not None and not (isinstance(task, str | int) and 0 < len(str(task)) <= 255):
-            raise wrong("task_id", task, "a text of 255 characters at most, or null")
+        if task is not None and not (isinstance(task, str | int) and 0 < len(str(task)) <= NAME_LENGTH):
+            raise wrong("task_id", task, f"a text of {NAME_LENGTH} characters at most, or null")
         for name, texts in (("msg_ids", messages), ("task_id", [str(task)])):
             if any("\0" in given for given in texts):  # PostgreSQL has no NUL in a text
                 raise wrong(name, texts, "text without NUL")
         if run is not None and not (type(run) is int and 0 <= run < 2**31):
-            raise wrong("run_id", run, "a whole number, or null")
+            raise wrong("run_id", run, f"a whole number from 0 to {2**31 - 1}, or null")
         count = await self._answers.ask(RewardAnswers(
             messages=messages, reward=float(reward), task=None if task is None else str(task), run=run))
         return json_response({"status": "success", "count": count})

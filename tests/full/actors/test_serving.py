@@ -302,6 +302,12 @@ async def test_what_is_no_request_is_told_in_openais_json() -> None:
         assert "other" in answer.json()["error"]["message"]
         unknown = await posted(server, CHAT, "/v1/embeddings")
         assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "invalid_request_error")
+        for path, meant in (("/chat/completions", "/v1/chat/completions"), ("/v1/v1/messages", "/v1/messages"),
+                            ("/v1/tokenize", "/tokenize")):
+            missed = await posted(server, CHAT, path)
+            assert (missed.status_code, f"(POST {meant} is one)" in missed.json()["error"]["message"]) == (404, True)
+        method = await posted(server, CHAT, "/v1/models")
+        assert (method.status_code, "asked with GET" in method.json()["error"]["message"]) == (405, True)
         over = await posted(server, CHAT, "/s/gone/v1/chat/completions")
         assert over.status_code == 404
         assert "its run is over" in over.json()["error"]["message"]
@@ -401,6 +407,22 @@ async def test_an_error_is_told_as_the_routes_api_tells_it() -> None:
         assert refused.json()["error"]["type"] == "authentication_error"
         refused = await posted(server, {}, "/s/gone/v1/messages")
         assert (refused.status_code, refused.json()["error"]["type"]) == (404, "not_found_error")
+
+
+async def test_who_asks_for_another_model_is_told_the_names_that_are_served() -> None:
+    engine = EndsInTheMiddle()
+    engine.adapters["math"] = 1
+    server = EngineServer(engine, name="/models/tiny", token=TOKEN)  # vLLM does not name what looks like a path
+    await server.start()
+    try:
+        answer = await posted(server, {**CHAT, "model": "gpt-4o"})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (404, "model", 404)
+        assert "'gpt-4o'" in error["message"]
+        assert "GET /v1/models" in error["message"]
+        assert error["message"].endswith("'/models/tiny', 'math'")
+    finally:
+        await server.stop()
 
 
 # --- clients that go, and servers -----------------------------------------------------------------------------------
