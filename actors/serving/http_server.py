@@ -175,8 +175,10 @@ def make_app(routes: Iterable[tuple[str, str, Handler]]) -> Any:
     return app
 
 
-def make_server(app: Any) -> Any:
-    """Return a server of an ASGI application. May be called in a thread."""
+def make_server(app: Any, stop_seconds: int = STOP_SECONDS) -> Any:
+    """Return a server of an ASGI application, which cancels what goes on for so long after its end. May be called in a
+    thread.
+    """
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -186,7 +188,7 @@ def make_server(app: Any) -> Any:
 
     config = uvicorn.Config(
         app, lifespan="off", log_config=None, access_log=False, ws="none", interface="asgi3", proxy_headers=False,
-        timeout_graceful_shutdown=STOP_SECONDS, timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=stop_seconds, timeout_keep_alive=KEEP_ALIVE_SECONDS,
         limit_concurrency=MOST_CONNECTIONS, http=limited_http(),
     )
     config.load()

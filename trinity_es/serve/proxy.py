@@ -28,6 +28,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
@@ -110,6 +111,9 @@ class Proxy:
         self._patience = config.explorer.max_timeout
         self._attempts = 1 + config.explorer.max_retry_times
         self._working: set[asyncio.Task[Any]] = set()
+        self._asking: set[asyncio.Task[Any]] = set()
+        """Those of requests that engines answer."""
+        self._cut_off = False
         self._http: httpx.AsyncClient
         self._server: Any = None
 
@@ -126,7 +130,7 @@ class Proxy:
                 f"({e.strerror}): change explorer.listen_address or explorer.proxy_port"
             ) from e
         self._begin(self._answers.run())
-        self._server = make_server(make_app(self._routes()))
+        self._server = make_server(make_app(self._routes()), STOP_SECONDS + 3)  # `stop` ends requests before that
         self._serving = await begin(self._server, listening)
         self.base_url = f"{url_of(listening)}/v1"
         self._begin(self._watch())
@@ -145,13 +149,33 @@ class Proxy:
         """Stop the proxy. Requests in flight get some seconds to end. Idempotent."""
         if self._server is not None:
             self._server.should_exit = True
-            await asyncio.wait({self._serving}, timeout=STOP_SECONDS + 5)
+            _, going = await asyncio.wait({self._serving}, timeout=STOP_SECONDS)
+            if going:
+                self._cut_off_requests()
+                await asyncio.wait(going, timeout=5)
             self._server = None
             await self._http.aclose()
         for task in list(self._working):
             task.cancel()
         await asyncio.gather(*self._working, return_exceptions=True)
         self._answers.close()
+
+    def _cut_off_requests(self) -> None:
+        """End what goes on: `_guarded` answers those of whom nothing was sent, a stream gets its error."""
+        self._cut_off = True
+        for task in self._asking:
+            task.cancel()
+        if self._asking:
+            _log.warning("the proxy ends: %d requests that went on were cut off after %d s", len(self._asking),
+                         STOP_SECONDS)
+
+    def _was_cut_off(self, error: asyncio.CancelledError) -> ApiError:
+        """Return what a client is told whose request was cancelled by `stop`; else raises the error again."""
+        task = asyncio.current_task()
+        if not self._cut_off or task is None:
+            raise error
+        task.uncancel()
+        return ApiError("the request was cut off: trinity-es serve ends", status=503, code="proxy_ends")
 
     async def _watch(self) -> None:
         """Keep the table of engines as the coordinator has it; while there is no coordinator, as it was."""
@@ -191,6 +215,8 @@ class Proxy:
                                    "Authorization: Bearer <key> or x-api-key: <key>", status=401,
                                    code="invalid_api_key")
                 return await handler(request)
+            except asyncio.CancelledError as e:
+                return error_response(self._was_cut_off(e), request.url.path)
             except Exception as e:
                 return error_response(refused(e), request.url.path)
 
@@ -287,6 +313,9 @@ class Proxy:
                     await response.aclose()
 
         self.requests += 1
+        if (task := asyncio.current_task()) is not None:
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)  # when all is sent
         try:
             return await while_listening(request.receive, self._on_an_engine(ask, known))
         except BaseException:
@@ -351,37 +380,38 @@ class Proxy:
             first = await anext(parts)
         except StopAsyncIteration:
             raise _EngineFailed("its stream was empty") from None
-        begin = self._begin
+        begin, was_cut_off, place = self._begin, self._was_cut_off, _Place(path)
 
         class Stream(StreamingResponse):
             async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
                 try:
                     await super().__call__(scope, receive, send)
+                except asyncio.CancelledError as e:
+                    await send({"type": "http.response.body", "body": place.last_event(was_cut_off(e))})
                 finally:  # here, since a generator that was never begun has no end
                     way.busy -= 1
                     begin(response.aclose())  # not awaited: the client may be gone, and this be cancelled
 
         way.busy += 1
-        return Stream(self._streamed(first, parts, way, path), headers=headers)
+        return Stream(self._streamed(first, parts, way, place), headers=headers)
 
     async def _streamed(
-        self, first: bytes, parts: AsyncGenerator[bytes], way: Backend, path: str
+        self, first: bytes, parts: AsyncGenerator[bytes], way: Backend, place: _Place
     ) -> AsyncGenerator[bytes]:
         import httpx
 
-        number = number_in(first, 0)
+        place.pass_by(first)
         try:
             yield first
             async for part in parts:
-                if path == RESPONSES:
-                    number = number_in(part, number)
+                place.pass_by(part)
                 yield part
             way.answered += 1
         except (TrinityError, httpx.TransportError, EOFError) as e:
             self.failed += 1
             if not isinstance(e, TrinityError):
                 e = EngineError(f"{way.runner} ended in the middle of this stream ({e or type(e).__name__})")
-            yield last_event(refused(e), path, number)
+            yield place.last_event(refused(e))
 
 
 async def _begun(answer: AsyncGenerator[tuple[str, bytes]]) -> tuple[int, dict[str, str]]:
@@ -397,6 +427,23 @@ async def _begun(answer: AsyncGenerator[tuple[str, bytes]]) -> tuple[int, dict[s
 
 _PASSED_ON = frozenset({"content-type", "cache-control", "x-model-version"})
 """Headers of an engine's answer that its client gets."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where a stream is: what its last event would be."""
+
+    path: str
+    number: int = 0
+
+    def pass_by(self, part: bytes) -> None:
+        """Take note of a part that is sent."""
+        if self.path == RESPONSES:
+            self.number = number_in(part, self.number)
+
+    def last_event(self, error: ApiError) -> bytes:
+        """Return an error as the event that ends it here."""
+        return last_event(error, self.path, self.number)
 
 
 class _EngineFailed(Exception):
