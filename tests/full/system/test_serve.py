@@ -30,6 +30,7 @@ from tests.helpers.serving import HELLO, Load, Serving, answers, client_of, post
 from tests.helpers.systems import StartSystem, pid_of
 from trinity_es.audit.export import Exported, experience_rows
 from trinity_es.client.rollout_client import RolloutClient
+from trinity_es.events.errors import AnswerNotFound
 from trinity_es.events.vocabulary import WeightsLoaded
 from trinity_es.serve.proxy import Proxy
 from trinity_es.system import lifecycle, running_system
@@ -90,11 +91,14 @@ def test_p36_the_openai_client_chats_completes_streams_and_lists_models(served: 
     assert experience.logprobs.shape == (12,)
     assert experience.messages == [*HELLO, {"role": "assistant", "content": text}]
     assert (experience.info["model_version"], experience.reward) == (0, None)
+    assert log.log.experiences_of_answer(answer.id)[0].tokens.tolist() == experience.tokens.tolist()
+    with pytest.raises(AnswerNotFound, match="nobody"):
+        log.log.experiences_of_answer("nobody")
     whole = client.completions.create(model=model.id, prompt="a text", max_tokens=5, logprobs=1, n=2)
     assert whole.id.startswith("cmpl-")
     assert whole.choices[0].logprobs is not None
     assert len(whole.choices[0].logprobs.token_logprobs or []) == 5
-    both = recorded(log, whole.id)
+    both = log.log.experiences_of_answer(whole.id)
     assert [e.response_text for e in both] == [c.text for c in whole.choices]
     assert np.allclose(both[0].logprobs, whole.choices[0].logprobs.token_logprobs)  # type: ignore[arg-type]
     odd: Any = [{"role": "user", "content": "say odd"}]
@@ -435,10 +439,17 @@ def test_p36_a_coordinator_that_dies_in_an_update_leaves_one_engine_serving_and_
 
 def test_the_code_in_the_page_on_serving_runs(served: tuple[RolloutClient, Proxy]) -> None:
     _, proxy = served
-    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "SERVING.md").read_text(), re.DOTALL)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False,
-        env={**os.environ, "OPENAI_BASE_URL": proxy.base_url, "OPENAI_API_KEY": proxy.api_key},
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["4", "4.0"]
+    ask, read = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "SERVING.md").read_text(), re.DOTALL)
+    url = 'load_config("config.yaml").store.url'
+    assert url in read
+
+    def run(code: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False,
+            env={**os.environ, "OPENAI_BASE_URL": proxy.base_url, "OPENAI_API_KEY": proxy.api_key},
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert run(ask).split() == ["4", "4.0"]
+    assert run(read.replace(url, repr(proxy.config.store.url))).count(" True [") >= 4
