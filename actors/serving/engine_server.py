@@ -33,7 +33,7 @@ from trinity_es.actors.engines.interface import Engine
 from trinity_es.actors.engines.sampling import brief
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving import small_api
-from trinity_es.actors.serving.errors import ApiError, body_of, last_event, number_in, refusal
+from trinity_es.actors.serving.errors import ApiError, StreamPlace, body_of, refusal
 from trinity_es.actors.serving.http_server import (
     Gone,
     bearer,
@@ -359,9 +359,9 @@ class _Responding:
 
     def __init__(self, send: Send, path: str, framed: bool) -> None:
         self._send = Framed(send) if framed else send
-        self.framed, self._path = framed, path
+        self.framed = framed
         self._record: RequestRecord | None = None
-        self._version, self._message, self._number = 0, "", 0
+        self._version, self._message, self._place = 0, "", StreamPlace(path)
         self._several = path == RESPONSES
         """The engine may be asked again after an answer."""
         self._start: Any = None
@@ -397,7 +397,7 @@ class _Responding:
         if self._several:  # its last part waits until it is recorded
             self._held, message = message, self._held
             if message is not None:
-                self._number = number_in(message.get("body", b""), self._number)
+                self._place.pass_by(message.get("body", b""))
                 await self._send({**message, "more_body": True})
             message = self._held if ends else None
         self._ended = ends
@@ -430,11 +430,11 @@ class _Responding:
             return
         self._ended = True
         if self._begun:
-            body = last_event(refused, self._path, self._number)
+            body = self._place.last_event(refused)
             await self._send({"type": "http.response.body", "body": body, "more_body": False})
             return
         self._begun = True
-        response = json_response(body_of(refused, self._path), refused.status)
+        response = json_response(body_of(refused, self._place.path), refused.status)
         await response({"type": "http"}, None, self._send)  # type: ignore[arg-type]
 
 

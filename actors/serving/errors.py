@@ -9,7 +9,7 @@ import orjson
 
 from trinity_es.events.errors import DataError, EngineError, TrinityError, WorkflowError
 
-__all__ = ["ApiError", "body_of", "event", "last_event", "number_in", "refusal"]
+__all__ = ["ApiError", "StreamPlace", "body_of", "event", "refusal"]
 
 _ANTHROPICS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
                404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error", 529: "overloaded_error"}
@@ -57,20 +57,25 @@ def body_of(error: ApiError, path: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
-def last_event(error: ApiError, path: str, number: int = 0) -> bytes:
-    """Return an error as the last event of a stream of this route; `number` is that of the event, where they have one.
+class StreamPlace:
+    """How far a stream of this route is: what an error would be as its last event."""
 
-    Anthropic's client takes any event without a name for none, and the end of the stream for a normal one.
-    """
-    body = body_of(error, path)
-    if path == "/v1/responses":
-        # OpenAI's event is flat. Its Python client raises only where there is an `error` too.
-        body |= {"type": "error", "code": error.code, "message": str(error), "param": error.param,
-                 "sequence_number": number}
-    return (b"event: error\n" if "type" in body else b"") + event(body)
+    def __init__(self, path: str) -> None:
+        self.path, self.number = path, 0
 
+    def pass_by(self, part: bytes) -> None:
+        """Take note of a part that is sent."""
+        if self.path == "/v1/responses" and (found := _NUMBER.findall(part)):
+            self.number = int(found[-1]) + 1
 
-def number_in(part: bytes, before: int) -> int:
-    """Return the number of the event that follows this part of a stream of `/v1/responses`."""
-    found = _NUMBER.findall(part)
-    return int(found[-1]) + 1 if found else before
+    def last_event(self, error: ApiError) -> bytes:
+        """Return an error as the event that ends the stream here.
+
+        Anthropic's client takes any event without a name for none, and the end of the stream for a normal one.
+        """
+        body = body_of(error, self.path)
+        if self.path == "/v1/responses":
+            # OpenAI's event is flat. Its Python client raises only where there is an `error` too.
+            body |= {"type": "error", "code": error.code, "message": str(error), "param": error.param,
+                     "sequence_number": self.number}
+        return (b"event: error\n" if "type" in body else b"") + event(body)

@@ -10,11 +10,12 @@ import orjson
 import pytest
 
 from trinity_es.actors.load_balancing import SLACK_REQUESTS
+from trinity_es.actors.serving.errors import StreamPlace
 from trinity_es.actors.serving.recorded_frames import Framed, Record, frames
 from trinity_es.events.errors import EngineError
 from trinity_es.events.experience import Experience
 from trinity_es.serve.engines import BackendPool, conversation_keys
-from trinity_es.serve.proxy import Proxy, _Place
+from trinity_es.serve.proxy import Proxy
 from trinity_es.serve.recorder import given
 from trinity_es.testing import ManualClock
 
@@ -118,7 +119,7 @@ async def test_p36_an_engine_that_ends_in_a_stream_is_an_error_of_the_routes_api
     async def last(path: str) -> list[bytes]:
         proxy = Proxy.__new__(Proxy)
         proxy.failed = 0
-        *_, last = [part async for part in proxy._streamed(b"", parts(), way, _Place(path))]
+        *_, last = [part async for part in proxy._streamed(b"", parts(), way, StreamPlace(path))]
         return last.strip().splitlines()
 
     name, data = await last("/v1/messages")

@@ -28,7 +28,6 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
@@ -37,7 +36,7 @@ from trinity_es.actors.commands import CountAnswers, DeliverAnswers, GetRoutes, 
 from trinity_es.actors.commands.fields import NAME_LENGTH
 from trinity_es.actors.engines.http_client import http_client
 from trinity_es.actors.messages import LIMIT
-from trinity_es.actors.serving.errors import ApiError, last_event, number_in
+from trinity_es.actors.serving.errors import ApiError, StreamPlace
 from trinity_es.actors.serving.http_server import (
     STOP_SECONDS,
     bearer,
@@ -51,7 +50,7 @@ from trinity_es.actors.serving.http_server import (
     while_listening,
 )
 from trinity_es.actors.serving.recorded_frames import WANTED, frames, recorded
-from trinity_es.actors.serving.request_limits import RESPONSES, ROUTES, dumped
+from trinity_es.actors.serving.request_limits import ROUTES, dumped
 from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.config.config import Config
@@ -380,7 +379,7 @@ class Proxy:
             first = await anext(parts)
         except StopAsyncIteration:
             raise _EngineFailed("its stream was empty") from None
-        begin, was_cut_off, place = self._begin, self._was_cut_off, _Place(path)
+        begin, was_cut_off, place = self._begin, self._was_cut_off, StreamPlace(path)
 
         class Stream(StreamingResponse):
             async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -396,7 +395,7 @@ class Proxy:
         return Stream(self._streamed(first, parts, way, place), headers=headers)
 
     async def _streamed(
-        self, first: bytes, parts: AsyncGenerator[bytes], way: Backend, place: _Place
+        self, first: bytes, parts: AsyncGenerator[bytes], way: Backend, place: StreamPlace
     ) -> AsyncGenerator[bytes]:
         import httpx
 
@@ -427,23 +426,6 @@ async def _begun(answer: AsyncGenerator[tuple[str, bytes]]) -> tuple[int, dict[s
 
 _PASSED_ON = frozenset({"content-type", "cache-control", "x-model-version"})
 """Headers of an engine's answer that its client gets."""
-
-
-@dataclass(slots=True)
-class _Place:
-    """Where a stream is: what its last event would be."""
-
-    path: str
-    number: int = 0
-
-    def pass_by(self, part: bytes) -> None:
-        """Take note of a part that is sent."""
-        if self.path == RESPONSES:
-            self.number = number_in(part, self.number)
-
-    def last_event(self, error: ApiError) -> bytes:
-        """Return an error as the event that ends it here."""
-        return last_event(error, self.path, self.number)
 
 
 class _EngineFailed(Exception):
