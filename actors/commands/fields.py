@@ -23,6 +23,7 @@ from trinity_es.events.values import BatchId, require_batch_id
 from trinity_es.events.vocabulary import Answer, PayloadRef
 
 __all__ = [
+    "NAME_LENGTH",
     "TEXT_LENGTH",
     "AdapterName",
     "AnswerGiven",

@@ -30,9 +30,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trinity_es.actors.engines.interface import Engine
+from trinity_es.actors.engines.sampling import brief
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving import small_api
-from trinity_es.actors.serving.errors import ApiError, event, refusal
+from trinity_es.actors.serving.errors import ApiError, StreamPlace, body_of, refusal
 from trinity_es.actors.serving.http_server import (
     Gone,
     bearer,
@@ -41,11 +42,12 @@ from trinity_es.actors.serving.http_server import (
     listen,
     make_app,
     make_server,
+    no_route,
     read_body,
     url_of,
 )
 from trinity_es.actors.serving.recorded_frames import WANTED, Framed, id_in
-from trinity_es.actors.serving.request_limits import CHATS, RESPONSES, allowed, checked, completed, dumped
+from trinity_es.actors.serving.request_limits import CHATS, RESPONSES, ROUTES, allowed, checked, completed, dumped
 from trinity_es.actors.serving.request_record import REQUEST, RequestRecord
 from trinity_es.events.errors import EngineError, StartupError, WorkflowError
 from trinity_es.events.experience import Experience
@@ -169,17 +171,19 @@ class EngineServer:
 
     # --- requests ---------------------------------------------------------------------------------------------------
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request: the ASGI application. What fails is an answer in OpenAI's form."""
+        """Answer one request: the ASGI application. What fails is an answer in the form of its route's API."""
         from starlette.requests import Request
 
         request = Request(scope, receive)
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        responding = _Responding(send, framed=_WANTED in headers)
+        found = _SESSION.fullmatch(scope["path"])
+        named, path = found.groups() if found else (None, scope["path"])
+        responding = _Responding(send, path, framed=_WANTED in headers)
         try:
             if scope["path"] == "/health":
                 await json_response({"status": "ok"})(scope, receive, send)
                 return
-            session, path = self._admitted(scope["path"], headers)
+            session = self._admitted(named, headers)
             if path in self.routes:
                 await self._further(scope, receive, send)
                 return
@@ -187,21 +191,19 @@ class EngineServer:
         except Exception as e:
             await responding.failed(e)
 
-    def _admitted(self, asked: str, headers: Mapping[bytes, bytes]) -> tuple[_Session, str]:
-        """Return whose request it is, and the path that is meant. Raises ApiError."""
+    def _admitted(self, session: str | None, headers: Mapping[bytes, bytes]) -> _Session:
+        """Return whose request it is. Raises ApiError."""
         if not hmac.compare_digest(bearer(headers), f"Bearer {self.token}".encode()):
             raise ApiError("the token is missing or wrong: give it as Authorization: Bearer <token>", status=401,
                            code="invalid_api_key")
-        found = _SESSION.fullmatch(asked)
-        session, path = found.groups() if found else (None, asked)
         try:
-            return self._session(session), path
+            return self._session(session)
         except WorkflowError as e:
             raise ApiError(str(e), status=404, code="session_not_found") from e
 
     async def _answered(self, request: Request, session: _Session, path: str, responding: _Responding) -> None:
         if not (path in self.routes or allowed(request.method, path)):
-            raise ApiError(f"{request.method} {path}: there is no such route", status=404)
+            raise no_route(request.method, path, _METHODS)
         session.model.failed = None
         raw = await read_body(request)
         body, longest, unsaid, adapter = dict[str, Any](), None, dict[str, Any](), ""
@@ -209,8 +211,14 @@ class EngineServer:
             body, longest, unsaid = completed(path, checked(path, raw), session.model.defaults, ids=session.kept)
             adapter = session.model.sampling.adapter
             named = body.get("model")
-            if isinstance(named, str) and named in getattr(self.engine, "adapters", ()):
+            adapters = getattr(self.engine, "adapters", ())
+            if isinstance(named, str) and named in adapters:
                 adapter, body["model"] = named, self.name
+            elif isinstance(named, str) and named not in ("", self.name):
+                # vLLM would say it as well, but takes a name that is a path out of what it says
+                served = ", ".join(map(repr, [self.name, *adapters]))
+                raise ApiError(f"the model {brief(named)} does not exist; GET /v1/models tells those that do: {served}",
+                               status=404, param="model", code=404)
             raw = dumped(body)
         record = RequestRecord(
             model=session.model, body=body, longest=longest, unsaid=unsaid, failed_with=self._told(session),
@@ -218,7 +226,7 @@ class EngineServer:
         )
         if session.kept:
             record.number = session.model.numbered()
-        responding.begin(record, self.engine.model_version, several=path == RESPONSES)
+        responding.begin(record, self.engine.model_version)
         headers = [(k, v) for k, v in request.scope["headers"] if k not in _NOT_PASSED_ON]
         headers += [(b"content-length", str(len(raw)).encode()), *_own_key()]
         scope = {**request.scope, "path": path, "raw_path": path.encode(), "headers": headers}
@@ -259,6 +267,7 @@ _NOT_PASSED_ON = frozenset({b"content-length", b"transfer-encoding", b"authoriza
 
 
 _WANTED = WANTED.encode()
+_METHODS = {path: method for method, path in ROUTES}
 
 
 def _own_key() -> list[tuple[bytes, bytes]]:
@@ -348,19 +357,21 @@ class _Responding:
     The status waits for the first part of the body, so that an engine that fails before has its own.
     """
 
-    def __init__(self, send: Send, framed: bool) -> None:
+    def __init__(self, send: Send, path: str, framed: bool) -> None:
         self._send = Framed(send) if framed else send
         self.framed = framed
         self._record: RequestRecord | None = None
-        self._version, self._several, self._message = 0, False, ""
+        self._version, self._message, self._place = 0, "", StreamPlace(path)
+        self._several = path == RESPONSES
+        """The engine may be asked again after an answer."""
         self._start: Any = None
         self._held: Any = None
         """The newest part of an answer after which the engine may be asked again."""
         self._begun = self._ended = self._stored = self._dropped = False
 
-    def begin(self, record: RequestRecord, version: int, several: bool) -> None:
-        """Have what is sent from here on be the answer to this request; `several`: the engine may be asked again."""
-        self._record, self._version, self._several = record, version, several
+    def begin(self, record: RequestRecord, version: int) -> None:
+        """Have what is sent from here on be the answer to this request."""
+        self._record, self._version = record, version
 
     async def send(self, message: Any) -> None:
         """Send on what the application sends: ASGI's `send`."""
@@ -387,6 +398,7 @@ class _Responding:
         if self._several:  # its last part waits until it is recorded
             self._held, message = message, self._held
             if message is not None:
+                self._place.pass_by(message.get("body", b""))
                 await self._send({**message, "more_body": True})
             message = self._held if ends else None
         self._ended = ends
@@ -426,10 +438,12 @@ class _Responding:
             return
         self._ended = True
         if self._begun:
-            await self._send({"type": "http.response.body", "body": event(refused.body()), "more_body": False})
+            body = self._place.last_event(refused)
+            await self._send({"type": "http.response.body", "body": body, "more_body": False})
             return
         self._begun = True
-        await json_response(refused.body(), refused.status)({"type": "http"}, None, self._send)  # type: ignore[arg-type]
+        response = json_response(body_of(refused, self._place.path), refused.status)
+        await response({"type": "http"}, None, self._send)  # type: ignore[arg-type]
 
 
 def _abort(session: _Session) -> None:

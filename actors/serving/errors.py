@@ -1,20 +1,27 @@
-"""Errors as clients of an engine's HTTP server get them: OpenAI's JSON and statuses. Pure."""
+"""Errors as clients of an HTTP server get them: OpenAI's JSON and statuses, Anthropic's JSON on its routes. Pure."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import orjson
 
 from trinity_es.events.errors import DataError, EngineError, TrinityError, WorkflowError
 
-__all__ = ["ApiError", "event", "refusal"]
+__all__ = ["ApiError", "StreamPlace", "body_of", "event", "refusal"]
+
+_ANTHROPICS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
+               404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error", 529: "overloaded_error"}
+"""Status -> what Anthropic calls such an error; others are `api_error`."""
+_NUMBER = re.compile(rb'"sequence_number"\s*:\s*(\d+)')
 
 
 class ApiError(Exception):
     """A request that gets an error: OpenAI's status, type, `param` and `code`."""
 
-    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None,
+                 code: str | int | None = None) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
@@ -40,3 +47,35 @@ def refusal(error: Exception) -> ApiError:
 def event(body: dict[str, Any]) -> bytes:
     """Return one server-sent event."""
     return b"data: " + orjson.dumps(body) + b"\n\n"
+
+
+def body_of(error: ApiError, path: str) -> dict[str, Any]:
+    """Return an error as the clients of this route know it: Anthropic's under `/v1/messages`, else OpenAI's."""
+    if not path.startswith("/v1/messages"):
+        return error.body()
+    kind = _ANTHROPICS.get(error.status, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+class StreamPlace:
+    """How far a stream of this route is: what an error would be as its last event."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.number = path, 0
+
+    def pass_by(self, part: bytes) -> None:
+        """Take note of a part that is sent."""
+        if self.path == "/v1/responses" and (found := _NUMBER.findall(part)):
+            self.number = int(found[-1]) + 1
+
+    def last_event(self, error: ApiError) -> bytes:
+        """Return an error as the event that ends the stream here.
+
+        Anthropic's client takes any event without a name for none, and the end of the stream for a normal one.
+        """
+        body = body_of(error, self.path)
+        if self.path == "/v1/responses":
+            # OpenAI's event is flat. Its Python client raises only where there is an `error` too.
+            body |= {"type": "error", "code": error.code, "message": str(error), "param": error.param,
+                     "sequence_number": self.number}
+        return (b"event: error\n" if "type" in body else b"") + event(body)

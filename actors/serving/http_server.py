@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 
-from trinity_es.actors.serving.errors import ApiError
+from trinity_es.actors.serving.errors import ApiError, body_of
 from trinity_es.events.errors import StartupError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BODY_LIMIT", "MOST_CONNECTIONS", "STOP_SECONDS", "Gone", "bearer", "begin", "json_response", "limited_http",
-    "listen", "make_app", "make_server", "read_body", "url_of", "while_listening",
+    "listen", "make_app", "make_server", "no_route", "read_body", "url_of", "while_listening",
 ]
 
 START_SECONDS = 30.0
@@ -170,15 +171,26 @@ def limited_http() -> Any:
     return Limited
 
 
+def no_route(method: str, path: str, routes: Mapping[str, str]) -> ApiError:
+    """Return the error for a request to none of these routes (path -> method); it names the one that was meant."""
+    if path in routes:
+        return ApiError(f"{method} {path}: this route is asked with {routes[path]}", status=405)
+    rest = "/" + re.sub(r"^(/v1)+(?=/)", "", path).strip("/")
+    meant = next((f" ({routes[p]} {p} is one)" for p in (f"/v1{rest}", rest) if p in routes), "")
+    return ApiError(f"{method} {path}: there is no such route{meant}", status=404)
+
+
 def make_app(routes: Iterable[tuple[str, str, Handler]]) -> Any:
     """Return an ASGI application of these routes: (path, method, handler). May be called in a thread."""
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
 
+    routes = list(routes)
+    methods = {path: method for path, method, _ in routes}
+
     async def not_found(request: Request, error: Exception) -> Response:
-        status = error.status_code if isinstance(error, HTTPException) else 404
-        refused = ApiError(f"{request.method} {request.url.path}: there is no such route", status=status)
-        return json_response(refused.body(), refused.status)
+        refused = no_route(request.method, request.url.path, methods)
+        return json_response(body_of(refused, request.url.path), refused.status)
 
     app = Starlette()
     app.add_exception_handler(HTTPException, not_found)
@@ -187,8 +199,10 @@ def make_app(routes: Iterable[tuple[str, str, Handler]]) -> Any:
     return app
 
 
-def make_server(app: Any) -> Any:
-    """Return a server of an ASGI application. May be called in a thread."""
+def make_server(app: Any, stop_seconds: int = STOP_SECONDS) -> Any:
+    """Return a server of an ASGI application, which cancels what goes on for so long after its end. May be called in a
+    thread.
+    """
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -198,7 +212,7 @@ def make_server(app: Any) -> Any:
 
     config = uvicorn.Config(
         app, lifespan="off", log_config=None, access_log=False, ws="none", interface="asgi3", proxy_headers=False,
-        timeout_graceful_shutdown=STOP_SECONDS, timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=stop_seconds, timeout_keep_alive=KEEP_ALIVE_SECONDS,
         limit_concurrency=MOST_CONNECTIONS, http=limited_http(),
     )
     config.load()

@@ -7,14 +7,14 @@ import time as _time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from datetime import datetime
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import orjson
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import BatchNotFound, CorruptPayload, LogError, LogRewound, LogUnavailable
+from trinity_es.events.errors import AnswerNotFound, BatchNotFound, CorruptPayload, LogError, LogRewound, LogUnavailable
 from trinity_es.events.processes import process_lives, seen_from_here
 from trinity_es.events.store.log import EventLog, Head, Recorded
 from trinity_es.events.store.payloads import PayloadStore, open_payloads
@@ -32,6 +32,9 @@ from trinity_es.projections.verify.log import canonical, recomputed_result, veri
 from trinity_es.projections.why.answer import Why
 from trinity_es.projections.why.explain import why
 from trinity_es.projections.why.situation import Followed, read_situation
+
+if TYPE_CHECKING:
+    from trinity_es.events.experience import Experience
 
 __all__ = ["Log", "canonical", "open_log", "recomputed_result"]
 
@@ -441,6 +444,22 @@ class Log:
         delivered.
         """
         return self._read(serve_answers.read_all)
+
+    def experiences_of_answer(self, message: str) -> list[Experience]:
+        """Return an answer of the proxy of mode `serve` as it was recorded: an experience for each choice with tokens.
+
+        They have no reward: what was posted later is in `answers`. Raises AnswerNotFound, LogNotFound.
+        """
+        from trinity_es.events.experience import Experience  # here, since a reader of events needs no numpy
+
+        found = self._read(lambda connection: serve_answers.find(connection, [message])).get(message)
+        if found is None:
+            raise AnswerNotFound(f"no answer has the message id {message}")
+        if found.payload is None:
+            return []
+        with closing(self.payloads()) as payloads:
+            ref = found.payload
+            return Experience.deserialize_many(payloads.get(ref.digest), ref.first, ref.count)
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> list[str]:
         """Return everything that is wrong with this log: [] when it is sound. `progress(done, of)` counts events.

@@ -6,13 +6,16 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import orjson
 import pytest
 
 from trinity_es.actors.load_balancing import SLACK_REQUESTS
+from trinity_es.actors.serving.errors import StreamPlace
 from trinity_es.actors.serving.recorded_frames import Framed, Record, frames
 from trinity_es.events.errors import EngineError
 from trinity_es.events.experience import Experience
 from trinity_es.serve.engines import BackendPool, conversation_keys
+from trinity_es.serve.proxy import Proxy
 from trinity_es.serve.recorder import given
 from trinity_es.testing import ManualClock
 
@@ -104,6 +107,27 @@ def test_p36_what_an_engines_server_tells_beside_an_answer_is_recorded() -> None
     assert given({**record, "choices": []}, b"", way).experiences == []
     with pytest.raises(EngineError, match="can't be recorded"):
         given(record, b"no experiences", way)
+
+
+async def test_p36_an_engine_that_ends_in_a_stream_is_an_error_of_the_routes_api() -> None:
+    [way] = WAY.all()
+
+    async def parts() -> AsyncGenerator[bytes]:
+        yield b'event: x\ndata: {"type": "x", "sequence_number": 4}\n\n'
+        raise EOFError
+
+    async def last(path: str) -> list[bytes]:
+        proxy = Proxy.__new__(Proxy)
+        proxy.failed = 0
+        *_, last = [part async for part in proxy._streamed(b"", parts(), way, StreamPlace(path))]
+        return last.strip().splitlines()
+
+    name, data = await last("/v1/messages")
+    assert (name, orjson.loads(data[6:])["error"]["type"]) == (b"event: error", "api_error")
+    name, data = await last("/v1/responses")
+    assert (name, orjson.loads(data[6:])["sequence_number"]) == (b"event: error", 5)
+    [data] = await last("/v1/chat/completions")
+    assert orjson.loads(data[6:])["error"]["code"] == "engine_failed"
 
 
 async def test_p36_frames_are_what_was_put_into_them_however_they_are_cut() -> None:

@@ -117,7 +117,9 @@ def _read(
 def _row(e: Experience, made: dict[tuple[int, int], RunRow], trained_step: int | None) -> dict[str, Any]:
     who = made.get((e.eid.task, e.eid.run)) if isinstance(e.eid.task, int) else None
     if who is None:
-        return row_of(e, trained_step=trained_step)
+        # An answer of mode `serve` is of no batch, so its runner stands in its info alone.
+        runner = e.info.get("runner") if "message_id" in e.info else None
+        return row_of(e, runner=runner if isinstance(runner, str) else None, trained_step=trained_step)
     # The event's versions are those of the attempt: what the runner stamped is of this experience.
     return row_of(e, versions=(who.model_version, who.model_version_end), runner=who.runner, attempt=who.attempt,
                   trained_step=trained_step)

@@ -1,4 +1,4 @@
-"""The proxy's requests and responses: JSON in, OpenAI's JSON out, errors as OpenAI's, streams as server-sent events."""
+"""The proxy's requests and responses: JSON in, JSON out, errors as OpenAI's or Anthropic's, by their route."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from trinity_es.actors.serving.errors import ApiError
+from trinity_es.actors.serving.errors import ApiError, body_of
 from trinity_es.actors.serving.http_server import json_response
 from trinity_es.addresses import is_loopback
 from trinity_es.events.errors import AnswerDelivered, AnswerNotFound, EngineError, PipelineError, TrinityError
@@ -80,9 +80,9 @@ def refused(error: Exception) -> ApiError:
     return ApiError(f"{type(error).__name__}: {error}", status=500, code="proxy_failed")
 
 
-def error_response(error: ApiError) -> Response:
-    """Return an error in OpenAI's form."""
-    return json_response(error.body(), error.status)
+def error_response(error: ApiError, path: str) -> Response:
+    """Return an error in the form of this route's API."""
+    return json_response(body_of(error, path), error.status)
 
 
 def message_of(data: bytes) -> str:

@@ -33,9 +33,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import orjson
 
 from trinity_es.actors.commands import CountAnswers, DeliverAnswers, GetRoutes, RewardAnswers
+from trinity_es.actors.commands.fields import NAME_LENGTH
 from trinity_es.actors.engines.http_client import http_client
 from trinity_es.actors.messages import LIMIT
-from trinity_es.actors.serving.errors import ApiError, event
+from trinity_es.actors.serving.errors import ApiError, StreamPlace
 from trinity_es.actors.serving.http_server import (
     STOP_SECONDS,
     Gone,
@@ -110,6 +111,9 @@ class Proxy:
         self._patience = config.explorer.max_timeout
         self._attempts = 1 + config.explorer.max_retry_times
         self._working: set[asyncio.Task[Any]] = set()
+        self._asking: set[asyncio.Task[Any]] = set()
+        """Those of requests that engines answer."""
+        self._cut_off = False
         self._http: httpx.AsyncClient
         self._server: Any = None
 
@@ -126,7 +130,7 @@ class Proxy:
                 f"({e.strerror}): change explorer.listen_address or explorer.proxy_port"
             ) from e
         self._begin(self._answers.run())
-        self._server = make_server(make_app(self._routes()))
+        self._server = make_server(make_app(self._routes()), STOP_SECONDS + 3)  # `stop` ends requests before that
         self._serving = await begin(self._server, listening)
         self.base_url = f"{url_of(listening)}/v1"
         self._begin(self._watch())
@@ -145,13 +149,33 @@ class Proxy:
         """Stop the proxy. Requests in flight get some seconds to end. Idempotent."""
         if self._server is not None:
             self._server.should_exit = True
-            await asyncio.wait({self._serving}, timeout=STOP_SECONDS + 5)
+            _, going = await asyncio.wait({self._serving}, timeout=STOP_SECONDS)
+            if going:
+                self._cut_off_requests()
+                await asyncio.wait(going, timeout=5)
             self._server = None
             await self._http.aclose()
         for task in list(self._working):
             task.cancel()
         await asyncio.gather(*self._working, return_exceptions=True)
         self._answers.close()
+
+    def _cut_off_requests(self) -> None:
+        """End what goes on: `_guarded` answers those of whom nothing was sent, a stream gets its error."""
+        self._cut_off = True
+        for task in self._asking:
+            task.cancel()
+        if self._asking:
+            _log.warning("the proxy ends: %d requests that went on were cut off after %d s", len(self._asking),
+                         STOP_SECONDS)
+
+    def _was_cut_off(self, error: asyncio.CancelledError) -> ApiError:
+        """Return what a client is told whose request was cancelled by `stop`; else raises the error again."""
+        task = asyncio.current_task()
+        if not self._cut_off or task is None:
+            raise error
+        task.uncancel()
+        return ApiError("the request was cut off: trinity-es serve ends", status=503, code="proxy_ends")
 
     async def _watch(self) -> None:
         """Keep the table of engines as the coordinator has it; while there is no coordinator, as it was."""
@@ -179,7 +203,7 @@ class Proxy:
             yield path, method, self._guarded(handler)
 
     def _guarded(self, handler: Callable[[Request], Coroutine[Any, Any, Response]]) -> Any:
-        """Return the handler for who has the key; its errors as OpenAI's."""
+        """Return the handler for who has the key; its errors as those of its API."""
         expected = f"Bearer {self.api_key}".encode()
 
         async def handle(request: Request) -> Response:
@@ -187,11 +211,14 @@ class Proxy:
                 if self.config.explorer.proxy_without_key:
                     require_local(request)
                 elif not hmac.compare_digest(bearer(dict(request.scope["headers"])), expected):
-                    raise ApiError("the key is missing or wrong: give it as Authorization: Bearer <key>", status=401,
+                    raise ApiError("the key is missing or wrong: give the one that trinity-es serve printed, as "
+                                   "Authorization: Bearer <key> or x-api-key: <key>", status=401,
                                    code="invalid_api_key")
                 return await handler(request)
+            except asyncio.CancelledError as e:
+                return error_response(self._was_cut_off(e), request.url.path)
             except Exception as e:
-                return error_response(refused(e))
+                return error_response(refused(e), request.url.path)
 
         return handle
 
@@ -227,17 +254,20 @@ class Proxy:
         task = body.get("task_id")
         if not isinstance(messages, list) or not messages or not all(isinstance(m, str) for m in messages):
             raise wrong("msg_ids", messages, "a list of message ids (the `id` of a response)")
+        if (longest := max(map(len, messages))) > NAME_LENGTH:
+            raise ApiError(f"msg_ids: one of them has {longest:,} characters: an id has {NAME_LENGTH} at most",
+                           param="msg_ids", code="invalid_value")
         if sum(map(len, messages)) > LIMIT // 2:
             raise ApiError(f"msg_ids: {len(messages)} are too many: post them in several requests", param="msg_ids")
         if not isinstance(reward, int | float) or isinstance(reward, bool) or not abs(reward) <= LARGEST_REWARD:
             raise wrong("reward", reward, "a finite number, of 1e30 at most")
-        if task is not None and not (isinstance(task, str | int) and 0 < len(str(task)) <= 255):
-            raise wrong("task_id", task, "a text of 255 characters at most, or null")
+        if task is not None and not (isinstance(task, str | int) and 0 < len(str(task)) <= NAME_LENGTH):
+            raise wrong("task_id", task, f"a text of {NAME_LENGTH} characters at most, or null")
         for name, texts in (("msg_ids", messages), ("task_id", [str(task)])):
             if any("\0" in given for given in texts):  # PostgreSQL has no NUL in a text
                 raise wrong(name, texts, "text without NUL")
         if run is not None and not (type(run) is int and 0 <= run < 2**31):
-            raise wrong("run_id", run, "a whole number, or null")
+            raise wrong("run_id", run, f"a whole number from 0 to {2**31 - 1}, or null")
         count = await self._answers.ask(RewardAnswers(
             messages=messages, reward=float(reward), task=None if task is None else str(task), run=run))
         return json_response({"status": "success", "count": count})
@@ -277,7 +307,7 @@ class Proxy:
                 if status < 400:
                     self.engines.remember(later, way)
                 if kept.get("content-type", "").startswith("text/event-stream") and status == 200:
-                    stream = await self._stream(response, answer, kept, way)
+                    stream = await self._stream(response, answer, kept, way, path)
                     streaming = True
                     return stream
                 told = [frame async for frame in answer]
@@ -293,6 +323,9 @@ class Proxy:
                     await response.aclose()
 
         self.requests += 1
+        if (task := asyncio.current_task()) is not None:
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)  # when all is sent
         try:
             return await while_listening(request.receive, self._on_an_engine(ask, known))
         except BaseException:
@@ -354,7 +387,8 @@ class Proxy:
         return Response(data, status_code=response.status_code, media_type="application/json")
 
     async def _stream(
-        self, response: httpx.Response, answer: AsyncGenerator[tuple[str, bytes]], headers: dict[str, str], way: Backend
+        self, response: httpx.Response, answer: AsyncGenerator[tuple[str, bytes]], headers: dict[str, str],
+        way: Backend, path: str,
     ) -> Response:
         """Return a stream, once its first part is there."""
         from starlette.responses import StreamingResponse
@@ -364,32 +398,38 @@ class Proxy:
             first = await anext(parts)
         except StopAsyncIteration:
             raise _EngineFailed("its stream was empty") from None
-        begin = self._begin
+        begin, was_cut_off, place = self._begin, self._was_cut_off, StreamPlace(path)
 
         class Stream(StreamingResponse):
             async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
                 try:
                     await super().__call__(scope, receive, send)
+                except asyncio.CancelledError as e:
+                    await send({"type": "http.response.body", "body": place.last_event(was_cut_off(e))})
                 finally:  # here, since a generator that was never begun has no end
                     way.busy -= 1
                     begin(response.aclose())  # not awaited: the client may be gone, and this be cancelled
 
         way.busy += 1
-        return Stream(self._streamed(first, parts, way), headers=headers)
+        return Stream(self._streamed(first, parts, way, place), headers=headers)
 
-    async def _streamed(self, first: bytes, parts: AsyncGenerator[bytes], way: Backend) -> AsyncGenerator[bytes]:
+    async def _streamed(
+        self, first: bytes, parts: AsyncGenerator[bytes], way: Backend, place: StreamPlace
+    ) -> AsyncGenerator[bytes]:
         import httpx
 
+        place.pass_by(first)
         try:
             yield first
             async for part in parts:
+                place.pass_by(part)
                 yield part
             way.answered += 1
         except (TrinityError, httpx.TransportError, EOFError) as e:
             self.failed += 1
             if not isinstance(e, TrinityError):
                 e = EngineError(f"{way.runner} ended in the middle of this stream ({e or type(e).__name__})")
-            yield event(refused(e).body())
+            yield place.last_event(refused(e))
 
 
 async def _begun(answer: AsyncGenerator[tuple[str, bytes]]) -> tuple[int, dict[str, str]]:

@@ -313,6 +313,12 @@ async def test_what_is_no_request_is_told_in_openais_json() -> None:
         assert "other" in answer.json()["error"]["message"]
         unknown = await posted(server, CHAT, "/v1/embeddings")
         assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "invalid_request_error")
+        for path, meant in (("/chat/completions", "/v1/chat/completions"), ("/v1/v1/messages", "/v1/messages"),
+                            ("/v1/tokenize", "/tokenize")):
+            missed = await posted(server, CHAT, path)
+            assert (missed.status_code, f"(POST {meant} is one)" in missed.json()["error"]["message"]) == (404, True)
+        method = await posted(server, CHAT, "/v1/models")
+        assert (method.status_code, "asked with GET" in method.json()["error"]["message"]) == (405, True)
         over = await posted(server, CHAT, "/s/gone/v1/chat/completions")
         assert over.status_code == 404
         assert "its run is over" in over.json()["error"]["message"]

@@ -26,7 +26,9 @@ import trinity_es
 from tests.helpers.paths import ROOT
 from tests.helpers.serving import HELLO, Load, Serving, answers, client_of, post, recorded, serving
 from tests.helpers.systems import StartSystem, pid_of
+from trinity_es.audit.export import Exported, experience_rows
 from trinity_es.client.rollout_client import RolloutClient
+from trinity_es.events.errors import AnswerNotFound
 from trinity_es.events.vocabulary import WeightsLoaded
 from trinity_es.serve.proxy import Proxy
 from trinity_es.system import lifecycle, running_system
@@ -87,11 +89,14 @@ def test_p36_the_openai_client_chats_completes_streams_and_lists_models(served: 
     assert experience.logprobs.shape == (12,)
     assert experience.messages == [*HELLO, {"role": "assistant", "content": text}]
     assert (experience.info["model_version"], experience.reward) == (0, None)
+    assert log.log.experiences_of_answer(answer.id)[0].tokens.tolist() == experience.tokens.tolist()
+    with pytest.raises(AnswerNotFound, match="nobody"):
+        log.log.experiences_of_answer("nobody")
     whole = client.completions.create(model=model.id, prompt="a text", max_tokens=5, logprobs=1, n=2)
     assert whole.id.startswith("cmpl-")
     assert whole.choices[0].logprobs is not None
     assert len(whole.choices[0].logprobs.token_logprobs or []) == 5
-    both = recorded(log, whole.id)
+    both = log.log.experiences_of_answer(whole.id)
     assert [e.response_text for e in both] == [c.text for c in whole.choices]
     assert np.allclose(both[0].logprobs, whole.choices[0].logprobs.token_logprobs)  # type: ignore[arg-type]
     odd: Any = [{"role": "user", "content": "say odd"}]
@@ -151,16 +156,27 @@ def test_p36_who_has_no_key_and_who_asks_nonsense_is_told_so(served: tuple[Rollo
     for body, field in (
         ({"msg_ids": [], "reward": 1.0}, "msg_ids"), ({"msg_ids": ["x"]}, "reward"),
         ({"msg_ids": ["x"], "reward": True}, "reward"), ({"msg_ids": ["x"], "reward": 1, "run_id": -1}, "run_id"),
+        ({"msg_ids": ["x"], "reward": 1, "run_id": 10**30}, "run_id"),
         ({"msg_ids": ["x"], "reward": 1, "rewards": 1}, "rewards"),
         ({"msg_ids": ["x", "a\0"], "reward": 1}, "msg_ids"),  # PostgreSQL has no NUL in a text
         ({"msg_ids": ["x"], "reward": 1, "task_id": "a\0b"}, "task_id"),
     ):
         answer = post(proxy, "/feedback", body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+    long = post(proxy, "/feedback", {"msg_ids": ["x" * 100_000], "reward": 1.0})
+    assert (long.status_code, "100,000 characters" in long.text) == (400, True)
+    assert "2147483647" in post(proxy, "/feedback", {"msg_ids": ["x"], "reward": 1, "run_id": -1}).text
     assert post(proxy, "/feedback", {"msg_ids": ["chatcmpl-none"], "reward": 1.0}).status_code == 404
     assert httpx.post(root + "/v1/chat/completions", content=b"{", headers={
         "Authorization": f"Bearer {proxy.api_key}"}).status_code == 400
     assert httpx.get(root + "/nothing").status_code == 404
+    assert "x-api-key" in httpx.get(root + "/stats").text
+    told = httpx.get(root + "/feedback")
+    assert (told.status_code, "asked with POST" in told.text) == (405, True)
+    for path, meant in (("/chat/completions", "/v1/chat/completions"), ("/v1/v1/messages", "/v1/messages"),
+                        ("/v1/feedback", "/feedback"), ("/v1/commit", "/commit")):
+        told = httpx.post(root + path, json={})
+        assert (told.status_code, f"(POST {meant} is one)" in told.text) == (404, True)
 
 
 def test_p36_rewards_posted_later_are_in_the_experiences_that_are_committed(
@@ -192,6 +208,7 @@ def test_p36_rewards_posted_later_are_in_the_experiences_that_are_committed(
     assert (found[ids[2]].reward, found[ids[2]].eid.task) == (7.0, ids[2])
     assert found[ids[0]].advantages is not None
     assert found[ids[0]].advantages[0] < 0 < found[ids[1]].advantages[0]  # type: ignore[index]  # one group of GRPO
+    assert {row["runner"] for rows in experience_rows(log.log, Exported()) for row in rows} == {"runner-0"}
     states = answers(log)
     assert [(states[m].reward, states[m].delivered) for m in ids] == [
         (0.5, True), (1.5, True), (7.0, True), (None, False)
@@ -391,10 +408,17 @@ def test_p36_a_coordinator_that_dies_in_an_update_leaves_one_engine_serving_and_
 
 def test_the_code_in_the_page_on_serving_runs(served: tuple[RolloutClient, Proxy]) -> None:
     _, proxy = served
-    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "SERVING.md").read_text(), re.DOTALL)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False,
-        env={**os.environ, "OPENAI_BASE_URL": proxy.base_url, "OPENAI_API_KEY": proxy.api_key},
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["4", "4.0"]
+    ask, read = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "SERVING.md").read_text(), re.DOTALL)
+    url = 'load_config("config.yaml").store.url'
+    assert url in read
+
+    def run(code: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False,
+            env={**os.environ, "OPENAI_BASE_URL": proxy.base_url, "OPENAI_API_KEY": proxy.api_key},
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert run(ask).split() == ["4", "4.0"]
+    assert run(read.replace(url, repr(proxy.config.store.url))).count(" True [") >= 4
