@@ -1,8 +1,8 @@
 """Monitors: where the metrics of steps, trainer steps and evals are written while a run goes on.
 
 One protocol, `log(metrics, step)` and `close()`; names of metrics have slashes. `jsonl` is always on; `tensorboard`,
-`wandb`, `trackio`, `mlflow` and `swanlab` need their packages (the extras of the same names); your own is `module:Class`. A monitor that fails never stops
-a run: it is said once in the text log, and it is asked again with the next step.
+`wandb`, `trackio`, `mlflow` and `swanlab` need their packages (the extras of the same names); your own is
+`module:Class`. A monitor that fails never stops a run: it is said once in the text log, and it is asked again with the next step.
 
 Nobody hands metrics to them: they follow the log (BatchFinalized and BatchTrained, and for the explorer's own metrics
 what `trinity_es.telemetry.explorer_times` needs), wherever explorer and trainer run.
@@ -42,7 +42,9 @@ from trinity_es.projections.reading.log_reader import Log
 from trinity_es.telemetry import explorer_times
 from trinity_es.telemetry.opentelemetry import start_traces
 
-__all__ = ["JsonlMonitor", "MlflowMonitor", "Monitor", "Monitors", "ServiceMonitor", "TensorboardMonitor", "read_metrics"]
+__all__ = [
+    "JsonlMonitor", "MlflowMonitor", "Monitor", "Monitors", "ServiceMonitor", "TensorboardMonitor", "read_metrics",
+]
 
 CLOSE_SECONDS = 10.0
 """How long monitors that run behind may take to catch up at the end."""
@@ -172,7 +174,7 @@ class TensorboardMonitor:
 
 
 class ServiceMonitor:
-    """`wandb`, `trackio`, `swanlab`: a run of the config's project and name; arguments are those of the package's `init`.
+    """`wandb`, `trackio`, `swanlab`: a run of the config's project and name; arguments are those of its `init`.
 
     Needs the package. wandb and swanlab are offline with `mode: offline`, trackio is on this machine alone unless it is
     given a `space_id`. A run that goes on is the same run there (by an id made from project, name and store), and
@@ -182,9 +184,10 @@ class ServiceMonitor:
     def __init__(self, package: str, config: Config, args: Mapping[str, Any]) -> None:
         self._package = _needed(package, package)
         one, folder = _id_of(config), config.run_dir
+        short = sha256(one.encode()).hexdigest()[:20]
         same: dict[str, Any] = {
             "wandb": {"name": config.name, "id": one, "dir": folder},
-            "swanlab": {"name": config.name, "id": sha256(one.encode()).hexdigest()[:20], "log_dir": f"{folder}/swanlab"},
+            "swanlab": {"name": config.name, "id": short, "log_dir": f"{folder}/swanlab"},
             "trackio": {"name": one, "embed": False},
         }[package]
         self._args = {"project": config.project, "resume": "allow", "config": config.masked(), **same, **args}
