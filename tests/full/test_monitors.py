@@ -318,9 +318,15 @@ class Mlflow:
 
 
 def test_p37_mlflow_has_one_run_for_all_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server, asked = Mlflow(), []
+    server = Mlflow()
+    asked: list[str] = []
+
+    def client(tracking_uri: str) -> Mlflow:
+        asked.append(tracking_uri)
+        return server
+
     mlflow, entities = ModuleType("mlflow"), ModuleType("mlflow.entities")
-    mlflow.MlflowClient = lambda tracking_uri: asked.append(tracking_uri) or server  # type: ignore[attr-defined]
+    mlflow.MlflowClient = client  # type: ignore[attr-defined]  # a stub
     entities.Metric = lambda *values: values  # type: ignore[attr-defined]  # a stub
     for module in (mlflow, entities):
         monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -2,7 +2,8 @@
 
 One protocol, `log(metrics, step)` and `close()`; names of metrics have slashes. `jsonl` is always on; `tensorboard`,
 `wandb`, `trackio`, `mlflow` and `swanlab` need their packages (the extras of the same names); your own is
-`module:Class`. A monitor that fails never stops a run: it is said once in the text log, and it is asked again with the next step.
+`module:Class`. A monitor that fails never stops a run: it is said once in the text log, and it is asked again with the
+next step.
 
 Nobody hands metrics to them: they follow the log (BatchFinalized and BatchTrained, and for the explorer's own metrics
 what `trinity_es.telemetry.explorer_times` needs), wherever explorer and trainer run.
@@ -185,12 +186,12 @@ class ServiceMonitor:
         self._package = _needed(package, package)
         one, folder = _id_of(config), config.run_dir
         short = sha256(one.encode()).hexdigest()[:20]
-        same: dict[str, Any] = {
+        names: dict[str, dict[str, Any]] = {
             "wandb": {"name": config.name, "id": one, "dir": folder},
             "swanlab": {"name": config.name, "id": short, "log_dir": f"{folder}/swanlab"},
             "trackio": {"name": one, "embed": False},
-        }[package]
-        self._args = {"project": config.project, "resume": "allow", "config": config.masked(), **same, **args}
+        }
+        self._args = {"project": config.project, "resume": "allow", "config": config.masked(), **names[package], **args}
         self._folder = folder
         self._run: Any = None
 
