@@ -162,8 +162,8 @@ class Task:
         return cls(task=self, model=model, auxiliary_models=auxiliary_models)
 
     @property
-    def task_desc(self) -> str | None:
-        """The prompt: `raw_task[format_args["prompt_key"]]`, key "prompt" by default."""
+    def task_desc(self) -> str | list[dict[str, Any]] | None:
+        """The prompt: `raw_task[format_args["prompt_key"]]`, key "prompt" by default; a text, or chat messages."""
         return (self.raw_task or {}).get(self.format_args.get("prompt_key", "prompt"))
 
     @property

@@ -59,7 +59,7 @@ ROWS: dict[int, str] = {
     34: "weight sync: methods, styles, intervals; a failed one leaves engines serving",
     35: "`benchmark()`: checkpoints in order, or the newest",
     36: "`serve()`: an OpenAI-compatible proxy that records",
-    37: "monitors: JSONL, tensorboard, wandb",
+    37: "monitors: JSONL, tensorboard, wandb (trackio, mlflow, swanlab, too)",
     38: "`debug`: one task in this process",
     39: "a sync workflow's `convert_messages_to_experience`, also of auxiliary models",
     40: "`auxiliary_models` are OpenAI clients, `auxiliary_model_wrappers` the models; none is None",

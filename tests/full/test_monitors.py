@@ -246,7 +246,10 @@ def test_p37_tensorboard_needs_neither_torch_nor_tensorflow(tmp_path: Path) -> N
     assert scalars(tmp_path / "tb") == {"a/b": [(1, 1.0)]}
 
 
-def test_p37_wandb_is_one_run_for_all_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("package", ["wandb", "trackio", "swanlab"])
+def test_p37_a_service_has_one_run_for_all_lives(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     began: list[dict[str, Any]] = []
     said: list[Any] = []
 
@@ -256,23 +259,92 @@ def test_p37_wandb_is_one_run_for_all_lives(tmp_path: Path, monkeypatch: pytest.
             log=lambda metrics, step: said.append((step, metrics)), finish=lambda: said.append("finish")
         )
 
-    wandb = ModuleType("wandb")
-    wandb.init = init  # type: ignore[attr-defined]  # a stub
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    conf = config(tmp_path, "wandb", wandb={"mode": "offline", "project": "mine"})
+    stub = ModuleType(package)
+    stub.init = init  # type: ignore[attr-defined]  # a stub
+    monkeypatch.setitem(sys.modules, package, stub)
+    conf = config(tmp_path, package, **{package: {"group": "g", "project": "mine"}})
     for after in (None, 1):
         monitors = Monitors(conf, after=after)
         monitors.log({"a/b": 1.0}, (after or 0) + 1)
         monitors.close()
     assert said == [(1, {"a/b": 1.0}), "finish", (2, {"a/b": 1.0}), "finish"]
-    assert began[0]["id"] == began[1]["id"]
-    assert (began[0]["project"], began[0]["name"], began[0]["mode"]) == ("mine", "r", "offline")
-    assert began[0]["resume"] == "allow"
+    assert began[0] == began[1]
+    assert (began[0]["project"], began[0]["group"], began[0]["resume"]) == ("mine", "g", "allow")
+    same = began[0]["name" if package == "trackio" else "id"]
     Monitors(conf).close()
     assert len(began) == 2  # nothing to say: no run there
+    other = Monitors(config(tmp_path / "other", package))
+    other.log({"a/b": 1.0}, 1)
+    other.close()
+    assert began[2]["name" if package == "trackio" else "id"] != same, "another store is another run"
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+class Mlflow:
+    """What of MLflow's client the monitor asks, in memory; metrics in batches of at most a thousand, as its server."""
+
+    def __init__(self) -> None:
+        self.runs: list[Any] = []
+        self.experiments: dict[str, str] = {}
+        self.told: list[tuple[str, str, float, int]] = []
+        self.statuses: list[str] = []
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        found = self.experiments.get(name)
+        return found and SimpleNamespace(experiment_id=found)
+
+    def create_experiment(self, name: str) -> str:
+        self.experiments[name] = str(len(self.experiments))
+        return self.experiments[name]
+
+    def search_runs(self, experiments: list[str], filter_string: str) -> list[Any]:
+        return [r for r in self.runs if r.experiment in experiments
+                and filter_string == f"tags.`trinity_es.run` = '{r.tags['trinity_es.run']}'"]
+
+    def create_run(self, experiment: str, run_name: str, tags: dict[str, str]) -> Any:
+        number = SimpleNamespace(run_id=f"run-{len(self.runs)}")
+        self.runs.append(SimpleNamespace(experiment=experiment, name=run_name, tags=tags, info=number))
+        return self.runs[-1]
+
+    def update_run(self, run_id: str, status: str) -> None:
+        self.statuses.append(status)
+
+    def set_terminated(self, run_id: str) -> None:
+        self.statuses.append("FINISHED")
+
+    def log_batch(self, run_id: str, metrics: list[Any]) -> None:
+        assert len(metrics) <= 1000
+        assert not any("@" in name for name, *_ in metrics)
+        self.told += [(run_id, name, value, step) for name, value, _, step in metrics]
+
+
+def test_p37_mlflow_has_one_run_for_all_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Mlflow()
+    asked: list[str] = []
+
+    def client(tracking_uri: str) -> Mlflow:
+        asked.append(tracking_uri)
+        return server
+
+    mlflow, entities = ModuleType("mlflow"), ModuleType("mlflow.entities")
+    mlflow.MlflowClient = client  # type: ignore[attr-defined]  # a stub
+    entities.Metric = lambda *values: values  # type: ignore[attr-defined]  # a stub
+    for module in (mlflow, entities):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    conf = config(tmp_path, "mlflow", mlflow={"tracking_uri": "http://x:1", "experiment": "mine"})
+    for after in (None, 1):
+        monitors = Monitors(conf, after=after)
+        monitors.log({"eval/a/mean@4": 1.0} | {f"a/{n}": 0.5 for n in range(1500)}, (after or 0) + 1)
+        monitors.close()
+    assert asked == ["http://x:1"] * 2
+    assert [(r.experiment, r.name) for r in server.runs] == [("0", "r")]
+    assert list(server.experiments) == ["mine"]
+    assert server.statuses == ["RUNNING", "FINISHED"] * 2
+    assert len(server.told) == 2 * 1501
+    assert {t for t in server.told if "mean" in t[1]} == {
+        ("run-0", "eval/a/mean_at_4", 1.0, 1), ("run-0", "eval/a/mean_at_4", 1.0, 2)}
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "mlflow", "swanlab"])
 def test_p37_a_missing_package_is_named_with_its_extra(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,7 +355,7 @@ def test_p37_a_missing_package_is_named_with_its_extra(
 
 
 @pytest.mark.parametrize(("types", "args", "says"), [
-    (["csv"], {}, "no monitor 'csv'; known: tensorboard, wandb"),
+    (["csv"], {}, "no monitor 'csv'; known: mlflow, swanlab, tensorboard, trackio, wandb"),
     ([f"{HERE}:NoMonitor"], {}, "no method close"),
     ([f"{HERE}:Mine"], {"Mine": {"colour": "red"}}, "can't be built with"),
     ([], {"wandb": {}}, "monitor_args has 'wandb'"),

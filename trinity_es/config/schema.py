@@ -344,9 +344,10 @@ class MonitorConfig(Section):
 
     monitor_type: list[ImportName] = Field(default_factory=lambda: ["jsonl"])
     """Where metrics of steps and evals are written: `jsonl` (always on: `metrics.jsonl` in `run_dir`), `tensorboard`,
-    `wandb` (each needs its extra), or `module:Class`."""
+    `wandb`, `trackio`, `mlflow`, `swanlab` (each needs its extra), or `module:Class`."""
     monitor_args: dict[str, Args] = Field(default_factory=dict)
-    """Arguments of each, by its name: `path` of `jsonl` and `tensorboard`, those of `wandb.init`, or your own's."""
+    """Arguments of each, by its name: `path` of `jsonl` and `tensorboard`, those of `init` of `wandb`, `trackio` and
+    `swanlab`, `tracking_uri` and `experiment` of `mlflow`, or your own's."""
     otlp_endpoint: str | None = None
     """Where traces of batches, tasks and attempts are sent over OTLP/HTTP, as in `http://localhost:4318` (needs the
     extra `otel`); null: nowhere, unless OTEL_EXPORTER_OTLP_ENDPOINT is set. See docs/OBSERVABILITY.md."""
@@ -420,5 +421,5 @@ class SystemConfig(Section):
     """A runner whose engine's loop did not answer for so many seconds is ended and started again."""
 
 
-MONITORS = ("jsonl", "tensorboard", "wandb")
+MONITORS = ("jsonl", "tensorboard", "wandb", "trackio", "mlflow", "swanlab")
 """Monitors by the name that a config gives; your own is named "module:Class" there."""

@@ -1,8 +1,9 @@
 """Monitors: where the metrics of steps, trainer steps and evals are written while a run goes on.
 
-One protocol, `log(metrics, step)` and `close()`; names of metrics have slashes. `jsonl` is always on; `tensorboard` and
-`wandb` need their packages (the extras of the same names); your own is `module:Class`. A monitor that fails never stops
-a run: it is said once in the text log, and it is asked again with the next step.
+One protocol, `log(metrics, step)` and `close()`; names of metrics have slashes. `jsonl` is always on; `tensorboard`,
+`wandb`, `trackio`, `mlflow` and `swanlab` need their packages (the extras of the same names); your own is
+`module:Class`. A monitor that fails never stops a run: it is said once in the text log, and it is asked again with the
+next step.
 
 Nobody hands metrics to them: they follow the log (BatchFinalized and BatchTrained, and for the explorer's own metrics
 what `trinity_es.telemetry.explorer_times` needs), wherever explorer and trainer run.
@@ -42,7 +43,9 @@ from trinity_es.projections.reading.log_reader import Log
 from trinity_es.telemetry import explorer_times
 from trinity_es.telemetry.opentelemetry import start_traces
 
-__all__ = ["JsonlMonitor", "Monitor", "Monitors", "TensorboardMonitor", "WandbMonitor", "read_metrics"]
+__all__ = [
+    "JsonlMonitor", "MlflowMonitor", "Monitor", "Monitors", "ServiceMonitor", "TensorboardMonitor", "read_metrics",
+]
 
 CLOSE_SECONDS = 10.0
 """How long monitors that run behind may take to catch up at the end."""
@@ -171,32 +174,82 @@ class TensorboardMonitor:
         self._writer.close()
 
 
-class WandbMonitor:
-    """`wandb`: a run of the config's project and name; further arguments are those of `wandb.init`.
+class ServiceMonitor:
+    """`wandb`, `trackio`, `swanlab`: a run of the config's project and name; arguments are those of its `init`.
 
-    Needs the package wandb; offline with `mode: offline` or WANDB_MODE. A run that goes on is the same run there (by an
-    id made from project, name and store), and steps that are done again keep what they had, as wandb has it.
+    Needs the package. wandb and swanlab are offline with `mode: offline`, trackio is on this machine alone unless it is
+    given a `space_id`. A run that goes on is the same run there (by an id made from project, name and store), and
+    steps that are done again keep what they had, as these have it.
     """
 
-    def __init__(self, config: Config, **args: Any) -> None:
-        self._wandb = _needed("wandb", "wandb")
-        name = f"{config.project}-{config.name}"
-        same = sha256(config.masked()["store"]["url"].encode()).hexdigest()[:8]
-        self._args = {
-            "project": config.project, "name": config.name, "id": f"{name}-{same}", "resume": "allow",
-            "dir": config.run_dir, "config": config.masked(), **args,
+    def __init__(self, package: str, config: Config, args: Mapping[str, Any]) -> None:
+        self._package = _needed(package, package)
+        one, folder = _id_of(config), config.run_dir
+        short = sha256(one.encode()).hexdigest()[:20]
+        names: dict[str, dict[str, Any]] = {
+            "wandb": {"name": config.name, "id": one, "dir": folder},
+            "swanlab": {"name": config.name, "id": short, "log_dir": f"{folder}/swanlab"},
+            "trackio": {"name": one, "embed": False},
         }
+        self._args = {"project": config.project, "resume": "allow", "config": config.masked(), **names[package], **args}
+        self._folder = folder
         self._run: Any = None
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if self._run is None:  # not before: it may ask a server
-            make_private_folder(self._args["dir"])
-            self._run = self._wandb.init(**self._args)
+            make_private_folder(self._args.get("dir", self._folder))
+            self._run = self._package.init(**self._args)
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
         if self._run is not None:
             self._run.finish()
+
+
+class MlflowMonitor:
+    """`mlflow`: a run in the experiment of the config's project; needs the package mlflow.
+
+    `tracking_uri`: where, such as `http://localhost:5000` or `sqlite:///mlflow.db`; MLFLOW_TRACKING_URI where it is not
+    given. `experiment`: its name. A run that goes on is the same run there, found by the tag `trinity_es.run`. Names
+    have `_at_` for `@`, which MLflow has in none.
+    """
+
+    def __init__(self, config: Config, *, tracking_uri: str | None = None, experiment: str = "") -> None:
+        mlflow = _needed("mlflow", "mlflow")
+        self._metric = _needed("mlflow", "mlflow.entities").Metric
+        self._begin: Callable[[], Any] = lambda: mlflow.MlflowClient(tracking_uri=tracking_uri)
+        self._experiment, self._name, self._id = experiment or config.project, config.name, _id_of(config)
+        self._client: Any = None
+        self._run = ""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        if self._client is None:  # not before: it asks a server
+            client = self._begin()
+            there = client.get_experiment_by_name(self._experiment)
+            experiment = client.create_experiment(self._experiment) if there is None else there.experiment_id
+            runs = client.search_runs([experiment], f"tags.`trinity_es.run` = '{self._id}'")
+            tags = {"trinity_es.run": self._id}
+            run = runs[0] if runs else client.create_run(experiment, run_name=self._name, tags=tags)
+            self._client, self._run = client, run.info.run_id
+            client.update_run(self._run, status="RUNNING")
+        at = round(time.time() * 1000)
+        found = [self._metric(name.replace("@", "_at_"), value, at, step) for name, value in sorted(metrics.items())]
+        for begin in range(0, len(found), _MLFLOW_MOST):
+            self._client.log_batch(self._run, metrics=found[begin : begin + _MLFLOW_MOST])
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.set_terminated(self._run)
+
+
+_MLFLOW_MOST = 1000
+"""Maximum of metrics in a call, as MLflow's REST API has it."""
+
+
+def _id_of(config: Config) -> str:
+    """Return what a run and all that go on with it are called alike."""
+    same = sha256(config.masked()["store"]["url"].encode()).hexdigest()[:8]
+    return f"{config.project}-{config.name}-{same}"
 
 
 def _needed(package: str, module: str) -> Any:
@@ -209,11 +262,16 @@ def _needed(package: str, module: str) -> Any:
         ) from e
 
 
+def _service(package: str, config: Config, /, **args: Any) -> ServiceMonitor:
+    return ServiceMonitor(package, config, args)
+
+
 def _known(config: Config, after: float | None) -> dict[str, Callable[..., Monitor]]:
     run = Path(config.run_dir)
     return {
         "tensorboard": lambda path="tensorboard": TensorboardMonitor(str(run / path), after=after),
-        "wandb": lambda **args: WandbMonitor(config, **args),
+        "mlflow": lambda **args: MlflowMonitor(config, **args),
+        **{package: partial(_service, package, config) for package in ("wandb", "trackio", "swanlab")},
     }
 
 

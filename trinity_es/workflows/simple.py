@@ -7,15 +7,15 @@ workflows had better begin at `Workflow` or `single_turn`.
 
 from __future__ import annotations
 
-import functools
+import asyncio
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from trinity_es.actors.plugins import resolve
-from trinity_es.events.errors import WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
+from trinity_es.workflows.rewards import as_parts, reward_of
 from trinity_es.workflows.workflow import Workflow
 
 __all__ = ["AsyncSimpleWorkflow", "RewardFn", "SimpleWorkflow"]
@@ -50,11 +50,7 @@ class SimpleWorkflow(Workflow):
         self.format_args, self.reward_fn_args, self.raw_task = task.format_args, task.reward_fn_args, task.raw_task
         self.system_prompt, self.reply_prefix = (task.format_args.get(k) for k in ("system_prompt", "reply_prefix"))
         self.task_desc, self.truth = task.task_desc, task.truth
-        if task.reward_fn is None:
-            raise WorkflowError("the task has no reward_fn: name one in the taskset, or set it in reset()")
-        found: Any = resolve(task.reward_fn, {}, "reward_fn") if isinstance(task.reward_fn, str) else task.reward_fn
-        arguments = task.reward_fn_args
-        self.reward_fn = found(**arguments) if isinstance(found, type) else functools.partial(found, **arguments)
+        self.reward_fn: Any = reward_of(task)
 
     @property
     def rollout_args(self) -> dict[str, Any]:
@@ -63,6 +59,8 @@ class SimpleWorkflow(Workflow):
 
     def format_messages(self) -> list[dict[str, Any]]:
         """System prompt, prompt, and the start of the answer where there is one."""
+        if isinstance(self.task_desc, list):
+            return list(self.task_desc)
         head = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         tail = [{"role": "assistant", "content": self.reply_prefix}] if self.reply_prefix else []
         return [*head, {"role": "user", "content": self.task_desc}, *tail]
@@ -71,9 +69,15 @@ class SimpleWorkflow(Workflow):
         return self._rewarded(self.model.chat(self.format_messages(), **self.rollout_args))
 
     def _rewarded(self, answers: list[Experience]) -> list[Experience]:
+        said = self._judged(answers)
+        return self._kept(answers, [asyncio.run(one) if inspect.iscoroutine(one) else one for one in said])
+
+    def _judged(self, answers: list[Experience]) -> list[Any]:
+        return [self.reward_fn(response=answer.response_text, truth=self.truth) for answer in answers]
+
+    def _kept(self, answers: list[Experience], said: list[Any]) -> list[Experience]:
         for i, answer in enumerate(answers):
-            said = self.reward_fn(response=answer.response_text, truth=self.truth)
-            parts = {"reward": said} if isinstance(said, int | float) else said
+            parts = as_parts(said[i])
             answer.metrics = {**answer.metrics, **parts}
             answer.reward = float(sum(parts.values()))
             answer.eid.run = self.run_id_base + i
@@ -88,4 +92,6 @@ class AsyncSimpleWorkflow(SimpleWorkflow):
     is_async = True
 
     async def run_async(self) -> list[Experience]:
-        return self._rewarded(await self.model.chat_async(self.format_messages(), **self.rollout_args))
+        answers = await self.model.chat_async(self.format_messages(), **self.rollout_args)
+        said = self._judged(answers)
+        return self._kept(answers, [await one if inspect.isawaitable(one) else one for one in said])

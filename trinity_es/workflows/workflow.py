@@ -8,6 +8,7 @@ name it in a task or a taskset as "module:Class", or register it under a short n
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from trinity_es.actors.plugins import resolve
 from trinity_es.events.errors import UnknownWorkflow, WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task, class_path
+from trinity_es.workflows.rewards import TRLReward, as_parts, reward_of
 
 __all__ = ["WORKFLOWS", "MultiTurnWorkflow", "SingleTurnWorkflow", "Workflow", "WorkflowRegistry"]
 
@@ -139,28 +141,37 @@ class Workflow:
         if prompt is None:
             key = self.task.format_args.get("prompt_key", "prompt")
             raise WorkflowError(f"the task has no {key!r}: set format.prompt_key to the key of its prompt")
+        if isinstance(prompt, list):  # messages already, as data sets for TRL have them
+            return list(prompt)
         system = self.task.format_args.get("system_prompt")
         head = [{"role": "system", "content": system}] if system else []
         prefix = self.task.format_args.get("reply_prefix")
         tail = [{"role": "assistant", "content": prefix}] if prefix else []
         return [*head, {"role": "user", "content": prompt}, *tail]
 
-    def reward(self, response: str) -> dict[str, float]:
+    def reward(self, response: str, completion_ids: Sequence[int] | None = None) -> dict[str, float]:
         """Return what `task.reward_fn` says of a response.
 
         That is a class, built with `reward_fn_args`, or a function, given them. It is called with `response, prompt,
-        truth` by keyword and returns a number, or a dict of parts that are added.
+        truth` by keyword and returns a number, or a dict of parts that are added; one with a parameter `completions`
+        is called as TRL does. `completion_ids`: the response's tokens, for those that ask for them. Raises
+        WorkflowError for an async one, whose workflow awaits `reward_async`.
         """
-        fn = self.task.reward_fn
-        if fn is None:
-            raise WorkflowError("the task has no reward_fn: name one in the taskset, or compute it in your workflow")
-        found: Any = resolve(fn, {}, "reward_fn") if isinstance(fn, str) else fn
-        given = {"response": response, "prompt": self.task.task_desc, "truth": self.task.truth}
-        if isinstance(found, type):
-            said = found(**self.task.reward_fn_args)(**given)
-        else:
-            said = found(**given, **self.task.reward_fn_args)
-        return {"reward": float(said)} if isinstance(said, int | float) else {k: float(v) for k, v in said.items()}
+        said = self._said(response, completion_ids)
+        if inspect.isawaitable(said):
+            getattr(said, "close", lambda: None)()
+            raise WorkflowError(f"the reward {self.task.reward_fn} is async: await self.reward_async(...)")
+        return as_parts(said)
+
+    async def reward_async(self, response: str, completion_ids: Sequence[int] | None = None) -> dict[str, float]:
+        """Return what `reward` does, of an async reward, too."""
+        said = self._said(response, completion_ids)
+        return as_parts(await said if inspect.isawaitable(said) else said)
+
+    def _said(self, response: str, completion_ids: Sequence[int] | None) -> Any:
+        fn = reward_of(self.task)
+        more = {"completion_ids": completion_ids} if isinstance(fn, TRLReward) else {}
+        return fn(response=response, prompt=self.task.task_desc, truth=self.task.truth, **more)
 
 
 @WORKFLOWS.register_module("single_turn")
@@ -178,7 +189,8 @@ class SingleTurnWorkflow(Workflow):
         experiences: list[Experience] = await self.model.chat_async(self.prompt_messages(), n=self.repeat_times)
         for i, experience in enumerate(experiences):
             experience.eid.run = self.run_id_base + i
-            parts = self.reward(experience.response_text or "")
+            ids = experience.tokens[experience.prompt_length :].tolist()
+            parts = await self.reward_async(experience.response_text or "", ids)
             experience.reward = sum(parts.values())
             experience.metrics = {**parts, "reward": experience.reward}
         return experiences

@@ -1,0 +1,107 @@
+"""Rewards in TRL's form: the same functions, called as its GRPOTrainer calls them, in every workflow of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import pytest
+
+from trinity_es import AsyncSimpleWorkflow, Experience, SimpleWorkflow, SingleTurnWorkflow
+from trinity_es.actors.engines.interface import EngineConfig
+from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
+from trinity_es.events.values import Task
+from trinity_es.testing import ScriptedEngine
+
+WORKFLOWS: list[type[Any]] = [SingleTurnWorkflow, SimpleWorkflow, AsyncSimpleWorkflow]
+ROW = {"prompt": "How many a?", "answer": "2", "letter": "a"}
+CHAT = [{"role": "user", "content": "How many a?"}]
+
+
+def played(workflow: type[Any], reward: Any, row: dict[str, Any] = ROW, **fields: Any) -> tuple[Any, list[Experience]]:
+    engine = ScriptedEngine(EngineConfig(model_path="", options={"response": "aab"}))
+    task = Task(workflow=workflow, raw_task=row, reward_fn=reward, **fields)
+    return asyncio.run(WorkflowRunner(engine).run_task(task, 1, 2))
+
+
+def letters(completions: list[str], letter: list[str], **kwargs: Any) -> list[float]:
+    return [float(text.count(one)) for text, one in zip(completions, letter, strict=True)]
+
+
+async def in_time(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+    await asyncio.sleep(0.001)
+    return [float(text.count("a") == int(one)) for text, one in zip(completions, answer, strict=True)]
+
+
+def of_messages(prompts: list[Any], completions: list[Any], log_metric: Any, trainer_state: Any) -> list[float]:
+    assert prompts == [CHAT]
+    log_metric("seen", 1.0)
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+def scaled(completions: list[str], scale: float, **kwargs: Any) -> list[float]:
+    return [scale * len(text) for text in completions]
+
+
+class Counted:
+    """A callable object, built with `reward_fn_args`."""
+
+    def __init__(self, letter: str) -> None:
+        self.letter = letter
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+        return [float(text.count(self.letter)) for text in completions]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS)
+@pytest.mark.parametrize(("reward", "fields", "expected"), [
+    (letters, {}, 2.0), (in_time, {}, 1.0), (Counted, {"reward_fn_args": {"letter": "b"}}, 1.0),
+    (of_messages, {"row": {"prompt": CHAT, "completion": "x"}}, 3.0), (scaled, {"reward_fn_args": {"scale": 0.5}}, 1.5),
+    (scaled, {"reward_fn_args": {"scale": 0.5}, "row": {**ROW, "scale": 7.0}}, 1.5),
+], ids=["columns", "async", "class", "messages", "arguments", "arguments before columns"])
+def test_a_reward_of_trl_is_called_as_trl_calls_it(
+    workflow: type[Any], reward: Any, fields: dict[str, Any], expected: float
+) -> None:
+    status, found = played(workflow, reward, **fields)
+    assert status.ok, status.message
+    assert [e.reward for e in found] == [expected, expected]
+    assert found[0].metrics is not None
+    assert found[0].metrics["reward"] == expected
+
+
+def test_a_reward_gets_the_ids_of_its_completion() -> None:
+    seen: list[list[int]] = []
+
+    def ids(completions: list[str], completion_ids: list[list[int]]) -> list[float]:
+        seen.extend(completion_ids)
+        return [1.0]
+
+    status, found = played(SingleTurnWorkflow, ids)
+    assert status.ok, status.message
+    assert seen == [e.tokens[e.prompt_length :].tolist() for e in found]
+
+
+def nothing(completions: list[str], **kwargs: Any) -> list[float | None]:
+    return [None]
+
+
+def two(completions: list[str], **kwargs: Any) -> list[float]:
+    return [1.0, 2.0]
+
+
+def a_number(completions: list[str], **kwargs: Any) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS)
+@pytest.mark.parametrize(("reward", "said"), [
+    (nothing, "the reward nothing gave None: it does not apply to this task"),
+    (two, r"the reward two gave \[1.0, 2.0\] for one completion: give a list of one number"),
+    (a_number, r"the reward a_number gave 1.0 for one completion"),
+])
+def test_what_is_no_reward_is_no_zero(workflow: type[Any], reward: Any, said: str) -> None:
+    status, found = played(workflow, reward)
+    assert not status.ok
+    assert found == []
+    assert re.search(said, status.message)
