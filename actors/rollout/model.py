@@ -234,14 +234,17 @@ class Model(Remembering):
 
         A conversation that this run asked nothing in is tokenized anew (`tokenized`), with the logprobs that this model
         gives the response; one that is longer than the engine's `max_model_len` is cut, and its `truncate_status` says
-        so. With `as_text` every conversation is taken so, whoever wrote what.
+        so. With `as_text` every conversation is taken so, whoever wrote what; and by an auxiliary model each that does
+        not end with its own answer.
 
         Raises WorkflowError where this run asked for its answers and none of them is in it as it was sampled.
         """
         longest = getattr(self.engine, "max_model_len", None)
         given = plain_messages(messages)
         found = None if as_text else self._newest_sampled(given, tools)
-        if found is not None:
+        after = [] if found is None else [m for m in given[found[1] + 1 :] if m.get("role") == "assistant"]
+        judges = isinstance(self.engine, RemoteEngine)  # what others answered to a prompt that it may have had as well
+        if found is not None and not (judges and after):
             turn, at = found
             sampled = self.sampled(turn, given[: at + 1], tools)
             sampled.messages = given
@@ -254,7 +257,7 @@ class Model(Remembering):
             elif sampled.logprobs is None or temperature not in (None, self.sampling.temperature):
                 await self._asked_again(sampled, temperature, longest)
             return sampled
-        if not as_text and self._asked_in(given, tools):
+        if not (as_text or judges) and self._asked_in(given, tools):
             raise WorkflowError(
                 "no answer of this conversation is in it as it was sampled, so none of its tokens was: return "
                 "extract_experience_from_history(), or give as_text=True to learn from the text as it stands"

@@ -38,7 +38,7 @@ def no_dedup() -> Iterator[None]:
     """Every outcome is taken, whoever has the unit now."""
     real = batches.outcome
 
-    def outcome(batch: Any, runner: str, incarnation: int, result: Any) -> Any:
+    def outcome(batch: Any, runner: str, incarnation: int, result: Any, **more: Any) -> Any:
         if batch is None or batch.submission != result.submission or batch.state.ended:
             return []
         key = (result.unit.task, result.unit.run_id_base)
@@ -48,7 +48,7 @@ def no_dedup() -> Iterator[None]:
             strikes=0 if had is None else had.strikes,
         )
         try:
-            return real(batch, runner, incarnation, result)
+            return real(batch, runner, incarnation, result, **more)
         finally:
             if had is None:
                 del batch.flights[key]
