@@ -242,13 +242,13 @@ class Model(Remembering):
         longest = getattr(self.engine, "max_model_len", None)
         given = plain_messages(messages)
         found = None if as_text else self._newest_sampled(given, tools)
-        after = [] if found is None else [m for m in given[found[1] + 1 :] if m.get("role") == "assistant"]
+        turn, last = (None, 0) if found is None else found
+        others = [i for i, m in enumerate(given) if i > last and m.get("role") == "assistant"]
         judges = isinstance(self.engine, RemoteEngine)  # what others answered to a prompt that it may have had as well
-        if found is not None and not (judges and after):
-            turn, at = found
-            sampled = self.sampled(turn, given[: at + 1], tools)
+        if turn is not None and not (judges and others):
+            sampled = self.sampled(turn, given[: last + 1], tools)
             sampled.messages = given
-            if others := [i for i, m in enumerate(given) if i > at and m.get("role") == "assistant"]:
+            if others:
                 sampled.info["untrained_turns"] = [*sampled.info.get("untrained_turns", ()), *others]
             if longest and len(turn.tokens) >= longest and turn.cut:
                 sampled.truncate_status = "response_truncated"
@@ -266,8 +266,8 @@ class Model(Remembering):
         if experience.truncate_status == "prompt_truncated":  # nothing in it is learned from
             experience.logprobs = np.zeros(1, dtype=np.float32)
         elif logprobs:
-            given_now = await self.logprobs_async(experience.tokens.tolist(), temperature)
-            experience.logprobs = given_now[experience.prompt_length - 1 :]
+            scored = await self.logprobs_async(experience.tokens.tolist(), temperature)
+            experience.logprobs = scored[experience.prompt_length - 1 :]
         return experience
 
     async def _asked_again(self, sampled: Experience, temperature: float | None, longest: int | None) -> None:

@@ -11,8 +11,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from trinity_es.actors.engines.checkpoints import tensor_shapes
+from trinity_es.events import vocabulary as ev
 
-__all__ = ["MODULES", "SHAPES", "ByHand", "adapter_for", "make_adapter", "tensors_of"]
+__all__ = ["MODULES", "SHAPES", "ByHand", "adapter_for", "make_adapter", "published", "tensors_of"]
 
 SHAPES = {"model.layers.0.self_attn.q_proj.weight": [8, 8], "model.layers.0.mlp.up_proj.weight": [16, 8]}
 """Tensors of a model that adapters of `make_adapter` are for, by default."""
@@ -74,3 +75,9 @@ class ByHand:
         with torch.no_grad():
             rows = torch.log_softmax(self.model(torch.tensor([tokens])).logits[0], -1)
         return np.asarray(rows[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])].numpy())
+
+
+def published(adapter: str = "math", version: int = 1, **changes: Any) -> ev.AdapterPublished:
+    """Return what the log says of a version; its contents differ from those of others."""
+    values: dict[str, Any] = {"path": f"/{adapter}/{version}", "rank": 8, "size": 9, "digest": f"{adapter}{version}"}
+    return ev.AdapterPublished(adapter=adapter, version=version, **(values | changes))

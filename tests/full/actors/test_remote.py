@@ -108,8 +108,13 @@ async def test_p15_a_model_on_a_remote_engine_gives_what_the_engine_gives(host: 
     for ids in ([97, 98, 99], list(range(60))):
         assert (await far.logprobs_async(ids, 0.5)).tolist() == (await near.logprobs_async(ids, 0.5)).tolist()
     talk = [*HELLO, {"role": "assistant", "content": "yes"}]
-    of_others = await far.experience_from_messages_async(talk)  # though it was asked the same
-    assert same([of_others], [await near.experience_from_messages_async(talk, as_text=True)])
+    [own] = await far.chat_async(HELLO)
+    await near.chat_async(HELLO)
+    answered = [*HELLO, {"role": "assistant", "content": own.response_text}]
+    more = [*answered, {"role": "user", "content": "more"}, {"role": "assistant", "content": "yes"}]
+    for of_others in (talk, more):  # though it was asked the same, and gave an answer in it
+        judged = await far.experience_from_messages_async(of_others)
+        assert same([judged], [await near.experience_from_messages_async(of_others, as_text=True)])
     assert far.usage == near.usage
     assert host.tokens[0] == "Bearer secret"
     assert judge.asked[0][1] == Sampling(n=3, max_tokens=9, seed=5, temperature=0.7, top_p=0.9, top_k=7)

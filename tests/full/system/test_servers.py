@@ -7,6 +7,7 @@ import logging
 import random
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -291,3 +292,25 @@ def test_a_server_that_is_killed_and_comes_back_with_old_weights_serves_none_of_
     old = [line for line in of_a if line["weights"] != [str(other)]]
     assert len(set(pids)) == 2
     assert sum(line["tokens"] for line in old) <= 4, "but for the first look at the one that came back"
+
+
+def _finished(client: RolloutClient, most: int) -> bool:
+    return sum(runs_by(client, 1).values()) > most
+
+
+def test_a_server_that_ends_twice_in_a_batch_fails_no_task_though_none_is_attempted_again(
+    start_system: StartSystem, three: list[ServerProcess], tiny: Path
+) -> None:
+    server = three[0]
+    client = start_system(explorer=over_http(tiny, urls=[server.url]) | {"max_retry_times": 0})
+    client.submit_batch(batch_id=1, tasks=letters(40), batch_type="train")
+    for most in (8, 16):
+        wait_until(partial(_finished, client, most), "some to be finished", 60)
+        server.kill()
+        server.start()
+    result = client.finalize_train_batch(1, timeout=120)
+    assert result["metrics"]["rollout/failed_task_count"] == 0
+    assert sum(runs_by(client, 1).values()) == 80
+    lost = events(client, ev.AttemptFailed)
+    assert lost
+    assert not any(e.blamed for e in lost)
