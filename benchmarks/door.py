@@ -202,7 +202,7 @@ def main() -> int:
         cores: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(rounds + 1):
             for name in random.Random(number).sample(list(ways), len(ways)):
-                time.sleep(0.5)  # what the one before left to do is done
+                wait_until_idle()
                 before = cpu_seconds(process.pid)
                 clients.send((*ways[name], number, MORE.get(name, {})))
                 answer = clients.recv()
@@ -217,6 +217,15 @@ def main() -> int:
         pipe.send("end")
         process.join(30)
     return told(options, rounds, speeds, shares, cores)
+
+
+def wait_until_idle() -> None:
+    """Wait until what the one before left to do is done: the log of a system is written, its runs are finalized."""
+    deadline = time.monotonic() + 30
+    time.sleep(0.3)
+    while psutil.cpu_percent(0.5) > 5:
+        if time.monotonic() > deadline:
+            raise RuntimeError("the machine computes although nobody is asked: measure where nothing else runs")
 
 
 def cpu_seconds(pid: int | None) -> float:

@@ -7,7 +7,9 @@ turn, so that a machine whose speed drifts drifts for both; the engine that wait
 from pair to pair. The figure is the median over the pairs of the ratio of tokens per second, with its range, its
 quartiles, and the interval that holds 95 % of the medians of 10,000 resamples of the pairs (bootstrap, fixed seed).
 
-`python -m benchmarks.overhead [--json FILE] [--quick] [--model DIR]`. Without `--model` a tiny model is made.
+With `--door` the workflow asks its runner over HTTP, with the OpenAI client, as an agent does.
+
+`python -m benchmarks.overhead [--json FILE] [--quick] [--door] [--model DIR]`. Without `--model` a tiny model is made.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ import trinity_es
 from examples.grpo.tiny_model import make_tiny_model
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.engines.vllm_engine import VLLMEngine
+from trinity_es.events.experience import Experience
 from trinity_es.system import lifecycle
+from trinity_es.workflows import SingleTurnWorkflow
 
 SYSTEM = "You write numbers."
 
@@ -45,6 +49,21 @@ def reward(response: str, prompt: str, truth: str | None) -> float:
 def prompts(n: int, round_: int) -> list[str]:
     """Different in every round, so that the prefix cache of neither engine knows them."""
     return [f"{round_}:{i}=" for i in range(n)]
+
+
+class ThroughDoor(SingleTurnWorkflow):
+    """Asks as single_turn does, over HTTP; what was answered is taken from the runner's record."""
+
+    async def run_async(self) -> list[Experience]:
+        asked = self.model.get_openai_async_client()
+        await asked.chat.completions.create(
+            model=self.model.model_name, messages=self.prompt_messages(), n=self.repeat_times
+        )
+        experiences: list[Experience] = self.model.extract_experience_from_history()
+        for i, experience in enumerate(experiences):
+            experience.eid.run = self.run_id_base + i
+            experience.reward = sum(self.reward(experience.response_text or "").values())
+        return experiences
 
 
 class Bare:
@@ -104,12 +123,12 @@ def bare_process(config: EngineConfig, pipe: Connection) -> None:
 
 
 def through_system(
-    client: trinity_es.RolloutClient, batch: int, texts: list[str], max_tokens: int, runs: int
+    client: trinity_es.RolloutClient, workflow: str, batch: int, texts: list[str], max_tokens: int, runs: int
 ) -> float:
     """Tokens per second from submit to the return of finalize."""
     tasks = [
         trinity_es.Task(
-            workflow="single_turn",
+            workflow=workflow,
             repeat_times=runs,
             raw_task={"prompt": text},
             format_args={"system_prompt": SYSTEM},
@@ -131,6 +150,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="also write the figures to this file")
     parser.add_argument("--quick", action="store_true", help="two short rounds: does it run at all")
+    parser.add_argument("--door", action="store_true", help="the workflow asks over HTTP, with the OpenAI client")
     parser.add_argument("--model", help="a model folder in HF format")
     parser.add_argument("--tasks", type=int, default=64)
     parser.add_argument("--runs", type=int, default=4, help="runs of each task")
@@ -159,11 +179,13 @@ def main() -> int:
         "tasks": options.tasks,
         "runs": options.runs,
         "tokens": options.tokens,
+        "door": options.door,
         "bare_tokens_per_s": [a for a, _ in pairs],
         "system_tokens_per_s": [b for _, b in pairs],
         "ratio": found,
     }
-    print(f"{options.tasks} tasks of {options.runs} runs of {options.tokens} tokens, {rounds} pairs")
+    how = ", asked over HTTP" if options.door else ""
+    print(f"{options.tasks} tasks of {options.runs} runs of {options.tokens} tokens{how}, {rounds} pairs")
     for a, b in pairs:
         print(f"  vLLM alone {a:8.0f} tokens/s   through trinity_es {b:8.0f} tokens/s   ratio {b / a:.3f}")
     print(
@@ -188,6 +210,7 @@ def measure(config: trinity_es.Config, options: argparse.Namespace, rounds: int)
         pipe.send((texts, *sizes))
         return float(pipe.recv())
 
+    workflow = "benchmarks.overhead:ThroughDoor" if options.door else "single_turn"
     pairs = []
     try:
         assert pipe.recv() == "ready"
@@ -198,11 +221,11 @@ def measure(config: trinity_es.Config, options: argparse.Namespace, rounds: int)
                 texts = prompts(options.tasks, number)
                 sizes = (options.tokens, options.runs)
                 if number % 2:  # who goes first changes from pair to pair
-                    whole = through_system(client, number + 1, texts, *sizes)
+                    whole = through_system(client, workflow, number + 1, texts, *sizes)
                     alone = bare(texts, *sizes)
                 else:
                     alone = bare(texts, *sizes)
-                    whole = through_system(client, number + 1, texts, *sizes)
+                    whole = through_system(client, workflow, number + 1, texts, *sizes)
                 if number:  # the first pair warms up
                     pairs.append((alone, whole))
             client.shutdown()
