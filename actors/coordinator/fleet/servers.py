@@ -77,7 +77,8 @@ class ServerFleet:
                 retire[server.runner] = life.incarnation
             else:
                 there[server.runner] = server.url
-        self._tell(Servers(there, retire))
+        current = self._live.weights
+        self._tell(Servers(there, retire, (current.version, current.path)))
 
     def scale(self, add: Iterable[str], remove: Iterable[str]) -> None:
         """Record what a person changes. Raises DataError for what can't be."""
