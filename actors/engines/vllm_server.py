@@ -187,10 +187,13 @@ class _Answer:
         self._parts.append(completion_of([], part, adapter=adapter))
 
     def whole(self, prompt: list[int], tokenizer: Any) -> Completion:
-        """Return the answer to this prompt, with a text also where the client wanted none."""
+        """Return the answer to this prompt, with a text also where the client wanted none: as vLLM makes one.
+
+        That of an answer which only ended is empty: not the text of its end, which no template writes twice.
+        """
         last = self._parts[-1]
         ids = [t for p in self._parts for t in p.token_ids]
-        text = "".join(p.text for p in self._parts) or (tokenizer.decode(ids) if ids else "")
+        text = "".join(p.text for p in self._parts) or tokenizer.decode(ids, skip_special_tokens=True)
         logprobs = [x for p in self._parts for x in p.logprobs or []]
         return replace(last, prompt_token_ids=list(prompt), token_ids=ids, text=text, logprobs=logprobs)
 

@@ -205,6 +205,40 @@ def test_a_conversation_goes_on_from_the_ids_that_were_sampled(session: Session,
     assert session.model.usage.forks == 0
 
 
+def test_an_answer_that_only_ends_is_gone_on_from_and_is_no_fork(session: Session) -> None:
+    end = session.live.engine.tokenizer.eos_token_id  # type: ignore[attr-defined]  # Hugging Face's have one
+    ask = session.openai.chat.completions.create
+    empty = ask(model="tiny", messages=HELLO, max_tokens=4, logit_bias={str(end): 100})
+    assert empty.choices[0].token_ids == [end]  # type: ignore[attr-defined]
+    assert not empty.choices[0].message.content
+    said = [*HELLO, {"role": "assistant", "content": ""}, {"role": "user", "content": "on"}]
+    last = ask(model="tiny", messages=said, max_tokens=4)
+    assert session.model.usage.forks == 0
+    [experience] = session.kept()
+    assert experience.tokens.tolist() == [*last.prompt_token_ids, *last.choices[0].token_ids]  # type: ignore[attr-defined]
+    assert experience.response_text.startswith(session.live.engine.tokenizer.decode([end]))
+
+
+def test_a_chat_template_of_the_server_holds_for_workflows_too(tiny: Path, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}<{{ m.role }}{{ more }}>{{ m.content }}{% endfor %}{{ '=' }}")
+    args = {"chat_template": str(template), "default_chat_template_kwargs": {"more": "!"}}
+    config = EngineConfig(model_path=str(tiny), server_args=args)
+    live = Live(config)
+    try:
+        with serving(live, **args) as server:
+            told = Session(live, server).openai.chat.completions.create(model="tiny", messages=HELLO, max_tokens=2)
+        [mine] = live.run(Model(live.engine).chat_async(HELLO, max_tokens=2))
+        assert mine.prompt_text == "<user!>c=="
+        assert mine.tokens[: mine.prompt_length].tolist() == told.prompt_token_ids  # type: ignore[attr-defined]
+    finally:
+        live.close()
+    afar = VLLMEngine.load_tokenizer(config)  # of those who ask it as an auxiliary model
+    assert afar.apply_chat_template(HELLO, tokenize=False, add_generation_prompt=True) == "<user!>c=="
+    with pytest.raises(ConfigError, match=r"server_args\.chat_template can't be read"):
+        VLLMEngine.load_tokenizer(replace(config, server_args={"chat_template": "nowhere.jinja"}))
+
+
 def test_tools_are_called_and_parsed_and_a_format_binds_the_answer(session: Session) -> None:
     spaces = {session.live.engine.tokenizer.encode(space)[0]: -100 for space in " \t\n\r"}  # JSON has no end else
     more: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 60, "seed": 1, "logit_bias": spaces}
