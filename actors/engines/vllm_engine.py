@@ -112,7 +112,8 @@ class VLLMEngine(WeightChanges, AdapterServing):
         known = ("trust_remote_code", "tokenizer_revision")
         more = {name.removeprefix("tokenizer_"): config.options[name] for name in known if name in config.options}
         model = resolve_model(config.model_path)
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(config.options.get("tokenizer", model), **more)
+        found = AutoTokenizer.from_pretrained(config.options.get("tokenizer", model), **more)
+        tokenizer: Tokenizer = vllm_server.with_template(found, config.server_args)
         return tokenizer
 
     async def start(self) -> None:
@@ -127,7 +128,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
             if self._dead != _STARTING:
                 raise EngineError(f"the engine was stopped while it started: {self._dead}")
             self._born = engine_processes(self._llm, self._children_before)
-            self.tokenizer = self._llm.get_tokenizer()
+            self.tokenizer = vllm_server.with_template(self._llm.get_tokenizer(), self.config.server_args)
             self._max_model_len = int(self._llm.model_config.max_model_len)
             self._shapes, self._tied = await asyncio.to_thread(reference_shapes, self._model)
             await self._in_workers("trinity_end_with", os.getpid(), process_start_time(os.getpid()))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +16,8 @@ import openai
 import pytest
 
 from tests.helpers.engines import Live
+from trinity_es.actors.engines.interface import EngineConfig
+from trinity_es.actors.engines.vllm_engine import VLLMEngine
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.actors.serving.request_record import REQUEST, Generation, RequestRecord
