@@ -319,6 +319,8 @@ def _without_place(situation: SystemSnapshot, course: BatchTimes, serving: list[
     if not free:
         whose = ", ".join(f"batch {b}: {by_batch[b]}" for b in sorted(by_batch, key=sort_batch_id))
         places = sum(r.places for r in serving)
+        ahead = sum(taken.get(r.name, 0) for r in serving) - places  # of short units some wait in the runner
+        whose += f"; {counted(ahead, 'unit')} more than places, sent ahead" if ahead > 0 else ""
         runners = counted(len(serving), "runner")
         text = f"{units} without a place: all {places} places of {runners} are taken ({whose})"
         return Waiting(cause="places", what=units, text=text, since=since)

@@ -265,7 +265,10 @@ def show(out: Console, found: dict[str, Any]) -> None:
         line(f"coordinator  pid {coordinator['pid']}, epoch {coordinator['epoch']}, "
              f"weights version {found['weights_version']}")
     for r in found["runners"]:
-        load = f", {r['load']} of {r['places']} places taken" if "load" in r and r.get("places") else ""
+        load = ""
+        if "load" in r and r.get("places"):  # more units than places: they are short, and the next ones wait there
+            ahead = f", {r['load'] - r['places']} more units sent ahead" if r["load"] > r["places"] else ""
+            load = f", {min(r['load'], r['places'])} of {r['places']} places taken{ahead}"
         version = f", version {r['model_version']}" if r.get("model_version") is not None else ""
         of = r.get("model", "rollout")
         version = version if of == "rollout" else f", auxiliary model {of}"
