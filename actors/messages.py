@@ -142,6 +142,8 @@ class StartRunner:
     """The number of places of all engines together."""
     url: str = ""
     """The server that it supervises, where its engine is one of others."""
+    weights: tuple[int, str] = (0, "")
+    """The current weights, as `Servers` tells them: what such a server is restarted with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,8 @@ class Servers:
     """Runner -> URL. Runners of the rollout model that are not here are to retire."""
     retire: dict[str, int]
     """Runner -> incarnation, of those whose end is not in the log yet."""
+    weights: tuple[int, str] = (0, "")
+    """The current version, and where it lies; empty: the model as it was given."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -386,8 +386,19 @@ class Experience:
         return payload_format.encode(list(map(item_of, fields, eids)), columns_of(fields))
 
     @property
+    def version_spans(self) -> list[tuple[int, int, int]]:
+        """(version, start, end) over the response, of the weights that made it; [] where its `info` does not say."""
+        told = self.info.get("version_spans") if isinstance(self.info, dict) else None  # a user may write anything
+        return [
+            (span[0], span[1], span[2]) for span in (told if isinstance(told, list) else ())
+            if isinstance(span, list) and len(span) == 3 and all(type(n) is int for n in span)
+        ]
+
+    @property
     def model_versions(self) -> tuple[Any, Any]:
-        """The oldest and the newest weights that made any of its tokens, as its runner stamped it; None: it did not."""
+        """The oldest and the newest weights that made any of its tokens; None: neither spans nor a stamp say it."""
+        if versions := [version for version, _, _ in self.version_spans]:
+            return min(versions), max(versions)
         oldest, drift = self.info.get("model_version"), self.info.get("model_version_drift")
         return oldest, oldest + drift if isinstance(oldest, int) and isinstance(drift, int) else oldest
 

@@ -53,6 +53,13 @@ class RunnerLife:
     model_version: int = 0
     served: bool = False
     """It has had what was the current version: where a newer one can't be loaded it goes on with that."""
+    refused: tuple[int, str] | None = None
+    """The version that it could not load when it tried last, and why."""
+
+    def refuses(self, weights: Weights) -> str:
+        """Return why it could not load these weights; empty: it has them, or has not tried."""
+        version, why = self.refused or (None, "")
+        return why if version == weights.version != self.model_version else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +118,9 @@ def evolve_lives(lives: Lives, event: ev.Event, weights: Weights) -> None:
         case ev.RunnerRetired():
             life.state = RunnerState.RETIRED
         case ev.WeightsLoaded():
-            life.model_version, life.served = told.version, True
+            life.model_version, life.served, life.refused = told.version, True, None
         case ev.WeightsFailed():
-            pass  # it goes on with what it had
+            life.refused = told.version, told.error  # it goes on with what it had
 
 
 def evolve_weights(weights: Weights, event: ev.WeightsPublished) -> Weights:

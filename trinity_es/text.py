@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from trinity_es.projections.reading.log_reader import Log
 
 __all__ = [
-    "batch_named", "clock", "cut", "event_document", "event_line", "harmless_json", "name_of", "place_of", "plain",
-    "shown", "sparkline", "summary",
+    "batch_named", "clock", "cut", "does", "event_document", "event_line", "harmless_json", "name_of", "place_of",
+    "plain", "shown", "sparkline", "summary",
 ]
 
 
@@ -84,6 +84,16 @@ def clock(seconds: float, *, date: bool = False) -> str:
     """Return a moment in local time."""
     moment = datetime.fromtimestamp(seconds)
     return moment.strftime("%Y-%m-%d %H:%M:%S") if date else moment.strftime("%H:%M:%S.%f")[:-3]
+
+
+def does(runner: Mapping[str, Any]) -> str:
+    """Return what a runner does, of its row in a system's status."""
+    waits = runner.get("waits_for")
+    if runner["state"] == "started":
+        return f"waits to start its engine: {waits}" if waits else "loading engine…"
+    if runner["state"] == "ready" and runner.get("loading") is not None:
+        return f"loading weights version {runner['loading']}" + (f", waits for {waits}" if waits else "")
+    return str(runner["state"])
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:

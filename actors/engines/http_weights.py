@@ -50,6 +50,9 @@ class ServerWeights:
         self._restart_after = float(options.get("restart_after", 60.0))
         self._restart_timeout = float(options.get("restart_timeout", 600.0))
         self._model = self._served = resolve_model(config.model_path)
+        version, path = options.get("weights") or (0, "")
+        self._current = (version, path) if path else (config.initial_version, self._model)
+        """The weights that were current when this engine was made: what the server is restarted with."""
         self._facts: ServerFacts | None = None
         self._process = ""
         """When the server's process was started."""
@@ -114,7 +117,7 @@ class ServerWeights:
             if self._restart_command and not asked and waited >= self._restart_after:
                 asked = True
                 _log.warning("%s: %s after %.0f s: the restart command is run", self.server.url, problem, waited)
-                await self._run_restart_command(self.config.initial_version, self._model)
+                await self._run_restart_command(*self._current)
             elif not asked and int(waited) % 30 == 29:
                 _log.warning("waiting for %s: %s", self.server.url, problem)
             await asyncio.sleep(WATCH_SECONDS)
@@ -131,25 +134,28 @@ class ServerWeights:
 
     # --- which weights it has ---------------------------------------------------------------------------------------
     async def _first_weights(self) -> None:
-        """Have the server serve the initial version, under a label of this engine's."""
+        """Have the server serve the initial version, or the current one, under a label of this engine's."""
         facts = self._met()
         label = await self.server.label() if facts.loads else UNLABELLED
-        version = self.config.initial_version
-        if label == UNLABELLED and _same(facts.root, self._model):
+        known = [self._current, (self.config.initial_version, self._model)]
+        started = next((v for v in known if label == UNLABELLED and _same(facts.root, v[1])), None)
+        if started is not None:
             if facts.loads:
-                await self._give_label(version)
+                await self._give_label(started[0])
                 if await self.server.paused():  # whoever paused it ended before a weight was changed
                     await self.server.resume()
-            self._served = self._model
+            self.model_version, self._served = started
             return
+        version, path = self.config.initial_version, self._model
         broken, half = str(label).startswith(_BROKEN), str(label).startswith((_BROKEN, _CHANGING))
         # Of one whose runner ended in a change it is not known that the load failed: it is tried again.
         if facts.loads and (facts.extension or not half or not (broken or self._restart_command)):
             if half and facts.extension:
                 await self._forget_half_a_change()
-            await self._bring(version, self._model)
+            await self._bring(version, path)
         elif self._restart_command:
-            await self._restart(version, self._model)
+            version, path = self._current
+            await self._restart(version, path)
         else:
             what = f"it serves {facts.root or 'who knows what'}"
             what = "a change of its weights failed half-way" if broken else what
@@ -158,7 +164,7 @@ class ServerWeights:
                 f"{'' if broken else f', or with {DEV_MODE} in its environment so that weights can be loaded into it'}"
                 ", or give explorer.rollout_model.servers.restart_command"
             )
-        self._served = self._model
+        self.model_version, self._served = version, path
 
     async def _give_label(self, version: int) -> None:
         label = f"trinity-es/{version}/{self._life}-{len(self._labels)}"

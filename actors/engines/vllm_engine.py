@@ -43,6 +43,7 @@ from trinity_es.actors.engines.vllm_processes import (
     children,
     end_processes,
     engine_processes,
+    silence,
     silent,
     with_descendants,
 )
@@ -89,6 +90,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         self._cut_off: set[asyncio.Task[Any]] = set()
         self._born: list[psutil.Process] = []
         self._children_before: set[int] = set()
+        self._watching: asyncio.Task[None] | None = None
         self._max_model_len = 0
         self.version = ""
         """Of vLLM, and the device."""
@@ -110,7 +112,8 @@ class VLLMEngine(WeightChanges, AdapterServing):
         known = ("trust_remote_code", "tokenizer_revision")
         more = {name.removeprefix("tokenizer_"): config.options[name] for name in known if name in config.options}
         model = resolve_model(config.model_path)
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(config.options.get("tokenizer", model), **more)
+        found = AutoTokenizer.from_pretrained(config.options.get("tokenizer", model), **more)
+        tokenizer: Tokenizer = vllm_server.with_template(found, config.server_args)
         return tokenizer
 
     async def start(self) -> None:
@@ -125,13 +128,14 @@ class VLLMEngine(WeightChanges, AdapterServing):
             if self._dead != _STARTING:
                 raise EngineError(f"the engine was stopped while it started: {self._dead}")
             self._born = engine_processes(self._llm, self._children_before)
-            self.tokenizer = self._llm.get_tokenizer()
+            self.tokenizer = vllm_server.with_template(self._llm.get_tokenizer(), self.config.server_args)
             self._max_model_len = int(self._llm.model_config.max_model_len)
             self._shapes, self._tied = await asyncio.to_thread(reference_shapes, self._model)
             await self._in_workers("trinity_end_with", os.getpid(), process_start_time(os.getpid()))
             await self._label_version()
             self._dead = None
             await self._warm_up()
+            self._watching = asyncio.create_task(self._watch())
             gc.freeze()  # as vLLM's server does: what is there now stays, and nobody looks through it for garbage
         except BaseException as e:
             await self._end(f"it did not start ({type(e).__name__}: {e})")
@@ -212,6 +216,11 @@ class VLLMEngine(WeightChanges, AdapterServing):
         """End the engine and every process that it started; requests in flight raise EngineError. Idempotent."""
         await self._end("it was stopped")
 
+    async def _watch(self) -> None:
+        """Take note when the engine's process hangs: vLLM's takes no request any more once its input thread ended."""
+        await silence(self._llm.is_sleeping, self._swapping.locked)
+        self._dead = self._dead or "its process lives, and has answered nothing for long"
+
     def pids(self) -> list[int]:
         """Return the processes of this engine that are alive: EngineCore, and workers of it."""
         return [p.pid for p in with_descendants(self._born or engine_processes(self._llm, self._children_before))]
@@ -219,6 +228,8 @@ class VLLMEngine(WeightChanges, AdapterServing):
     async def _end(self, reason: str) -> None:
         if self._dead in (None, _STARTING):  # the first reason is the one to tell
             self._dead = reason
+        if self._watching is not None:
+            self._watching.cancel()
         llm, self._llm = self._llm, None
         gc.unfreeze()
         born = self._born or (engine_processes(llm, self._children_before) if self._children_before else [])

@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any
 
 import psutil
 
-__all__ = ["children", "end_processes", "engine_processes", "silent", "with_descendants"]
+__all__ = ["children", "end_processes", "engine_processes", "silence", "silent", "with_descendants"]
 
 _STOP_GRACE_SECONDS = 5.0
 """How long a process may take to end by itself, and then after it was killed."""
+LOOK_SECONDS = 10.0
+"""Interval between two looks at whether an engine's process still takes what it is asked."""
+SILENT_SECONDS = 600.0
+"""How long it may take nothing, between two steps: much longer than a slow CPU computes at one of them."""
 _log = logging.getLogger(__name__)
+
+
+async def silence(
+    ask: Callable[[], Coroutine[Any, Any, Any]], busy: Callable[[], bool], *, interval: float = LOOK_SECONDS,
+    limit: float = SILENT_SECONDS,
+) -> None:
+    """Return when an engine's process has left a small question unanswered for `limit` seconds, though it lives.
+
+    `ask` puts one that goes the way of requests, and is answered between two steps; while `busy()`, no answer is
+    expected. Looks are counted, not seconds: where the whole machine stood still, everybody has that time again.
+    """
+    while True:
+        asked, looks = asyncio.ensure_future(ask()), 0
+        while not asked.done():
+            if looks * interval >= limit:
+                asked.cancel()
+                return
+            await asyncio.wait({asked}, timeout=interval)
+            looks = 0 if busy() else looks + 1
+        if not asked.cancelled():
+            asked.exception()  # the end of the process is noticed by others
+        await asyncio.sleep(interval)
 
 
 def children() -> list[psutil.Process]:

@@ -27,7 +27,7 @@ from trinity_es.events.json_values import NotPlain, plain
 if TYPE_CHECKING:
     from trinity_es.actors.engines.vllm_engine import VLLMEngine
 
-__all__ = ["application"]
+__all__ = ["application", "with_template"]
 
 _OURS = frozenset({"host", "port", "uds", "api_key", "ssl_keyfile", "ssl_certfile", "root_path", "middleware",
                    "served_model_name", "enable_log_requests", "api_server_count", "headless"})
@@ -57,6 +57,46 @@ async def application(
     await init_app_state(_RecordingClient(engine, llm, recording), app.state, args, tasks)
     _list_adapters(app.state.openai_serving_models, engine)
     return with_token_names(app)
+
+
+class _Templated:
+    """A tokenizer that renders chats by other means than its own. Not a changed copy: vLLM's has copies inside."""
+
+    def __init__(self, tokenizer: Any, chat_template: str | None, variables: Mapping[str, Any]) -> None:
+        self._tokenizer = tokenizer
+        self.chat_template = chat_template or tokenizer.chat_template
+        self._how = {**variables, **({"chat_template": chat_template} if chat_template else {})}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._tokenizer(*args, **kwargs)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+        return self._tokenizer.apply_chat_template(messages, **{**self._how, **kwargs})
+
+
+def with_template(tokenizer: Any, options: Mapping[str, Any]) -> Any:
+    """Return a tokenizer that renders chats as `vllm serve` does with these options: for who asks without its server.
+
+    Those are `chat_template`, a file or the template itself, and `default_chat_template_kwargs`. Raises ConfigError.
+    """
+    given, variables = options.get("chat_template"), options.get("default_chat_template_kwargs") or {}
+    if not given and not variables:
+        return tokenizer
+    try:
+        from vllm.renderers.chat_utils import load_chat_template
+    except ImportError:  # before 0.30
+        from vllm.entrypoints.chat_utils import load_chat_template
+    try:
+        template = load_chat_template(given)
+    except Exception as e:
+        raise ConfigError(f"rollout_model.server_args.chat_template can't be read: {e}") from e
+    return _Templated(tokenizer, template, variables)
 
 
 def _list_adapters(models: Any, engine: VLLMEngine) -> None:
@@ -187,10 +227,13 @@ class _Answer:
         self._parts.append(completion_of([], part, adapter=adapter))
 
     def whole(self, prompt: list[int], tokenizer: Any) -> Completion:
-        """Return the answer to this prompt, with a text also where the client wanted none."""
+        """Return the answer to this prompt, with a text also where the client wanted none: as vLLM makes one.
+
+        That of an answer which only ended is empty: not the text of its end, which no template writes twice.
+        """
         last = self._parts[-1]
         ids = [t for p in self._parts for t in p.token_ids]
-        text = "".join(p.text for p in self._parts) or (tokenizer.decode(ids) if ids else "")
+        text = "".join(p.text for p in self._parts) or tokenizer.decode(ids, skip_special_tokens=True)
         logprobs = [x for p in self._parts for x in p.logprobs or []]
         return replace(last, prompt_token_ids=list(prompt), token_ids=ids, text=text, logprobs=logprobs)
 

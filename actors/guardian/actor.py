@@ -83,6 +83,8 @@ class Guardian(BaseActor):
         slots = [(f"runner-{number}", "rollout", rollout) for number in range(own)]
         self.urls: dict[str, str] = {}
         """Runner -> the server of others that it supervises."""
+        self.weights = 0, ""
+        """The current ones, of the rollout model: version, and where they lie."""
         for model, how in self.config.auxiliary.items():
             slots += [(f"{model}-{number}", model, how) for number in range(how.engine_num)]
             self.urls |= {f"{model}-{n}": url for n, url in enumerate(how.servers.urls if how.servers else ())}
@@ -104,7 +106,9 @@ class Guardian(BaseActor):
         child = self.supervision.begin(name, self.incarnation, self.createActor(Runner), self.now(), model)
         url = self.urls.get(name, "")
         place = self.first_place.get(name, 0), self.places
-        self.send(child.address, messages.StartRunner(name, self.incarnation, self.config, model, *place, url))
+        weights = self.weights if model == "rollout" else (0, "")
+        started = messages.StartRunner(name, self.incarnation, self.config, model, *place, url, weights)
+        self.send(child.address, started)
         if self.coordinator_address is not None:
             self.send(child.address, messages.CoordinatorUp(self.coordinator_address, self.epoch))
         self.tell_endpoints([child])
@@ -193,6 +197,7 @@ class Guardian(BaseActor):
         """Have a runner for each of these servers of others, and no other of the rollout model."""
         if sender != self.coordinator_address or self.stopping:
             return
+        self.weights = message.weights
         for name, url in message.servers.items():
             self.urls[name] = url
             child = self.children.get(name)

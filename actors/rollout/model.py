@@ -209,6 +209,7 @@ class Model(Remembering):
 
         `temperature` is that of the sampling by default; 1 where that is 0 (greedy).
         """
+        self._must_go_on()
         given = token_ids if tokens is None else tokens
         if given is None:
             raise WorkflowError("logprobs of which tokens? Give their ids")
@@ -372,11 +373,7 @@ class Model(Remembering):
         given out before, or has a reward of its own, stays an experience of its own. With `per_request` each answer
         does. `eid.step` counts the requests, where nobody set it.
         """
-        if self._over and self._session:
-            raise WorkflowError(
-                f"there is no session {self._session}: its run is over (a workflow that is reset gets another model: "
-                "take the client of self.model anew in each run)"
-            )
+        self._must_go_on()
         return self.given_out(clear_history, per_request)
 
     def served_error(self) -> EngineError | None:
@@ -402,14 +399,24 @@ class Model(Remembering):
             with contextlib.suppress(Exception):
                 self._client.close()
 
+    def _must_go_on(self) -> None:
+        """Raise WorkflowError when the run is over: what is asked from then on is nobody's."""
+        if self._over:
+            raise WorkflowError(
+                "this model answers no more, its run is over: let a workflow await all that it starts, and take "
+                "self.model anew in each run (a workflow that is reset gets another one)"
+            )
+
     # --- to and from the engine -------------------------------------------------------------------------------------
     def _chosen(self, sampling: dict[str, Any]) -> Sampling:
         return merged(self.sampling, sampling, WorkflowError, "the call") if sampling else self.sampling
 
     async def _ask(self, prompt: Prompt, text: str | None, sampling: Sampling) -> list[tuple[Completion, Experience]]:
+        self._must_go_on()
         before = self.engine.model_version
-        asked = checked_prompt(prompt, WorkflowError)
-        return self.took(await self.engine.generate(asked, sampling, **self._for_task), before, text, sampling)
+        answers = await self.engine.generate(checked_prompt(prompt, WorkflowError), sampling, **self._for_task)
+        self._must_go_on()
+        return self.took(answers, before, text, sampling)
 
     def took(
         self, completions: list[Completion], before: int, text: str | None, sampling: Sampling

@@ -392,16 +392,20 @@ class WorkflowRunner:
             self._idle.setdefault(cls, []).append(workflow)
 
     def _stamp(self, task: Task, experiences: list[Experience], version: int, run: int) -> None:
-        """Write into every experience where it is from, and which weights made it."""
+        """Write into every experience where it is from, and the oldest weights that made a token of it.
+
+        `version`: those served when its run began, for one that does not say which made it.
+        """
         for experience in experiences:
+            made_by = min((v for v, _, _ in experience.version_spans), default=version)
             eid = experience.eid
             eid.batch, eid.run = task.batch_id, run
             if eid.task == "":
                 eid.task = task.task_id
             experience.info = {
                 **(experience.info or {}),
-                "model_version": version,
-                "model_version_drift": self.engine.model_version - version,
+                "model_version": made_by,
+                "model_version_drift": self.engine.model_version - made_by,
                 "task_index": task.index,
                 "use_count": 0,
             }

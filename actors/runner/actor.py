@@ -51,7 +51,8 @@ class Runner(BaseActor):
         self.model, self.how = message.model, self.config.model(message.model)
         if message.url:
             engine = self.how.engine
-            self.how = replace(self.how, engine=replace(engine, options={**engine.options, "url": message.url}))
+            options = {**engine.options, "url": message.url, "weights": message.weights}
+            self.how = replace(self.how, engine=replace(engine, options=options))
         size = self.how.engine.tensor_parallel_size
         # What an engine spawns imports the main module of who spawned it. Ours is the launcher's: a second of imports,
         # and the memory of it, in each of vLLM's processes, for nothing.
@@ -234,6 +235,8 @@ class Runner(BaseActor):
         if self.loading == version:
             self.loading = None
         self.tell(messages.WeightsLoadResult(self.name, self.incarnation, version, seconds, error))
+        if error is None:
+            self.announce()  # one that failed for want of them may be ready now
 
     def adapters_done(self, number: int, done: AdaptersLoaded) -> None:
         """Tell which adapters the engine serves, after an order."""

@@ -9,7 +9,8 @@ from typing import Any
 
 from trinity_es.events.values import BatchId, BatchLifecycleState
 
-__all__ = ["ADD_SERVER", "OF_TRAINER", "Waiting", "Why", "counted", "mend", "moment", "span", "start_server", "unread"]
+__all__ = ["ADD_SERVER", "OF_TRAINER", "Waiting", "Why", "counted", "mend", "mend_weights", "moment", "span",
+           "start_server", "unread"]
 
 SHOWN = 5
 """Things told as text; the JSON has them all."""
@@ -22,7 +23,8 @@ class Waiting:
     cause: str
     """Of a unit: `running`, `slow`, `hung`, `unstored` (its runner can't store what it finished), `interrupted` (when
     the system ended). Of a runner that takes no units:
-    `loading`, `server` (of others, not there), `weights`, `failed`, `quarantined`, `lost`, `ended`. Of units without
+    `loading`, `server` (of others, not there), `weights`, `failed`, `quarantined`, `lost`, `ended`. Of one that could
+    not load the current weights: `refused`. Of units without
     a runner: `no_runner`, `no_server`, `places`, `elsewhere`, `dispatch`, `paused`. Of the batch: `finalizing`,
     `grace`, `finalize`, `finalize_failed`, `training`, `nothing`. Of the system: `unwritten` (the log can't be),
     `no_system`, `restarting`, `no_answer`, `fenced`, `no_coordinator`, `unseen` (on another host). Of the log:
@@ -60,6 +62,8 @@ class Waiting:
             return mend(self.runner or "NAME", self.server) + "; nothing of the batch is lost"
         if self.cause == "server":
             return start_server(self.server)
+        if self.cause == "refused":
+            return mend_weights(self.server)
         return _WAYS.get(self.cause, "")
 
 
@@ -136,6 +140,12 @@ def mend(runner: str, server: str) -> str:
     """Return what to do about a runner that is not started again by itself. `server`: URL of its engine's, if any."""
     way = f"mend what it names, then `trinity-es restart-runner {runner}`"
     return way + (f", or take its server away: `trinity-es scale CONFIG --remove {server}`" if server else "")
+
+
+def mend_weights(server: str) -> str:
+    """Return what to do about a runner that can't load the current weights. `server`: URL of its engine's, if any."""
+    way = "mend what it names, or publish a newer version: it tries again by itself"
+    return way + (f"; or take its server away: `trinity-es scale CONFIG --remove {server}`" if server else "")
 
 
 def start_server(url: str) -> str:

@@ -36,7 +36,7 @@ SLOW_TIMES = 3.0
 _RANK = {
     "unwritten": 0, "fenced": 0, "no_system": 0, "restarting": 0, "no_answer": 0, "no_coordinator": 1, "finalizing": 2,
     "finalize_failed": 2, "grace": 2, "finalize": 2, "hung": 3, "unstored": 3, "lost": 4, "slow": 5, "running": 6,
-    "elsewhere": 7, "paused": 7, "places": 7, "dispatch": 7, "interrupted": 8, "unseen": 10,
+    "elsewhere": 7, "paused": 7, "places": 7, "dispatch": 7, "interrupted": 8, "refused": 9, "unseen": 10,
 }
 _RANK_RUNNER, _RANK_OTHER_RUNNER = 4, 9
 """A runner that takes no units, where none does and where others do."""
@@ -127,6 +127,9 @@ def _open(
     usual = statistics.median(course.took) if course.took else None
     for flight in state.flights.values():
         yield ranked(_flying(situation, course, flight, lives, now, usual))
+    for r in lives.values():
+        if r.state == "ready" and _refuses(situation, r):
+            yield ranked(_behind(r))
     asked = [r for r in lives.values() if r.model != "rollout"]
     lives = {name: r for name, r in lives.items() if r.model == "rollout"}
     gone = {name for name, r in lives.items() if r.leaving or (situation.of_servers and r.state == "retired")}
@@ -319,6 +322,8 @@ def _without_place(situation: SystemSnapshot, course: BatchTimes, serving: list[
     if not free:
         whose = ", ".join(f"batch {b}: {by_batch[b]}" for b in sorted(by_batch, key=sort_batch_id))
         places = sum(r.places for r in serving)
+        ahead = sum(taken.get(r.name, 0) for r in serving) - places  # of short units some wait in the runner
+        whose += f"; {counted(ahead, 'unit')} more than places, sent ahead" if ahead > 0 else ""
         runners = counted(len(serving), "runner")
         text = f"{units} without a place: all {places} places of {runners} are taken ({whose})"
         return Waiting(cause="places", what=units, text=text, since=since)
@@ -335,7 +340,12 @@ def _loading(situation: SystemSnapshot, runner: RunnerSnapshot) -> int | None:
     if runner.loading is not None:
         return runner.loading
     behind = situation.published_at is not None and runner.model_version != situation.weights
-    return situation.weights if behind and runner.refused != situation.weights else None
+    return situation.weights if behind and not _refuses(situation, runner) else None
+
+
+def _refuses(situation: SystemSnapshot, runner: RunnerSnapshot) -> bool:
+    """Return True if a runner could not load the current weights, and has what it had before."""
+    return runner.refused is not None and runner.refused[0] == situation.weights
 
 
 def _serves(situation: SystemSnapshot, runner: RunnerSnapshot) -> bool:
@@ -360,7 +370,7 @@ def _idle(situation: SystemSnapshot, runner: RunnerSnapshot, now: float) -> Wait
             cause = "weights"
             text = f"{runner} is loading weights version {version}{ago}; it has version {runner.model_version}"
         case "failed":
-            cause, person = "failed", True
+            cause, person = "refused" if _refuses(situation, runner) else "failed", True
             text = f"{runner} failed{ago}: {_short(runner.reason)}"
         case "quarantined":
             cause, person = "quarantined", True
@@ -378,6 +388,16 @@ def _idle(situation: SystemSnapshot, runner: RunnerSnapshot, now: float) -> Wait
     return Waiting(
         cause=cause, what=str(runner), text=text, runner=runner.name, incarnation=runner.incarnation, since=since,
         seen=runner.seen, person=person, server=runner.server,
+    )
+
+
+def _behind(runner: RunnerSnapshot) -> Waiting:
+    """Return a runner that takes units, and makes tokens with older weights than the current ones."""
+    version, why = runner.refused or (None, "")
+    text = f"{runner} goes on with weights version {runner.model_version}: it can't load version {version}: "
+    return Waiting(
+        cause="refused", what=str(runner), text=text + _short(why), runner=runner.name,
+        incarnation=runner.incarnation, seen=runner.seen, server=runner.server,
     )
 
 

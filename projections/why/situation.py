@@ -60,8 +60,8 @@ class RunnerSnapshot:
     model_version: int = 0
     loading: int | None = None
     """The version of the weights that it is loading now."""
-    refused: int | None = None
-    """The version that it could not load: it goes on with what it had."""
+    refused: tuple[int, str] | None = None
+    """The version that it could not load, and why: it goes on with what it had."""
     seen: float | None = None
     """Its last sign of life, where the system told."""
     progressed: float | None = None
@@ -161,7 +161,7 @@ def _observe_runner(situation: SystemSnapshot, event: ev.Event, at: float) -> No
         case ev.WeightsLoaded():
             runner.model_version, runner.refused = event.version, None
         case ev.WeightsFailed():
-            runner.refused = event.version
+            runner.refused = event.version, event.error
 
 
 def _progress(situation: SystemSnapshot, name: str, incarnation: int, at: float) -> None:
@@ -295,6 +295,8 @@ def with_live(
                 life.reason = row.get("reason") or life.reason
             life.silent, life.trouble = row.get("silent"), row.get("trouble") or ""
             life.waits_for = row.get("waits_for") or ""
+            if "refused" in row:
+                life.refused = (told["weights_version"], row["refused"]) if row["refused"] else None
             if life.seen is not None and life.silent:
                 life.silent += max(0.0, now - life.seen)  # it was silent then, and has been since
         if name in servers:

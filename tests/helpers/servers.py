@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -20,8 +21,18 @@ from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.testing import wait_until
 
-__all__ = ["EXTENSION", "ServerProcess", "ended", "free_port", "letters", "over_http", "real_server", "runs_by",
-           "stand_in"]
+__all__ = [
+    "EXTENSION",
+    "ServerProcess",
+    "ended",
+    "free_port",
+    "letters",
+    "over_http",
+    "real_server",
+    "restarted_by_command",
+    "runs_by",
+    "stand_in",
+]
 
 EXTENSION = "trinity_es.actors.engines.vllm_weights.WorkerExtension"
 
@@ -86,6 +97,24 @@ def stand_in(model: Path, log: Path, *arguments: str, port: int = 0) -> ServerPr
     port = port or free_port()
     command = [sys.executable, "-m", "tests.helpers.vllm_stand_in", "--port", str(port), "--model", str(model)]
     return ServerProcess([*command, *arguments], port, log)
+
+
+@contextlib.contextmanager
+def restarted_by_command(model: Path, folder: Path) -> Iterator[tuple[ServerProcess, str, Path]]:
+    """A stand-in that takes no weights, a command that ends it and starts another, and a file with a pid for each."""
+    server, pids, script = stand_in(model, folder / "server.log", "--no-dev").start(), folder / "pids", folder / "sh"
+    assert server.process is not None
+    pids.write_text(f"{server.process.pid}\n")
+    script.write_text(
+        f"kill -9 $(tail -n 1 {pids})\ncd {ROOT}\n"
+        f"nohup {shlex.join(server.command)} --model \"$1\" >> {server.log} 2>&1 &\necho $! >> {pids}\n"
+    )
+    try:
+        yield server.ready(), f"sh {script} {{path}}", pids
+    finally:
+        server.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pids.read_text().split()[-1]), signal.SIGKILL)
 
 
 def real_server(model: Path, log: Path, *arguments: str, dev: bool = True) -> ServerProcess:

@@ -31,6 +31,16 @@ def problems(row: dict[str, Any], servers: list[dict[str, Any]], child: str | No
     return list(health.problems(config, out, live, []))
 
 
+def shown(rows: list[dict[str, Any]]) -> str:
+    found = {
+        "store": "s", "up": True, "admin": {"pid": 1}, "coordinator": None, "runners": rows, "batches": [],
+        "problems": ["something"],
+    }
+    out = io.StringIO()
+    health.show(Console(file=out, width=200), found)
+    return out.getvalue()
+
+
 def server(*, wanted: bool = True) -> dict[str, Any]:
     return {"runner": "runner-0", "url": URL, "wanted": wanted}
 
@@ -66,13 +76,34 @@ def test_a_runner_whose_engine_ended_after_it_had_served_needs_nobody() -> None:
     assert line.startswith("runner-0 failed: it broke; it is started again")
 
 
+REFUSAL = f"{URL} takes no weights. Start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+
+
+@pytest.mark.parametrize("row", [
+    {"state": "ready"}, {"state": "failed", "places": 4, "reason": f"it could not load weights 1: {REFUSAL}"},
+])
+def test_a_runner_that_can_t_load_the_current_weights_is_a_problem_with_its_reason_and_a_way_out(
+    row: dict[str, Any]
+) -> None:
+    [line] = problems({"places": 4, "model_version": 0, "refused": REFUSAL} | row, [server()])
+    assert REFUSAL in line
+    assert "or publish a newer version: it tries again by itself; or take its server away" in line
+    assert f"`trinity-es scale CONFIG --remove {URL}`" in line
+    if row["state"] == "ready":
+        assert line.startswith("runner-0 goes on with weights version 0: it can't load version")
+    assert problems(row | {"state": "ready", "refused": ""}, [server()]) == []
+
+
+@pytest.mark.parametrize(("load", "said"), [
+    (64, "64 of 64 places taken"), (70, "64 of 64 places taken, 6 more units sent ahead"), (3, "3 of 64 places taken"),
+])
+def test_no_more_places_are_taken_than_there_are(load: int, said: str) -> None:
+    rows = [{"runner": "runner-0", "state": "ready", "pid": 2, "load": load, "places": 64}]
+    assert f", {said}\n" in shown(rows)
+
+
 def test_a_person_is_shown_what_a_runner_waits_for() -> None:
     rows = [{"runner": "runner-0", "state": "started", "pid": 2, "waits_for": AWAITED}]
-    found = {
-        "store": "s", "up": True, "admin": {"pid": 1}, "coordinator": None, "runners": rows, "batches": [],
-        "problems": ["something"],
-    }
-    out = io.StringIO()
-    health.show(Console(file=out, width=200), found)
-    assert f"waits to start its engine: {AWAITED}, pid 2" in out.getvalue()
-    assert "all is well" not in out.getvalue()
+    text = shown(rows)
+    assert f"waits to start its engine: {AWAITED}, pid 2" in text
+    assert "all is well" not in text

@@ -223,3 +223,27 @@ def test_a_worker_s_model_waits_for_nothing_on_a_loop_that_it_has_not() -> None:
     blocking = {name for name, value in vars(Model).items() if hasattr(value, "__wrapped__")}
     assert blocking >= {"chat", "generate", "convert_messages_to_experience"}
     assert blocking - vars(_RemoteModel).keys() == set()
+
+
+# --- after the run ----------------------------------------------------------------------------------------------------
+async def test_a_model_whose_run_is_over_answers_nothing_more() -> None:
+    class Late(Recorder):
+        over = asyncio.Event()
+
+        async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
+            found = await super().generate(prompt, sampling)
+            await self.over.wait()
+            return found
+
+    model = Model(engine := Late(response="yes"))
+    late = asyncio.create_task(model.chat_async(HELLO))
+    await asyncio.sleep(0)
+    await model.aclose()
+    engine.over.set()
+    asked = len(engine.asked)
+    for call in (late, model.chat_async(HELLO), model.generate_async("a"), model.logprobs_async([1, 2])):
+        with pytest.raises(WorkflowError, match="its run is over: let a workflow await all that it starts"):
+            await call
+    assert len(engine.asked) == asked, "the engine is not asked for what nobody keeps"
+    with pytest.raises(WorkflowError, match="its run is over"):
+        model.extract_experience_from_history()

@@ -58,7 +58,7 @@ def test_a_start_that_gives_up_says_what_each_runner_waits_for() -> None:
     with pytest.raises(StartupError) as failed:
         wait_ready(lambda: now, 0.0, runners=2)
     assert str(failed.value) == (
-        "not all of 2 runners were ready after 0.0 s: runner-0 started, waits to start its engine: http://a:1 does "
+        "not all of 2 runners were ready after 0.0 s: runner-0 waits to start its engine: http://a:1 does "
         "not answer (ConnectError); runner-1 retired"
     )
 
@@ -73,3 +73,15 @@ def test_a_start_tells_what_a_runner_waits_for_while_it_waits(capsys: pytest.Cap
         "runner-0: loading engine…",
         "runner-0: waits to start its engine: http://a:1 does not answer (ConnectError)",
     ]
+
+
+def test_a_runner_that_loads_weights_is_not_ready_yet(capsys: pytest.CaptureFixture[str]) -> None:
+    now = status({"runner-0": "ready"}, {})
+    now["runners"][0] |= {"loading": 3, "waits_for": "the restart command of http://a:1"}
+    with pytest.raises(StartupError, match="runner-0 loading weights version 3, waits for the restart command of"):
+        wait_ready(lambda: now, 0.0, runners=1)
+    Progress()(now)
+    assert capsys.readouterr().err == (
+        "runner-0: loading weights version 3, waits for the restart command of http://a:1\n")
+    now["runners"][0] |= {"loading": None}
+    wait_ready(lambda: now, 0.0, runners=1)

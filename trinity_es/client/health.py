@@ -19,11 +19,11 @@ from trinity_es.events.store.retry import within
 from trinity_es.events.values import BatchId
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.tables.runner_history import natural
-from trinity_es.projections.why.answer import ADD_SERVER, Why, mend, span, start_server, unread
+from trinity_es.projections.why.answer import ADD_SERVER, Why, mend, mend_weights, span, start_server, unread
 from trinity_es.projections.why.explain import SILENT_SECONDS
 from trinity_es.projections.why.situation import RunnerSnapshot, SystemSnapshot, with_live
 from trinity_es.system import remembered_log_end
-from trinity_es.text import plain
+from trinity_es.text import does, plain
 
 __all__ = ["explain", "facts", "look", "problems", "show"]
 
@@ -225,6 +225,12 @@ def _wrong(life: RunnerSnapshot, now: float) -> str | None:
     match life.state:
         case "retired":  # it was let go: that it says nothing any more is as it should be
             return None
+        case "failed" if life.refused is not None:
+            return f"failed: {life.reason}; {mend_weights(life.server)}"
+        case "ready" if life.refused is not None:
+            version, why = life.refused
+            return (f"goes on with weights version {life.model_version}: it can't load version {version}, the current "
+                    f"one: {why}; {mend_weights(life.server)}")
         case "failed" if life.places:  # it has served: its process ends, and another follows
             return f"failed: {life.reason}; it is started again"
         case "failed":
@@ -265,14 +271,15 @@ def show(out: Console, found: dict[str, Any]) -> None:
         line(f"coordinator  pid {coordinator['pid']}, epoch {coordinator['epoch']}, "
              f"weights version {found['weights_version']}")
     for r in found["runners"]:
-        load = f", {r['load']} of {r['places']} places taken" if "load" in r and r.get("places") else ""
+        load = ""
+        if "load" in r and r.get("places"):  # more units than places: they are short, and the next ones wait there
+            ahead = f", {r['load'] - r['places']} more units sent ahead" if r["load"] > r["places"] else ""
+            load = f", {min(r['load'], r['places'])} of {r['places']} places taken{ahead}"
         version = f", version {r['model_version']}" if r.get("model_version") is not None else ""
         of = r.get("model", "rollout")
         version = version if of == "rollout" else f", auxiliary model {of}"
-        loading = f"waits to start its engine: {r['waits_for']}" if r.get("waits_for") else "loading engine…"
-        state = loading if r["state"] == "started" else r["state"]
         endpoint = f", {r['endpoint']}" if r.get("endpoint") else ""
-        line(f"{r['runner']:<12} {state}, pid {r['pid']}{version}{load}{endpoint}")
+        line(f"{r['runner']:<12} {does(r)}, pid {r['pid']}{version}{load}{endpoint}")
     line(f"open batches {len(found['batches'])}")
     for b in found["batches"]:
         running = f", {b['running_units']} units running, {b['pending_units']} waiting" if "running_units" in b else ""

@@ -174,7 +174,8 @@ class RolloutModelConfig(Section):
     """Further arguments of the engine class as they are (vLLM: AsyncEngineArgs)."""
     server_args: Args = Field(default_factory=dict)
     """Options of the engine's HTTP server, as `vllm serve` has them: `{tool_call_parser: hermes}` (which lets clients
-    say `tool_choice: auto`), `reasoning_parser`, `chat_template`, ... Its address and its key are not among them."""
+    say `tool_choice: auto`), `reasoning_parser`, ... Its address and its key are not among them. `chat_template` and
+    `default_chat_template_kwargs` hold for `self.model.chat` in workflows, too."""
     script: Args = Field(default_factory=dict)
     """What the scripted engine plays (see trinity_es.testing)."""
 

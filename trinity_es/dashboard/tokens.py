@@ -155,11 +155,7 @@ def _is_bytes(e: Experience) -> bool:
 
 def _spans(e: Experience, response: int) -> list[tuple[int, int, int]]:
     """(version, start, end) over the response, of what `info` says: it is a user's, and may hold anything."""
-    found = []
-    spans = e.info.get("version_spans")
-    for span in spans if isinstance(spans, list) else ():
-        if isinstance(span, list) and len(span) == 3 and all(isinstance(n, int) for n in span):
-            found.append((span[0], span[1], span[2]))
+    found = e.version_spans
     version = e.info.get("model_version")
     if not found and isinstance(version, int) and not e.info.get("model_version_drift"):
         found.append((version, 0, response))

@@ -98,12 +98,11 @@ def given(record: Record, payload: bytes, way: Backend) -> RecordedCompletion:
         raise EngineError(f"the answer of {way.runner} can't be recorded: {e}") from e
     message = record["message"]
     for index, experience in zip(record["choices"], experiences, strict=True):
-        versions = [int(span[0]) for span in experience.info.get("version_spans", ())]
-        versions = versions or [int(experience.info["model_version"])]
+        oldest, newest = experience.model_versions
         experience.eid = EID(batch=BATCH, task=message, suffix=message if index == 0 else f"{message}-{index}")
         experience.info = {
-            **experience.info, "message_id": message, "runner": way.runner, "model_version": versions[0],
-            "model_version_drift": versions[-1] - versions[0], "use_count": 0,
+            **experience.info, "message_id": message, "runner": way.runner, "model_version": oldest,
+            "model_version_drift": newest - oldest, "use_count": 0,
         }
     answer = Answer(
         message=message, runner=way.runner, incarnation=way.incarnation, model_version=min(record["versions"]),

@@ -19,6 +19,7 @@ from trinity_es.events.store.log_end import Claim
 from trinity_es.system.launch import launch
 from trinity_es.system.leftovers import end_all_leftovers
 from trinity_es.system.running_system import end, last_known, processes, wait_gone
+from trinity_es.text import does
 
 __all__ = ["start", "stop", "wait_ready"]
 
@@ -84,7 +85,7 @@ def wait_ready(
     status: Callable[[], dict[str, Any]], timeout: float, *, progress: Callable[[dict[str, Any]], None] | None = None,
     runners: int, servers: int = 0,
 ) -> None:
-    """Wait until all runners serve. Raises StartupError with the reason of the first one that failed.
+    """Wait until all runners serve, and load no weights. Raises StartupError with the reason of the first that failed.
 
     `status` asks the system; `progress` is told each answer. `servers`: so many of the runners are for servers of
     others. Where fewer are wanted by now, those are waited for, and one at least.
@@ -107,16 +108,12 @@ def wait_ready(
                 )
         failed = [r for r in states.values() if r["state"] == "failed"]
         if failed:
-            raise StartupError(f"{failed[0]['runner']} could not start its engine: {failed[0]['reason']}")
-        if sum(r["state"] == "ready" for r in states.values()) >= needed:
+            what = "serves nothing" if failed[0].get("refused") else "could not start its engine"
+            raise StartupError(f"{failed[0]['runner']} {what}: {failed[0]['reason']}")
+        if sum(r["state"] == "ready" and r.get("loading") is None for r in states.values()) >= needed:
             return
         if time.monotonic() > deadline:
-            awaited = {name: r["waits_for"] for name, r in states.items()
-                       if r["state"] == "started" and r.get("waits_for")}
-            waiting = [
-                f"{name} {r['state']}" + (f", waits to start its engine: {awaited[name]}" if name in awaited else "")
-                for name, r in states.items()
-            ]
+            waiting = [f"{name} {does(r)}" for name, r in states.items()]
             raise StartupError(
                 f"not all of {needed} runners were ready after {timeout} s: {'; '.join(waiting) or 'none answered'}"
             )

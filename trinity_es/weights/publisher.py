@@ -27,7 +27,7 @@ from trinity_es.actors.commands import (
     SyncWeights,
 )
 from trinity_es.actors.engines.adapters import checked_adapter
-from trinity_es.actors.engines.checkpoints import difference, reference_shapes
+from trinity_es.actors.engines.checkpoints import difference, reference_shapes, unloadable
 from trinity_es.actors.engines.weight_transfer import WeightSender
 from trinity_es.config.config import Config
 from trinity_es.events.errors import SyncError, TrinityError
@@ -105,9 +105,13 @@ class Publisher:
 
     def _publish_folder(self, version: int, path: str | Path, timeout: float) -> dict[str, Any]:
         folder = Path(path).absolute()
-        engine = self.config.explorer.rollout_model.engine_type
-        if engine in ("vllm", "http") and not (folder / "config.json").is_file():
-            raise SyncError(f"{folder} is no checkpoint in HF format: it has no config.json")
+        model = self.config.explorer.rollout_model
+        if model.engine_type in ("vllm", "http"):
+            if not (folder / "config.json").is_file():
+                raise SyncError(f"{folder} is no checkpoint in HF format: it has no config.json")
+            problem = unloadable(str(folder), *reference_shapes(model.model_path))
+            if problem:  # published, it would be the version that every engine that comes up must have
+                raise SyncError(f"version {version} was not published: {problem}")
         in_memory = memory_dir(self.config) in folder.parents
         before = current_weights(self.log()).version
         method = "memory" if in_memory else "checkpoint"

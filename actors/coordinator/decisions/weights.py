@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from trinity_es.actors.messages import WeightsLoadResult
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import SyncError
-from trinity_es.projections.runner import RunnerLife, Weights
+from trinity_es.projections.runner import RunnerLife, RunnerState, Weights
 
 __all__ = ["load_result", "publish"]
 
@@ -37,7 +37,7 @@ def load_result(life: RunnerLife, result: WeightsLoadResult, current: Weights, *
     """Return what became of a load. `place_gone`: there is nothing where the current weights were published.
 
     A runner that could not load goes on with what it had, if that was current once. One that came up with older weights
-    fails: better no runner than wrong weights.
+    fails: better no runner than wrong weights. It tries again every few seconds: what it says again is no news.
     """
     name, incarnation = life.name, life.incarnation
     if result.error is None:
@@ -46,6 +46,9 @@ def load_result(life: RunnerLife, result: WeightsLoadResult, current: Weights, *
         )
         return [loaded]
     failed = ev.WeightsFailed(runner=name, incarnation=incarnation, version=result.version, error=result.error)
+    again = life.refused == (result.version, result.error)
+    if again and (life.served or life.state is RunnerState.FAILED):
+        return []
     if life.served:
         return [failed]
     reason = f"it could not load weights {result.version}: {result.error}"

@@ -46,7 +46,7 @@ class RunnerLifecycle:
         new = known is None or known.incarnation < incarnation
         if new:
             self.forget_earlier_lives(name, incarnation)
-        lacks = self.adapters.lacks(message)
+        lacks = self.weights.lacks(message) or self.adapters.lacks(message)
         self.live.record(*runners.reported(None if new or known is None else known.life, message, lacks))
         if new or known is None:
             known = self.registry.runners[name] = RunnerRecord(self.live.lives[name, incarnation], progressed=now)

@@ -85,8 +85,8 @@ class RunnerRegistry:
         return [r for r in self.runners.values() if r.life.model == "rollout"]
 
     def up(self) -> list[RunnerRecord]:
-        """Return the runners of the rollout model whose engines run, those that failed for want of adapters too."""
-        return [r for r in self.rollout() if r.up]
+        """Return the runners of the rollout model whose engines run, those that failed for want of weights too."""
+        return [r for r in self.rollout() if r.up or r.state is RunnerState.READY]
 
     def ready(self) -> list[RunnerRecord]:
         """Return the runners of the rollout model whose engines serve."""
@@ -113,6 +113,8 @@ class RunnerRegistry:
                 "places": r.life.places,
                 "load": load.get((r.name, r.incarnation), 0),
                 "model_version": r.model_version,
+                "loading": r.loading,
+                "refused": r.life.refuses(self.live.weights),
                 "adapters": dict(r.adapters),
                 "reason": r.life.reason,
                 "seen": r.seen,

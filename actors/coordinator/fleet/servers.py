@@ -13,13 +13,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trinity_es.actors.coordinator.decisions import batches, servers
-from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
+from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.fleet.server_list import ServerList
 from trinity_es.actors.messages import CancelUnits, Servers
 from trinity_es.actors.settings import ServersSettings
 from trinity_es.events.values import BatchId
 from trinity_es.projections.runner import RunnerLife, RunnerState, newest_life
 from trinity_es.projections.servers import leaving
+from trinity_es.projections.why.answer import mend_weights
 
 __all__ = ["LOOK_SECONDS", "ServerFleet"]
 
@@ -77,7 +78,8 @@ class ServerFleet:
                 retire[server.runner] = life.incarnation
             else:
                 there[server.runner] = server.url
-        self._tell(Servers(there, retire))
+        current = self._live.weights
+        self._tell(Servers(there, retire, (current.version, current.path)))
 
     def scale(self, add: Iterable[str], remove: Iterable[str]) -> None:
         """Record what a person changes. Raises DataError for what can't be."""
@@ -97,10 +99,19 @@ class ServerFleet:
                 "url": s.url, "runner": s.runner, "by": s.by, "wanted": s.wanted,
                 "state": there[s.runner].state if s.runner in there else "unknown",
                 "waits_for": there[s.runner].waits_for if s.runner in there else "",
+                "problem": self._problem(there[s.runner], s.url) if s.runner in there else "",
             }
             for s in sorted(self._live.servers.values(), key=lambda s: s.runner)
             if s.wanted or not servers.has_retired(newest_life(self._live.lives, s.runner))
         ] if self.enabled else []
+
+    def _problem(self, runner: RunnerRecord, url: str) -> str:
+        """Return what is wrong with a runner, and the way out where its weights are; empty: nothing."""
+        said, why = runner.life.reason, runner.life.refuses(self._live.weights)
+        if why and runner.state is RunnerState.READY:
+            version = self._live.weights.version
+            said = f"goes on with weights version {runner.model_version}: it can't load version {version}: {why}"
+        return f"{said}; {mend_weights(url)}" if why else said
 
     def _is_drained(self, life: RunnerLife, units: int) -> bool:
         assert self._settings is not None

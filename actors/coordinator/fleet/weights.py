@@ -16,7 +16,7 @@ from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerReg
 from trinity_es.actors.coordinator.fleet.weight_group import WeightGroup
 from trinity_es.actors.messages import LoadWeights, RunnerStatus, WeightsLoadResult
 from trinity_es.events.errors import SyncError
-from trinity_es.projections.runner import Weights
+from trinity_es.projections.runner import RunnerState, Weights
 
 __all__ = ["SyncWaiter", "WeightLoading"]
 
@@ -76,6 +76,16 @@ class WeightLoading:
         if self._rolling is not None:
             runner.loading, runner.loading_since = message.loading, self.registry.sender.now()
 
+    def lacks(self, message: RunnerStatus) -> str:
+        """Return why a life that failed stays so though its engine is ready, as it could not load the current weights
+        and never served; empty: it does not.
+        """
+        life = self.live.lives.get((message.name, message.incarnation))
+        if life is None or life.state is not RunnerState.FAILED or life.served or life.refused is None:
+            return ""
+        behind = message.state == "ready" and message.model_version != self.live.weights.version
+        return life.reason if behind else ""
+
     def on_status(self, runner: RunnerRecord, message: RunnerStatus) -> None:
         """Have a runner that said how it is load what it lacks."""
         self._unknown.discard(runner.name)
@@ -119,7 +129,7 @@ class WeightLoading:
         self.live.record(*weights.publish(self.live.weights, new, serving, again=again))
         waiter = SyncWaiter(version, from_group=method == "nccl" and self.group.whole())
         self.sync_waiters.append(waiter)
-        for runner in self.registry.ready():
+        for runner in self.registry.up():  # one that failed, as it could not load the version before, too
             if runner.model_version != version:
                 waiter.waiting_on.add(runner.name)
                 runner.could_not_load = None

@@ -268,16 +268,23 @@ def test_a_restart_command_brings_weights_into_a_server_that_takes_none(
                 assert (await asked)[0].version_spans == ((0, 0, 8),)  # type: ignore[attr-defined]
                 assert (await engine.generate("a", EIGHT))[0].version_spans == ((3, 0, 8),)  # type: ignore[attr-defined]
                 assert server.ask("/v1/models")["data"][0]["root"] == str(other)
+            known = {"restart_command": command, "weights": (3, str(other))}
+            process = pids.read_text()
+            async with met(server, tiny, **known) as engine:  # another runner, of a server that has the current weights
+                assert (await engine.generate("a", EIGHT))[0].version_spans == ((3, 0, 8),)  # type: ignore[attr-defined]
+                assert engine.model_version == 3
+            assert pids.read_text() == process, "it was not restarted"
             server.kill()
             ServerProcess(["kill", "-9", pids.read_text().strip()], 0, tmp_path / "log4").start().process.wait()  # type: ignore[union-attr]
-            async with met(server, tiny, restart_command=command, restart_after=0.5) as engine:  # it is not there
-                assert (await engine.generate("a", EIGHT))[0].version_spans == ((0, 0, 8),)  # type: ignore[attr-defined]
+            async with met(server, tiny, **known, restart_after=0.5) as engine:  # it is not there
+                assert (await engine.generate("a", EIGHT))[0].version_spans == ((3, 0, 8),)  # type: ignore[attr-defined]
+                assert server.ask("/v1/models")["data"][0]["root"] == str(other)
             for lazy, told in (("true", "did not come back"), ("sleep 60", "had not ended after 1 s")):
                 with pytest.raises(EngineError, match=told):
-                    async with met(server, other, restart_command=lazy, restart_timeout=1.0):
+                    async with met(server, tiny, restart_command=lazy, restart_timeout=1.0):
                         pass
             with pytest.raises(EngineError, match=r"servers.restart_command failed \(exit status 5\)"):
-                async with met(server, other, restart_command="exit 5"):
+                async with met(server, tiny, restart_command="exit 5"):
                     pass
         finally:
             ServerProcess(["kill", "-9", pids.read_text().strip()], 0, tmp_path / "log5").start().process.wait()  # type: ignore[union-attr]

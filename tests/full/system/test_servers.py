@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
+import signal
 import time
 from collections import Counter
 from functools import partial
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import trinity_es
 from tests.helpers.engines import largest_difference
 from tests.helpers.real_engine import TOLERANCE
 from tests.helpers.servers import (
@@ -23,6 +26,7 @@ from tests.helpers.servers import (
     letters,
     over_http,
     real_server,
+    restarted_by_command,
     runs_by,
     stand_in,
 )
@@ -32,7 +36,7 @@ from trinity_es import Task, Workflow
 from trinity_es.cli import app
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import DataError
+from trinity_es.events.errors import DataError, StartupError, SyncError
 from trinity_es.events.experience import Experience
 from trinity_es.testing import wait_until
 
@@ -314,3 +318,75 @@ def test_a_server_that_ends_twice_in_a_batch_fails_no_task_though_none_is_attemp
     lost = events(client, ev.AttemptFailed)
     assert lost
     assert not any(e.blamed for e in lost)
+
+
+def said(client: RolloutClient, *command: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, [*command, "--log", client.config.store.url])
+    return done.exit_code, done.stdout
+
+
+def test_a_server_that_can_t_have_the_current_weights_is_named_everywhere_and_holds_up_the_next_start(
+    start_system: StartSystem, tiny: Path, other: Path, tmp_path: Path
+) -> None:
+    server = stand_in(tiny, tmp_path / "server.log", "--no-dev").start()
+    with ended(server):
+        explorer, store = over_http(tiny, urls=[server.ready().url]), {"url": f"sqlite:///{tmp_path}/log.sqlite"}
+        client = start_system(explorer=explorer, store=store)
+        with pytest.raises(SyncError, match="takes no weights"):
+            client.sync_weights(1, other)
+        behind = "goes on with weights version 0: it can't load version 1"
+        reason = "takes no weights. Start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+        way = "publish a newer version: it tries again by itself"
+        client.submit_batch(batch_id=1, tasks=letters(4), batch_type="train")
+        for command, code in ((["status"], 1), (["why", "1"], 0), (["scale"], 0)):
+            exit_code, told = said(client, *command)
+            assert exit_code == code, told
+            assert all(part in told for part in (behind, reason, way)), told
+        assert client.finalize_train_batch(1, timeout=60)["finished_task_count"] == 4
+        assert {e.info["model_version"] for e in client.experiences(1)} == {0}
+        client.shutdown()
+        with pytest.raises(StartupError, match=f"could not load weights 1: .*{reason}"):
+            start_system(explorer=explorer, store=store)
+        with trinity_es.connect(client.config) as again:
+            again.submit_batch(batch_id=2, tasks=letters(4), batch_type="train")
+            for command in (["status"], ["why", "2"]):
+                exit_code, told = said(again, *command)
+                assert exit_code == 1, told
+                assert all(part in told for part in ("could not load weights 1", reason, way)), told
+            assert reason in said(again, "scale")[1]
+            server.kill()
+            server.command.remove("--no-dev")
+            server.start()
+            assert again.finalize_train_batch(2, timeout=90)["finished_task_count"] == 4
+            assert {e.info["model_version"] for e in again.experiences(2)} == {1}
+            assert said(again, "status")[0] == 0
+
+
+def test_a_restart_command_restarts_a_server_once_a_version(
+    start_system: StartSystem, tiny: Path, other: Path, tmp_path: Path
+) -> None:
+    with restarted_by_command(tiny, tmp_path) as (server, command, pids):
+        explorer = over_http(tiny, urls=[server.url], restart_command=command, restart_after=1.0)
+        store = {"url": f"sqlite:///{tmp_path}/log.sqlite"}
+        client = start_system(explorer=explorer, store=store)
+
+        def restarts() -> int:
+            return len(pids.read_text().split()) - 1
+
+        assert restarts() == 0
+        client.sync_weights(1, other)
+        assert restarts() == 1
+        client.restart_runner("runner-0")
+        client.wait_ready(60)
+        assert restarts() == 1, "another runner finds it with the current weights"
+        os.kill(int(pids.read_text().split()[-1]), signal.SIGKILL)
+        wait_until(lambda: restarts() == 2, "it to be started again", 60)
+        client.wait_ready(60)
+        client.submit_batch(batch_id=1, tasks=letters(4), batch_type="train")
+        assert client.finalize_train_batch(1, timeout=60)["finished_task_count"] == 4
+        assert {e.info["model_version"] for e in client.experiences(1)} == {1}
+        assert restarts() == 2, "once, with the current weights"
+        client.shutdown()
+        again = start_system(explorer=explorer, store=store)
+        again.sync_weights(2, tiny)
+        assert restarts() == 3

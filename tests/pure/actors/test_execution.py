@@ -83,6 +83,29 @@ def test_p8_a_run_is_stamped_with_where_it_is_from_and_which_weights_made_it() -
     assert status.metrics[0] == {"score": 2.0, "reward": 0.5, "time/run_execution": 0.0}
 
 
+class TwoVersions(Workflow):
+    """Asks once before and once after a change of weights; and makes an experience that says nothing of versions."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        found = await self.model.chat_async([{"role": "user", "content": "hello"}], max_tokens=4)
+        self.model.engine.model_version += 1
+        found += await self.model.chat_async([{"role": "user", "content": "hello"}], max_tokens=4)
+        found.append(Experience(tokens=[1, 2], prompt_length=1))
+        for step, experience in enumerate(found):
+            experience.reward, experience.eid.step = 1.0, step
+        self.model.engine.model_version += 1
+        return found
+
+
+def test_p9_an_experience_is_stamped_with_the_weights_that_made_its_own_tokens() -> None:
+    _, experiences = asyncio.run(runner().run_task(Task(workflow=TwoVersions), 1))
+    stamps = [(e.info["model_version"], e.info["model_version_drift"]) for e in experiences]
+    assert stamps == [(3, 2), (4, 1), (3, 2)]
+    assert [e.model_versions for e in experiences] == [(3, 3), (4, 4), (3, 5)]
+
+
 def test_p8_evals_return_no_experiences() -> None:
     status, experiences = asyncio.run(runner().run_task(Task(workflow=Repeats, is_eval=True), "1/x", 2))
     assert (status.ok, experiences) == (True, [])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -114,6 +116,22 @@ def test_a_runner_that_has_served_goes_on_with_what_it_had_and_one_that_has_not_
     assert "a restart of the machine empties: publish them again" in ended.reason  # type: ignore[attr-defined]
     _, ended = weights.load_result(life(), result, MEMORY, place_gone=False)
     assert ended.reason == "it could not load weights 3: no such file"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_a_runner_that_tries_again_in_vain_is_no_news(served: bool) -> None:
+    tried = life(served=served)
+    lives: Lives = {(tried.name, tried.incarnation): tried}
+    result = WeightsLoadResult(tried.name, tried.incarnation, 3, 0.1, "no such file")
+    for event in weights.load_result(tried, result, MEMORY, place_gone=False):
+        evolve_lives(lives, event, MEMORY)
+    assert tried.refuses(MEMORY) == "no such file"
+    assert weights.load_result(tried, result, MEMORY, place_gone=False) == []
+    other = replace(result, error="no space")
+    assert types(weights.load_result(tried, other, MEMORY, place_gone=False))[0] == "WeightsFailed"
+    loaded = ev.WeightsLoaded(runner=tried.name, incarnation=tried.incarnation, version=3, seconds=0.1)
+    evolve_lives(lives, loaded, MEMORY)
+    assert tried.refuses(MEMORY) == ""
 
 
 # --- the fold -------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from trinity_es.actors.settings import ServersSettings, checked_url
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, DataError
-from trinity_es.projections.runner import RunnerLife, RunnerState
+from trinity_es.projections.runner import RunnerLife, RunnerState, Weights
 from trinity_es.projections.servers import Servers, evolve_servers, leaving
 from trinity_es.testing import wait_until
 
@@ -157,7 +157,7 @@ class Leaving:
         life = RunnerLife(name="runner-0", incarnation=1, state=state)
         live = SimpleNamespace(
             servers=after(added(A, 0), added(B, 1), removed(A, 0, "scale")), lives={("runner-0", 1): life}, batches={},
-            record=lambda *events: None, then=lambda call: call(),
+            weights=Weights(), record=lambda *events: None, then=lambda call: call(),
         )
         self.registry = RunnerRegistry(live, self, clock=lambda: 0.0)  # type: ignore[arg-type]  # stand-ins
         settings = ServersSettings(urls=[A, B], file="", command="", poll_interval=1.0, drain_timeout=10.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,14 @@ from trinity_es.actors.engines import vllm_weights
 from trinity_es.actors.engines.checkpoints import read_tensor, torch_type, unloadable
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.engines.vllm_engine import VLLMEngine
-from trinity_es.actors.messages import GroupJoinResult, JoinGroup, LoadWeights, RunnerDied, WeightsLoadResult
+from trinity_es.actors.messages import (
+    GroupJoinResult,
+    JoinGroup,
+    LoadWeights,
+    RunnerDied,
+    RunnerStatus,
+    WeightsLoadResult,
+)
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, EngineError, SyncError, WeightNotFound
@@ -176,6 +184,22 @@ def test_p34_a_version_that_is_refused_leaves_nothing_in_memory(config: Config) 
     assert left(config) == []
 
 
+def test_p34_a_checkpoint_that_no_engine_could_load_is_not_published(config: Config, tmp_path: Path) -> None:
+    mine, calls = publisher(config, lambda command, log: pytest.fail("it was published"))
+    folder = tmp_path / "step_1"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(SyncError, match=r"version 1 was not published: .*step_1 holds no weights"):
+        mine.publish(1, folder, 1.0)
+    save_file(state() | {"model.norm.weight": np.zeros(5, np.float32)}, str(folder / "model.safetensors"))
+    with pytest.raises(SyncError, match=r"model.norm.weight has shape \[5\]"):
+        mine.publish(1, folder, 1.0)
+    (folder / "model.safetensors").write_bytes(b"half")
+    with pytest.raises(SyncError, match="can't be read"):
+        mine.publish(1, folder, 1.0)
+    assert calls == []
+
+
 def test_p34_a_version_that_failed_in_the_engines_stays_for_those_that_come_back(config: Config) -> None:
     def fail(command: SyncWeights, log: FakeLog) -> Any:
         log.path = command.path
@@ -192,6 +216,7 @@ class FakeBook:
     def __init__(self) -> None:
         self.weights = Weights()
         self.batches: dict[Any, Any] = {}
+        self.adapters: dict[str, Any] = {}
         self.lives: Lives = {}
         self.recorded: list[ev.Event] = []
 
@@ -304,6 +329,27 @@ def test_p34_a_version_in_memory_may_be_published_again_as_a_checkpoint_and_no_o
         fleet.weights.publish(1, "/disk/elsewhere", "checkpoint")
     with pytest.raises(SyncError, match="older"):
         fleet.weights.publish(0, "/dev/shm/x/version_0", "memory")
+
+
+def test_p9_a_runner_that_comes_up_and_can_t_load_the_current_version_stays_failed_until_it_can() -> None:
+    fleet, live, sender = crew_of()
+    fleet.weights.publish(1, "/disk/1", "checkpoint")
+    status = RunnerStatus("runner-0", 1, "ready", 10, "here", "http", places=4, model_version=0)
+    for _ in range(3):  # it says every few seconds how it is, and is told to try again
+        fleet.on_status(status, "its address")
+        fleet.weights.on_load_result(WeightsLoadResult("runner-0", 1, 1, 0.1, "it takes no weights"))
+    assert [type(e).__name__ for e in live.recorded] == [
+        "WeightsPublished", "RunnerStarted", "RunnerReady", "WeightsFailed", "RunnerFailed"]
+    assert [m.version for m in load_messages(sender)] == [1, 1, 1]
+    [row] = fleet.registry.status()
+    assert (row["state"], row["refused"]) == ("failed", "it takes no weights")
+    waiter = fleet.weights.publish(2, "/disk/2", "checkpoint")
+    assert waiter.waiting_on == {"runner-0"}
+    fleet.weights.on_load_result(WeightsLoadResult("runner-0", 1, 2, 0.1))
+    assert not waiter.waiting_on
+    fleet.on_status(replace(status, model_version=2), "its address")
+    [row] = fleet.registry.status()
+    assert (row["state"], row["refused"], row["loading"]) == ("ready", "", None)
 
 
 # --- the engine's side ----------------------------------------------------------------------------------------------

@@ -68,3 +68,34 @@ def test_a_runner_that_is_not_started_again_is_brought_back_by_name_and_its_serv
     assert f"`trinity-es restart-runner runner-0`, or take its server away: `trinity-es scale CONFIG --remove {URL}`" \
         in told
     assert "trinity-es restart-runner runner-0`; nothing" in str(story.why(5)), "what is no server is not taken away"
+
+
+REFUSAL = f"{URL} takes no weights. Start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+
+
+def test_a_runner_that_goes_on_with_older_weights_is_told_with_the_way_out_and_is_no_stall() -> None:
+    story = of_servers().runner().batch()
+    story.add("weights", ev.WeightsPublished(version=1, path="/1"))
+    story.add("runner/runner-0", ev.WeightsFailed(runner="runner-0", incarnation=1, version=1, error=REFUSAL))
+    story.dispatch(0)
+    row = {"refused": REFUSAL, "model_version": 0}
+    live = status(row, servers=[server()]) | {"weights_version": 1}
+    for told in (story.why(5, live=live, system={"up": True}), story.why(5)):
+        assert f"runner-0 #1 goes on with weights version 0: it can't load version 1: {REFUSAL}" in str(told)
+        assert "what to do: mend what it names, or publish a newer version: it tries again by itself" in str(told)
+        assert not told.stalled
+    assert f"--remove {URL}" in str(story.why(5, live=live, system={"up": True}))
+
+
+def test_a_runner_that_never_had_the_current_weights_holds_its_batch_up_until_a_person_mends_it() -> None:
+    story = of_servers().runner().batch()
+    story.add("weights", ev.WeightsPublished(version=1, path="/1"))
+    story.add("runner/runner-0", ev.WeightsFailed(runner="runner-0", incarnation=1, version=1, error=REFUSAL))
+    reason = f"it could not load weights 1: {REFUSAL}"
+    story.add("runner/runner-0", ev.RunnerFailed(runner="runner-0", incarnation=1, reason=reason))
+    told = story.why(5, live=status({"state": "failed", "reason": reason, "refused": REFUSAL}, servers=[server()])
+                     | {"weights_version": 1}, system={"up": True})
+    assert (told.cause, told.stalled) == ("refused", True)
+    assert REFUSAL in told.sentence
+    assert "publish a newer version: it tries again by itself" in str(told)
+    assert "restart-runner" not in str(told)

@@ -24,7 +24,7 @@ from trinity_es.cli.which_config import settings_of
 from trinity_es.client.rollout_client import connect
 from trinity_es.client.teardown import end_system
 from trinity_es.system import lifecycle, running_system
-from trinity_es.text import plain
+from trinity_es.text import does, plain
 
 __all__ = ["Progress", "down", "redo", "restart_runner", "scale", "up"]
 
@@ -80,8 +80,8 @@ def scale(
         return
     for s in servers:
         state = s["state"] if s["wanted"] else "ends its tasks, then leaves"
-        waits = f": {s['waits_for']}" if s["waits_for"] else ""
-        print(plain(f"{s['url']}  {s['runner']}  {state}{waits}"))
+        said = s["waits_for"] or s["problem"]
+        print(plain(f"{s['url']}  {s['runner']}  {state}{': ' if said else ''}{said}"))
     if not servers:
         print("there is no server")
 
@@ -158,12 +158,10 @@ class Progress:
 
     def __call__(self, status: dict[str, Any]) -> None:
         for runner in status["runners"]:
-            awaited = runner.get("waits_for")
-            loading = f"waits to start its engine: {awaited}" if awaited else "loading engine…"
-            does = loading if runner["state"] == "started" else runner["state"]
-            if self._last.get(runner["runner"]) != does:
-                self._last[runner["runner"]] = does
-                note(f"{runner['runner']}: {does}")
+            now = does(runner)
+            if self._last.get(runner["runner"]) != now:
+                self._last[runner["runner"]] = now
+                note(f"{runner['runner']}: {now}")
 
 
 def down(
