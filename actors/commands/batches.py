@@ -59,8 +59,9 @@ class SubmitBatch(Command[None]):
 class FinalizeBatch(Command[dict[str, Any]]):
     """Wait until a batch has what it needs, run the pipeline on a train batch, and end it.
 
-    Answered with `batch_id, batch_type, finished_task_count, metrics`; asked again, the same. Raises BatchNotFound,
-    BatchTypeMismatch, FinalizeTimeout, PipelineError.
+    Answered with `batch_id, batch_type, finished_task_count, metrics`; asked again, the same. Tasks that failed for
+    good are settled, and so in `finished_task_count`. Raises BatchNotFound, BatchTypeMismatch, FinalizeTimeout,
+    PipelineError.
     """
 
     name = "finalize"

@@ -30,6 +30,8 @@ class Remembering(Conversing):
         self.turns = Turns(self.encode, lambda ids: self.tokenizer.decode(ids), self.marks)
         """What this run read and wrote, turn by turn."""
         self._numbers = 0
+        self._tools: list[Any] = []
+        """Those that chats of this run were asked with, each once, the newest last."""
         self._history: dict[int, list[tuple[Experience, Turn]]] = {}
 
     def numbered(self) -> int:
@@ -62,6 +64,9 @@ class Remembering(Conversing):
             ))
             for completion, experience in found
         ]
+        if rendered is not None and found:
+            tools = found[0][1].tools
+            self._tools = [*(known for known in self._tools if known != tools), tools]
         self.usage.continued += any(turn is not None for turn in before.values())
         return [experience for _, experience in found]
 
@@ -101,17 +106,29 @@ class Remembering(Conversing):
         joined.info = {**{k: v for k, v in last.info.items() if not k.endswith("_spans")}, **joined.info}
         return joined
 
-    def _newest_sampled(self, messages: Sequence[Message], tools: Any) -> tuple[Turn, int] | None:
-        """Return the turn that gave the newest answer of a conversation which was sampled in it, and its number."""
+    def _newest_sampled(self, messages: Sequence[Message], tools: Any) -> tuple[Turn, int, Any] | None:
+        """Return the turn that gave the newest answer of a conversation which was sampled in it, its number, its tools.
+
+        Where no tools are named, they are those of this run's chats.
+        """
+        ways = self._tools[::-1] if tools is None else [tools]
         for i in range(len(messages) - 1, 0, -1):
-            if messages[i].get("role") == "assistant" and (turn := self._ends_with(messages[: i + 1], tools)):
-                return turn, i
+            if messages[i].get("role") != "assistant":
+                continue
+            for given in ways:
+                if turn := self._ends_with(messages[: i + 1], given):
+                    return turn, i, given
         return None
 
     def _asked_in(self, messages: Sequence[Message], tools: Any) -> bool:
-        """Return True if some answer of a conversation stands where this run asked for one."""
-        known = {turn.rendered for turn in self.turns}
-        return bool(known) and any(text in known for text in self.earlier_prompts(messages, tools))
+        """Return True if some answer of a conversation stands where this run asked for one, or is its word for word."""
+        known = {turn.rendered for turn in self.turns} - {None}
+        said = {turn.text.strip() for turn in self.turns if turn.rendered is not None} - {""}
+        ways = self._tools if tools is None else [tools]
+        return any(
+            m.get("role") == "assistant" and isinstance(m.get("content"), str) and m["content"].strip() in said
+            for m in messages
+        ) or (bool(known) and any(text in known for given in ways for text in self.earlier_prompts(messages, given)))
 
     def _ends_with(self, messages: Sequence[Message], tools: Any) -> Turn | None:
         """Return the turn that gave a conversation's last answer; None where somebody else did."""

@@ -230,8 +230,9 @@ class Model(Remembering):
         """Return a conversation as one experience, the first assistant's turn and all after it the response.
 
         What `chat` answered in it is there as it was sampled, with its logprobs, up to the newest such answer, and
-        nothing is asked of the engine. Turns of the assistant that others wrote, or changed, are not learned from:
-        `info["untrained_turns"]` names them. Where `temperature` is not that of the sampling, logprobs are asked for.
+        nothing is asked of the engine; `tools` are by default those of the run's chats. Turns of the assistant that
+        others wrote, or changed, are not learned from: `info["untrained_turns"]` names them. Where `temperature` is not
+        that of the sampling, logprobs are asked for.
 
         A conversation that this run asked nothing in is tokenized anew (`tokenized`), with the logprobs that this model
         gives the response; one that is longer than the engine's `max_model_len` is cut, and its `truncate_status` says
@@ -243,7 +244,7 @@ class Model(Remembering):
         longest = getattr(self.engine, "max_model_len", None)
         given = plain_messages(messages)
         found = None if as_text else self._newest_sampled(given, tools)
-        turn, last = (None, 0) if found is None else found
+        turn, last, tools = (None, 0, tools) if found is None else found
         others = [i for i, m in enumerate(given) if i > last and m.get("role") == "assistant"]
         judges = isinstance(self.engine, RemoteEngine)  # what others answered to a prompt that it may have had as well
         if turn is not None and not (judges and others):
@@ -260,8 +261,8 @@ class Model(Remembering):
             return sampled
         if not (as_text or judges) and self._asked_in(given, tools):
             raise WorkflowError(
-                "no answer of this conversation is in it as it was sampled, so none of its tokens was: return "
-                "extract_experience_from_history(), or give as_text=True to learn from the text as it stands"
+                "no answer of this conversation is in it as it was sampled, after the prompt that it was sampled for: "
+                "return extract_experience_from_history(), or give as_text=True to learn from the text as it stands"
             )
         experience = self.tokenized(messages, tools=tools, limit=longest - 1 if longest else None)
         if experience.truncate_status == "prompt_truncated":  # nothing in it is learned from

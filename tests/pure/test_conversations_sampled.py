@@ -109,6 +109,39 @@ async def test_a_conversation_with_no_answer_as_it_was_sampled_is_refused_unless
     assert engine.logprobs_asked == 1
 
 
+class Offering(Merging):
+    """Writes the names of tools before all else, as templates do."""
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+        names = ",".join(tool["name"] for tool in kwargs.pop("tools", None) or ())
+        return super().apply_chat_template([{"role": "system", "content": names}, *messages], **kwargs)
+
+
+@pytest.mark.parametrize("named", [True, False])
+async def test_a_conversation_with_tools_is_found_whether_or_not_they_are_named_again(named: bool) -> None:
+    engine = Sampler(["aa", "bb"], Offering())
+    model, tools = Model(engine), [{"name": "add"}]
+    messages: list[dict[str, Any]] = []
+    for ask, offered in (("a", [{"name": "sub"}]), ("b", tools)):
+        messages.append({"role": "user", "content": ask})
+        [answer] = await model.chat_async(messages, tools=offered)
+        messages.append({"role": "assistant", "content": answer.response_text})
+    e = await model.experience_from_messages_async(messages, tools=tools if named else None)
+    assert e.tokens.tolist() == [*engine.asked[1][0], *map(ord, "bb$")]
+    assert e.tools == tools
+    assert e.info["untrained_turns"] == [1], "its prompt had other tools"
+    assert engine.logprobs_asked == 0
+
+
+async def test_an_answer_behind_a_prompt_that_it_was_not_sampled_for_is_refused() -> None:
+    engine = Sampler(["aa"], Merging())
+    model = Model(engine)
+    [asked, answer] = await talk(model, ["a"])
+    with pytest.raises(WorkflowError, match="after the prompt that it was sampled for"):
+        await model.experience_from_messages_async([{**asked, "content": "another"}, answer])
+    assert engine.logprobs_asked == 0
+
+
 async def test_a_conversation_that_others_had_is_tokenized_anew() -> None:
     engine = Sampler(["aa"], Merging())
     model = Model(engine)

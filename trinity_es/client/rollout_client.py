@@ -175,7 +175,8 @@ class RolloutClient(SystemClient):
     def finalize_train_batch(self, batch_id: BatchId, *, timeout: float | None = None) -> dict[str, Any]:
         """Wait until the batch has what it needs, run the pipeline, and end it.
 
-        Returns keys `batch_id, batch_type, finished_task_count, metrics`; asked again, the same. Raises
+        Returns keys `batch_id, batch_type, finished_task_count, metrics`; asked again, the same. Tasks that failed for
+        good are settled, and so in `finished_task_count`; `rollout/failed_task_count` counts them alone. Raises
         BatchNotFound (KeyError), BatchTypeMismatch (ValueError), FinalizeTimeout (TimeoutError; nothing is lost),
         PipelineError (the batch is RUNNING again).
         """
