@@ -1,0 +1,138 @@
+"""A stand-in of the Hugging Face hub: one dataset, whose branches can be moved, over the HTTP that its clients speak.
+
+What `huggingface_hub` 1.31 to 2.4 and `datasets` 5.2 ask for when a dataset is read: which commit a revision is, what
+files a commit has, and the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+__all__ = ["Hub", "hub"]
+
+
+class Hub:
+    """`commits`: the files of each by path. `branches`: the commit of each. `asked`: each request, as `GET /path`."""
+
+    def __init__(self, repository: str) -> None:
+        self.repository, self.url = repository, ""
+        self.commits: dict[str, dict[str, bytes]] = {}
+        self.branches: dict[str, str] = {}
+        self.asked: list[str] = []
+
+    def push(self, files: dict[str, bytes], branch: str = "main") -> str:
+        """Make a commit of these files, and have a branch point to it. Returns its hash."""
+        state = hashlib.sha1(repr((sorted(files.items()), len(self.commits))).encode()).hexdigest()
+        self.commits[state], self.branches[branch] = dict(files), state
+        return state
+
+    def push_rows(self, branch: str = "main", **splits: list[dict[str, Any]]) -> str:
+        """Make a commit with a JSONL file for each split."""
+        files = {f"{split}.jsonl": "".join(json.dumps(row) + "\n" for row in rows).encode()
+                 for split, rows in splits.items()}
+        return self.push(files | {"README.md": b"---\nlicense: mit\n---\n"}, branch)
+
+
+@contextlib.contextmanager
+def hub(repository: str) -> Iterator[Hub]:
+    """Serve a hub with this one dataset, on a free port, inside."""
+    made = Hub(repository)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": made}))
+    made.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield made
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_POST(self) -> None:
+        self._answer(self.rfile.read(int(self.headers.get("Content-Length", 0))))
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+    def _answer(self, body: bytes = b"") -> None:
+        self.hub.asked.append(f"{self.command} {self.path}")
+        path = urlsplit(self.path).path
+        api, files = f"/api/datasets/{self.hub.repository}", f"/datasets/{self.hub.repository}/resolve/"
+        if path.startswith(files):
+            revision, _, name = path.removeprefix(files).partition("/")
+            self._file(unquote(revision), unquote(name))
+        elif path == api or path.startswith(f"{api}/"):
+            what, _, rest = path.removeprefix(api).lstrip("/").partition("/")
+            revision, _, folder = rest.partition("/")
+            self._told(what, unquote(revision or "main"), unquote(folder), body)
+        else:
+            self._send(404, b"", {"X-Error-Code": "RepoNotFound"})
+
+    def _commit(self, revision: str) -> str | None:
+        commit = self.hub.branches.get(revision, revision)
+        return commit if commit in self.hub.commits else None
+
+    def _file(self, revision: str, name: str) -> None:
+        commit = self._commit(revision)
+        if commit is None:
+            self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
+            return
+        data = self.hub.commits[commit].get(name)
+        if data is None:
+            self._send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
+            return
+        self._send(200, data, {"X-Repo-Commit": commit, "ETag": f'"{_oid(data)}"', "Accept-Ranges": "bytes"})
+
+    def _told(self, what: str, revision: str, folder: str, body: bytes) -> None:
+        commit = self._commit(revision)
+        if commit is None:
+            self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
+            return
+        files = self.hub.commits[commit]
+        entries = {name: {"type": "file", "path": name, "size": len(data), "oid": _oid(data)}
+                   for name, data in files.items()}
+        if what in ("", "revision"):
+            siblings = [{"rfilename": name} for name in files]
+            self._json({"_id": "1", "id": self.hub.repository, "sha": commit, "siblings": siblings, "private": False,
+                        "gated": False, "disabled": False, "downloads": 0, "likes": 0, "tags": []})
+        elif what == "tree" and not folder:
+            self._json(list(entries.values()))
+        elif what == "paths-info":
+            wanted = parse_qs(body.decode()).get("paths", [])
+            self._json([entries[name] for name in wanted if name in entries])
+        else:
+            self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
+
+    def _json(self, value: Any) -> None:
+        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def _send(self, status: int, data: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+
+def _oid(data: bytes) -> str:
+    return hashlib.sha1(data).hexdigest()

@@ -1,0 +1,74 @@
+"""Tasks that reasoning-gym makes: a row is made when it is asked for, the same for the same seed, and kept.
+
+A row holds the question and the answer under the keys of the taskset's `format`, what reasoning-gym tells about it as
+`metadata`, and its number as `row`, from which the reward makes the entry again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from trinity_es import reasoning_gym
+from trinity_es.config.buffer import TasksetConfig
+from trinity_es.events.errors import DataError, TasksetError
+from trinity_es.tasksets.files import plain
+
+__all__ = ["Generated", "completed"]
+
+SCORER = "trinity_es.reasoning_gym:Score"
+
+
+class Generated:
+    """The rows of a family of reasoning-gym. Raises TasksetError, which says what to install or to change."""
+
+    def __init__(self, config: TasksetConfig) -> None:
+        self._config, self._rows = config, dict[int, bytes]()
+        try:
+            self._dataset = reasoning_gym.dataset(family_of(config), config.args)
+            self.revision = reasoning_gym.installed_version()
+        except DataError as e:
+            raise TasksetError(f"taskset {config.name}: {e}") from e
+        self.read([0])
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Return these rows, in this order. Raises TasksetError for one that can't be made."""
+        for row in rows:
+            if row not in self._rows:
+                self._rows[row] = orjson.dumps(self._made(row))
+        return [orjson.loads(self._rows[row]) for row in rows]
+
+    def _made(self, row: int) -> dict[str, Any]:
+        try:
+            entry = self._dataset[row]
+            return {
+                self._config.format.prompt_key: entry["question"], self._config.format.response_key: entry["answer"],
+                "metadata": plain(entry["metadata"], other=str), "row": row,
+            }
+        except Exception as e:  # whatever a family raises
+            raise TasksetError(
+                f"taskset {self._config.name}: {self._config.path} can't make row {row} ({type(e).__name__}: {e}): "
+                "change args", row=row,
+            ) from e
+
+
+def family_of(config: TasksetConfig) -> str:
+    """Return the family that a taskset's path names."""
+    return config.path.partition(":")[2]
+
+
+def completed(config: TasksetConfig) -> TasksetConfig:
+    """Return a taskset of reasoning-gym with its scorer and its system prompt, where none are given."""
+    update: dict[str, Any] = {}
+    if config.reward_fn is None:
+        made_from = {"family": family_of(config), "args": config.args}
+        update = {"reward_fn": SCORER, "reward_fn_args": {**config.reward_fn_args, **made_from}}
+    if config.format.system_prompt is None:
+        prompt = reasoning_gym.system_prompt()
+        update["format"] = config.format.model_copy(update={"system_prompt": prompt})
+    return config.model_copy(update=update)
