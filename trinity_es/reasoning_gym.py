@@ -6,6 +6,7 @@ The package is imported when one is used: `pip install 'trinity-es[reasoning-gym
 
 from __future__ import annotations
 
+import ast
 import difflib
 import functools
 import importlib
@@ -17,9 +18,6 @@ from typing import Any
 from trinity_es.events.errors import DataError
 
 __all__ = ["Score", "dataset", "installed_version", "system_prompt"]
-
-ENTRIES_KEPT = 256
-"""Maximum of entries that a process keeps: the runs of one task are scored by one."""
 
 
 class Score:
@@ -36,26 +34,19 @@ class Score:
         self._family, self._args, self._tag = family, json.dumps(args, sort_keys=True), answer_tag
 
     def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], row: Sequence[int], **columns: Any
+        self, prompts: Sequence[Any], completions: Sequence[Any], entry: Sequence[str], **columns: Any
     ) -> list[float]:
-        """Return the score of each completion, as TRL calls rewards; `row`: the numbers of the tasks in their taskset.
+        """Return the score of each completion, as TRL calls rewards. `entry`: reasoning-gym's, as Python writes it.
 
-        The entry is made again from its number, since scorers use more of it than JSON holds. Raises DataError where
-        reasoning-gym is not the one that made the task, and what a scorer raises.
+        Raises what a scorer raises.
         """
-        return [self._scored(*each) for each in zip(prompts, completions, row, strict=True)]
+        return [self._scored(*each) for each in zip(prompts, completions, entry, strict=True)]
 
-    def _scored(self, prompt: Any, completion: Any, row: int) -> float:
-        entry = _entry(self._family, self._args, row)
-        if entry["question"] != prompt:
-            raise DataError(
-                f"row {row} of reasoning_gym:{self._family} is another task here (reasoning-gym "
-                f"{installed_version()}) than in its taskset: install the version that the log's TasksetResolved names "
-                "wherever runners live"
-            )
+    def _scored(self, prompt: Any, completion: Any, entry: str) -> float:
         said = completion if isinstance(completion, str) else completion[-1]["content"]
         answer = said if self._tag is None else _package().utils.extract_answer(said, tag_name=self._tag)
-        return float(_dataset(self._family, self._args).score_answer(answer, entry))
+        whole = {"question": prompt, **ast.literal_eval(entry)}
+        return float(_dataset(self._family, self._args).score_answer(answer, whole))
 
 
 def dataset(family: str, args: Mapping[str, Any]) -> Any:
@@ -94,12 +85,6 @@ def _dataset(family: str, args: str) -> Any:
         return gym.create_dataset(family, **given)
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as e:
         raise DataError(f"reasoning_gym:{family} refuses its args {args}: {e}") from e
-
-
-@functools.lru_cache(maxsize=ENTRIES_KEPT)
-def _entry(family: str, args: str, row: int) -> dict[str, Any]:
-    entry: dict[str, Any] = _dataset(family, args)[row]
-    return entry
 
 
 def _package() -> Any:

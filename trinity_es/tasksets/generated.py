@@ -1,11 +1,11 @@
 """Tasks that reasoning-gym makes: a row is made when it is asked for, the same for the same seed, and kept.
 
-A row holds the question and the answer under the keys of the taskset's `format`, what reasoning-gym tells about it as
-`metadata`, and its number as `row`, from which the reward makes the entry again.
+A row holds the question and the answer under the keys of the taskset's `format`, and as `entry` what the scorer needs.
 """
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,15 +46,30 @@ class Generated:
     def _made(self, row: int) -> dict[str, Any]:
         try:
             entry = self._dataset[row]
+            keys = self._config.format
             return {
-                self._config.format.prompt_key: entry["question"], self._config.format.response_key: entry["answer"],
-                "metadata": plain(entry["metadata"], other=str), "row": row,
+                keys.prompt_key: entry["question"], keys.response_key: entry["answer"],
+                "entry": _written(entry),
             }
         except Exception as e:  # whatever a family raises
             raise TasksetError(
                 f"taskset {self._config.name}: {self._config.path} can't make row {row} ({type(e).__name__}: {e}): "
                 "change args", row=row,
             ) from e
+
+
+def _written(entry: dict[str, Any]) -> str:
+    """Return an entry, but for its question, as Python writes it: some scorers need the tuples that JSON has not.
+
+    What Python could not read again is made plain first.
+    """
+    kept = {key: value for key, value in entry.items() if key != "question"}
+    try:
+        if ast.literal_eval(repr(kept)) == kept:
+            return repr(kept)
+    except (SyntaxError, ValueError):  # it holds other things than literals
+        pass
+    return repr(plain(kept, other=str))
 
 
 def family_of(config: TasksetConfig) -> str:

@@ -34,7 +34,7 @@ def open_source(
         case "file":
             return open_file(config), None
         case "hub":
-            rows = HubRows(config, recorded and recorded.revision)
+            rows = HubRows(config, None if recorded is None else recorded.revision)
         case _:
             rows = Generated(config)
     source = TasksetSource(

