@@ -1,4 +1,4 @@
-"""A stand-in of the Hugging Face hub: one dataset, whose branches can be moved, over the HTTP that its clients speak.
+"""A stand-in of the Hugging Face hub: datasets whose branches can be moved, over the HTTP that its clients speak.
 
 What `huggingface_hub` 1.31 to 2.4 and `datasets` 5.2 ask for when a dataset is read: which commit a revision is, what
 files a commit has, and the files.
@@ -9,29 +9,31 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-__all__ = ["Hub", "hub"]
+__all__ = ["Hub", "Repository", "hub"]
 
 
-class Hub:
+class Repository:
     """`commits`: the files of each by path. `branches`: the commit of each. `asked`: each request, as `GET /path`."""
 
-    def __init__(self, repository: str) -> None:
-        self.repository, self.url = repository, ""
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.commits: dict[str, dict[str, bytes]] = {}
         self.branches: dict[str, str] = {}
         self.asked: list[str] = []
 
     def push(self, files: dict[str, bytes], branch: str = "main") -> str:
         """Make a commit of these files, and have a branch point to it. Returns its hash."""
-        state = hashlib.sha1(repr((sorted(files.items()), len(self.commits))).encode()).hexdigest()
-        self.commits[state], self.branches[branch] = dict(files), state
-        return state
+        content = repr((self.name, sorted(files.items()), len(self.commits)))
+        commit = hashlib.sha1(content.encode()).hexdigest()
+        self.commits[commit], self.branches[branch] = dict(files), commit
+        return commit
 
     def push_rows(self, branch: str = "main", **splits: list[dict[str, Any]]) -> str:
         """Make a commit with a JSONL file for each split."""
@@ -40,11 +42,24 @@ class Hub:
         return self.push(files | {"README.md": b"---\nlicense: mit\n---\n"}, branch)
 
 
+class Hub:
+    """Its address, and its datasets."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.repositories: dict[str, Repository] = {}
+
+    def repository(self, name: str) -> Repository:
+        """Make a dataset of this name, `owner/name`."""
+        return self.repositories.setdefault(name, Repository(name))
+
+
 @contextlib.contextmanager
-def hub(repository: str) -> Iterator[Hub]:
-    """Serve a hub with this one dataset, on a free port, inside."""
-    made = Hub(repository)
+def hub() -> Iterator[Hub]:
+    """Serve a hub, on a free port, inside."""
+    made = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": made}))
+    server.daemon_threads = True  # clients keep their connections
     made.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
@@ -73,47 +88,39 @@ class _Handler(BaseHTTPRequestHandler):
         """Say nothing."""
 
     def _answer(self, body: bytes = b"") -> None:
-        self.hub.asked.append(f"{self.command} {self.path}")
         path = urlsplit(self.path).path
-        api, files = f"/api/datasets/{self.hub.repository}", f"/datasets/{self.hub.repository}/resolve/"
-        if path.startswith(files):
-            revision, _, name = path.removeprefix(files).partition("/")
-            self._file(unquote(revision), unquote(name))
-        elif path == api or path.startswith(f"{api}/"):
-            what, _, rest = path.removeprefix(api).lstrip("/").partition("/")
-            revision, _, folder = rest.partition("/")
-            self._told(what, unquote(revision or "main"), unquote(folder), body)
-        else:
+        named = re.fullmatch(r"(/api)?/datasets/([^/]+/[^/]+)(?:/(.*))?", path)
+        repository = self.hub.repositories.get(named[2]) if named else None
+        if named is None or repository is None:
             self._send(404, b"", {"X-Error-Code": "RepoNotFound"})
-
-    def _commit(self, revision: str) -> str | None:
-        commit = self.hub.branches.get(revision, revision)
-        return commit if commit in self.hub.commits else None
-
-    def _file(self, revision: str, name: str) -> None:
-        commit = self._commit(revision)
-        if commit is None:
-            self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
             return
-        data = self.hub.commits[commit].get(name)
+        repository.asked.append(f"{self.command} {self.path}")
+        what, _, rest = (named[3] or "").partition("/")
+        revision, _, file = rest.partition("/")
+        revision = unquote(revision or "main")
+        commit = repository.branches.get(revision, revision)
+        if commit not in repository.commits:
+            self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
+        elif named[1]:
+            self._told(repository, what, commit, body)
+        else:
+            self._file(repository.commits[commit].get(unquote(file)), commit)
+
+    def _file(self, data: bytes | None, commit: str) -> None:
         if data is None:
             self._send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
-            return
-        self._send(200, data, {"X-Repo-Commit": commit, "ETag": f'"{_oid(data)}"', "Accept-Ranges": "bytes"})
+        else:
+            self._send(200, data, {"X-Repo-Commit": commit, "ETag": f'"{_oid(data)}"', "Accept-Ranges": "bytes"})
 
-    def _told(self, what: str, revision: str, folder: str, body: bytes) -> None:
-        commit = self._commit(revision)
-        if commit is None:
-            self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
-            return
-        files = self.hub.commits[commit]
+    def _told(self, repository: Repository, what: str, commit: str, body: bytes) -> None:
+        files = repository.commits[commit]
         entries = {name: {"type": "file", "path": name, "size": len(data), "oid": _oid(data)}
                    for name, data in files.items()}
         if what in ("", "revision"):
             siblings = [{"rfilename": name} for name in files]
-            self._json({"_id": "1", "id": self.hub.repository, "sha": commit, "siblings": siblings, "private": False,
+            self._json({"_id": "1", "id": repository.name, "sha": commit, "siblings": siblings, "private": False,
                         "gated": False, "disabled": False, "downloads": 0, "likes": 0, "tags": []})
-        elif what == "tree" and not folder:
+        elif what == "tree":
             self._json(list(entries.values()))
         elif what == "paths-info":
             wanted = parse_qs(body.decode()).get("paths", [])

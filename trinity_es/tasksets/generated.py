@@ -61,7 +61,7 @@ class Generated:
 def _written(entry: dict[str, Any]) -> str:
     """Return an entry, but for its question, as Python writes it: some scorers need the tuples that JSON has not.
 
-    What Python could not read again is made plain first.
+    What Python could not read again goes through JSON first.
     """
     kept = {key: value for key, value in entry.items() if key != "question"}
     try:
@@ -69,7 +69,7 @@ def _written(entry: dict[str, Any]) -> str:
             return repr(kept)
     except (SyntaxError, ValueError):  # it holds other things than literals
         pass
-    return repr(plain(kept, other=str))
+    return repr(orjson.loads(orjson.dumps(plain(kept, other=str))))
 
 
 def family_of(config: TasksetConfig) -> str:

@@ -25,6 +25,8 @@ __all__ = ["HubRows"]
 MAIN = "main"
 RESOLVE_SECONDS = 30.0
 """How long the hub may take to say which commit a revision is."""
+SHOWN = 400
+"""Maximum characters of another package's error that ours quotes."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 _logger = logging.getLogger(__name__)
@@ -153,8 +155,8 @@ class _Unreachable(TasksetError):
 
 
 def _said(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text if len(text) <= SHOWN else text[:SHOWN] + ' ...'}"
 
 
 def _packages(config: TasksetConfig) -> tuple[Any, Any]:

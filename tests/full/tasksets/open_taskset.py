@@ -1,4 +1,4 @@
-"""Opens a taskset, and prints its source and its rows, or the error. Arguments and answers are JSON."""
+"""Opens a taskset for each line of JSON, and writes a line with its source and its tasks, or the error."""
 
 from __future__ import annotations
 
@@ -26,4 +26,6 @@ def main(given: Any) -> Any:
     return {"source": dataclasses.asdict(taskset.source), "tasks": tasks}
 
 
-sys.stdout.write(json.dumps(main(json.loads(sys.argv[1]))) + "\n")
+for line in sys.stdin:
+    sys.stdout.write("\n" + json.dumps(main(json.loads(line))) + "\n")  # reasoning-gym, too, writes there
+    sys.stdout.flush()

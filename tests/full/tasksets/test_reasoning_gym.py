@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from tests.helpers.client_packages import ask, installed
 from tests.helpers.paths import ROOT
+from tests.helpers.taskset_reader import TasksetReader
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -32,12 +34,19 @@ def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join((str(ROOT), str(folder)))}
 
 
-def opened(variables: dict[str, str], recorded: Any = None, **config: Any) -> Any:
-    return ask(HERE / "open_taskset.py", variables, config=config, recorded=recorded)
+Opened = Callable[..., Any]
 
 
-def test_a_composite_is_one_taskset_with_tasks_of_its_families(variables: dict[str, str]) -> None:
-    told = opened(variables, **TWO)
+@pytest.fixture(scope="module")
+def opened(variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+    """Opens tasksets, in one process."""
+    reader = TasksetReader(HERE / "open_taskset.py", variables, tmp_path_factory.mktemp("reader") / "stderr")
+    yield reader.open
+    reader.close()
+
+
+def test_a_composite_is_one_taskset_with_tasks_of_its_families(opened: Opened) -> None:
+    told = opened(**TWO)
     assert told["source"] == {
         "taskset": "two", "is_eval": False, "path": "reasoning_gym:composite", "subset": None, "split": None,
         "asked": None, "revision": "0.1.25", "args": json.dumps(TWO["args"], sort_keys=True, separators=(",", ":")),
@@ -48,28 +57,27 @@ def test_a_composite_is_one_taskset_with_tasks_of_its_families(variables: dict[s
     assert families.count("leg_counting") > families.count("spell_backward")
     assert {task["reward_fn"] for task in told["tasks"]} == {"trinity_es.reasoning_gym:Score"}
     assert "<answer>answer here</answer>" in told["tasks"][0]["format_args"]["system_prompt"]
-    assert opened({**variables, "PYTHONHASHSEED": "5"}, **TWO) == told
-    other = opened(variables, **{**TWO, "args": {**TWO["args"], "seed": 1000}})
+    other = opened(**{**TWO, "args": {**TWO["args"], "seed": 1000}})
     assert [task["raw_task"]["prompt"] for task in other["tasks"]] != [task["raw_task"]["prompt"]
                                                                        for task in told["tasks"]]
 
 
-def test_another_version_or_other_args_than_those_of_the_log_are_refused(variables: dict[str, str]) -> None:
-    source = opened(variables, **TWO)["source"]
-    assert opened(variables, source, **TWO)["source"] == source
-    older = opened(variables, source | {"revision": "0.1.24"}, **TWO)["error"]
+def test_another_version_or_other_args_than_those_of_the_log_are_refused(opened: Opened) -> None:
+    source = opened(**TWO)["source"]
+    assert opened(recorded=source, **TWO)["source"] == source
+    older = opened(recorded=source | {"revision": "0.1.24"}, **TWO)["error"]
     assert "`pip install reasoning-gym==0.1.24`" in older
-    changed = opened(variables, source, **{**TWO, "args": {"size": 40, "seed": 4}})["error"]
+    changed = opened(recorded=source, **{**TWO, "args": {"size": 40, "seed": 4}})["error"]
     assert "its args is" in changed
 
 
-def test_what_reasoning_gym_has_not_is_refused_by_name(variables: dict[str, str]) -> None:
-    unknown = opened(variables, name="t", path="reasoning_gym:leg_count")["error"]
+def test_what_reasoning_gym_has_not_is_refused_by_name(opened: Opened) -> None:
+    unknown = opened(name="t", path="reasoning_gym:leg_count")["error"]
     assert "no family 'leg_count': leg_counting" in unknown
-    wrong = opened(variables, name="t", path="reasoning_gym:leg_counting", args={"animals": 3})["error"]
+    wrong = opened(name="t", path="reasoning_gym:leg_counting", args={"animals": 3})["error"]
     assert "animals" in wrong
     assert "refuses its args" in wrong
-    small = opened(variables, name="t", path="reasoning_gym:leg_counting", args={"min_animals": 0})["error"]
+    small = opened(name="t", path="reasoning_gym:leg_counting", args={"min_animals": 0})["error"]
     assert "min_animals must be positive" in small
 
 
