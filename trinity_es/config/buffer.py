@@ -134,7 +134,7 @@ class TasksetConfig(Section):
 
     @property
     def kind(self) -> Literal["file", "hub", "reasoning_gym"]:
-        """What `path` names."""
+        """Kind of source that `path` names."""
         start = self.path.partition(":")[0] if ":" in self.path else ""
         return "hub" if start == "hub" else "reasoning_gym" if start == "reasoning_gym" else "file"
 

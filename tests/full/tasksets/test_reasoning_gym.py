@@ -85,6 +85,7 @@ BY_CHANCE = {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "
 """Families whose tasks depend on the order of a set, which differs between processes."""
 
 
+@pytest.mark.slow
 def test_every_family_makes_its_tasks_and_is_scored_as_it_scores_itself(variables: dict[str, str]) -> None:
     told = ask(HERE / "score_families.py", {**variables, "PYTHONHASHSEED": "1"}, families=[])
     again = ask(HERE / "score_families.py", {**variables, "PYTHONHASHSEED": "2"}, families=[])
