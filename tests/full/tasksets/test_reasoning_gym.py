@@ -5,15 +5,22 @@ from __future__ import annotations
 import ast
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import trinity_es
 from tests.helpers.client_packages import ask, installed
 from tests.helpers.paths import ROOT
+from tests.helpers.runs import finish
 from tests.helpers.taskset_reader import TasksetReader
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.values import BatchId, Task, task_from_dict
+from trinity_es.projections.reading.log_reader import Log
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -95,3 +102,42 @@ def test_every_family_makes_its_tasks_and_is_scored_as_it_scores_itself(variable
     scores = [(name, *pair) for name, rows in told.items() for row in rows for pair in row["scores"]]
     assert [score for score in scores if score[1] != score[2]] == []
     assert sum(ours == 1 for _, ours, _ in scores) > 300
+
+
+def test_j2_the_example_plays_both_families_scores_them_and_its_log_needs_no_package(
+    variables: dict[str, str], tmp_path: Path
+) -> None:
+    """With an engine that says "2" to everything, which is right for some tasks of both."""
+    store = f"sqlite:///{tmp_path / 'log.sqlite'}"
+    changes = {
+        "explorer.rollout_model.engine_type": "scripted", "explorer.rollout_model.engine_args": "{}",
+        "explorer.rollout_model.script": "{response: '2'}", "trainer.class": "null", "total_steps": "2",
+        "explorer.eval_interval": "2", "store.url": store, "run_dir": tmp_path, "checkpoint_root_dir": tmp_path,
+    }
+    overrides = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "examples.reasoning_gym", *overrides], cwd=tmp_path,
+        env={**os.environ, **variables}, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    with trinity_es.open_log(store) as log:
+        batches = [batch.batch_id for batch in log.batches()]
+        scored = [(task.truth, reward) for batch in batches for task, reward in rewards(log, batch)]
+        sources = [r.event.source for r in log.read(stream="tasksets") if isinstance(r.event, ev.TasksetResolved)]
+    assert set(batches) == {"0/legs", "0/gcd", 1, 2, "2/legs", "2/gcd"}
+    assert all(reward == (1.0 if truth == "2" else 0.0) for truth, reward in scored)
+    assert {"2", "4"} <= {truth for truth, _ in scored}
+    assert {(s.taskset, s.is_eval, s.revision) for s in sources} == {
+        (name, is_eval, "0.1.25") for name in ("legs", "gcd") for is_eval in (False, True)}
+    code, _, err = finish("verify", "--log", store, cwd=tmp_path)
+    assert code == 0, err
+    for batch in batches:
+        code, out, err = finish("replay", batch, "--json", "--log", store, cwd=tmp_path)
+        assert json.loads(out)["result_equal"] is True, err
+
+
+def rewards(log: Log, batch: BatchId) -> list[tuple[Task, float]]:
+    """Return each run's task and reward."""
+    submitted = next(r.event for r in log.events(batch) if isinstance(r.event, ev.BatchSubmitted))
+    tasks = [task_from_dict(task) for task in log.tasks_of(submitted)]
+    finished = [r.event for r in log.events(batch) if isinstance(r.event, ev.TaskFinished | ev.RunsFinished)]
+    return [(tasks[e.task], run.metrics["reward"]) for e in finished for run in e.runs]
