@@ -27,6 +27,7 @@ class Repository:
         self.commits: dict[str, dict[str, bytes]] = {}
         self.branches: dict[str, str] = {}
         self.asked: list[str] = []
+        self.gated = False
 
     def push(self, files: dict[str, bytes], branch: str = "main") -> str:
         """Make a commit of these files, and have a branch point to it. Returns its hash."""
@@ -99,7 +100,9 @@ class _Handler(BaseHTTPRequestHandler):
         revision, _, file = rest.partition("/")
         revision = unquote(revision or "main")
         commit = repository.branches.get(revision, revision)
-        if commit not in repository.commits:
+        if repository.gated:
+            self._send(403, b"", {"X-Error-Code": "GatedRepo"})
+        elif commit not in repository.commits:
             self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
         elif named[1]:
             self._told(repository, what, commit, body)

@@ -13,13 +13,15 @@ from starlette.testclient import TestClient
 
 import trinity_es
 from tests.helpers.handmade import cli, history, write
+from trinity_es import Explorer
 from trinity_es.config.buffer import TasksetConfig
 from trinity_es.config.config import Config
 from trinity_es.dashboard.app import create_app
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, TasksetError
 from trinity_es.events.vocabulary import TasksetSource
-from trinity_es.projections.reading.resume_point import sources_of
+from trinity_es.projections.reading.resume_point import ResumePoint, sources_of
+from trinity_es.run.trainer_loop import TrainerProcess
 from trinity_es.tasksets import source as source_module
 from trinity_es.tasksets.taskset import Taskset
 from trinity_es.text import summary
@@ -129,6 +131,26 @@ def test_the_commit_itself_may_be_asked_for_in_place_of_its_branch(opened: Any) 
 def test_other_rows_than_those_of_the_log_are_refused(opened: Any) -> None:
     with pytest.raises(TasksetError, match=f"is 3 rows at {COMMIT} here, and .* began with 4 rows at {COMMIT}"):
         opened(replace(RECORDED, rows=4))
+
+
+def test_a_run_that_began_with_a_file_does_not_go_on_with_a_dataset_of_the_hub(opened: Any) -> None:
+    explorer = Explorer(config(HUB))
+    tasksets = explorer.config.buffer.explorer_input.tasksets
+    with pytest.raises(TasksetError, match=r"its path is hub:people/letters in the config, and .* began with a file"):
+        explorer._opened(tasksets, ResumePoint(submitted=1), is_eval=False)
+    [taskset] = explorer._opened(tasksets, ResumePoint(), is_eval=False)
+    assert explorer.unrecorded == [taskset.source]
+    explorer.unrecorded = []
+    explorer._opened(tasksets, ResumePoint(submitted=1, sources={("t", False): RECORDED}), is_eval=False)
+    assert explorer.unrecorded == []
+
+
+def test_a_trainer_that_reads_another_commit_than_its_explorer_ends_and_says_so(opened: Any) -> None:
+    trainer = TrainerProcess(config(HUB))
+    trainer._opened(trainer.config.buffer.explorer_input.tasksets, ResumePoint(), is_eval=False)
+    trainer._require_same(replace(RECORDED, revision="f" * 40))
+    with pytest.raises(TasksetError, match=f"at {'f' * 40} for this trainer, and at {COMMIT} for its explorer"):
+        trainer._require_same(RECORDED)
 
 
 # --- the log ----------------------------------------------------------------------------------------------------------

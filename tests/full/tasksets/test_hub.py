@@ -143,6 +143,8 @@ def test_subsets_and_splits_are_chosen_and_those_that_are_not_there_are_named(da
 def test_a_dataset_that_is_not_there_or_has_no_prompts_is_named(dataset: Dataset) -> None:
     dataset.push_rows(train=[{"question": "q"}])
     assert "no prompt: the key 'prompt' is missing (there are: question)" in dataset.open()["error"]
+    dataset.repository.gated = True
+    assert "is gated: ask for access on its page, then set HF_TOKEN" in dataset.open()["error"]
     assert "hub:people/other at main: there is no such dataset" in dataset.open(path="hub:people/other")["error"]
 
 
