@@ -55,7 +55,7 @@ def markdown() -> str:
         for name in names:
             lines += _entry(classes, name)
     lines += ["", "## Values inside events"]
-    for name in ("Unit", "PayloadRef", "RunResult", "TakenItem", "Answer", "KnownEnd"):
+    for name in ("Unit", "PayloadRef", "RunResult", "TakenItem", "Answer", "KnownEnd", "TasksetSource"):
         lines += _entry(classes, name)
     return "\n".join(lines) + "\n"
 

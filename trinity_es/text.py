@@ -176,6 +176,10 @@ def summary(event: ev.Event) -> str:
             return f"{event.runner} did not load version {event.version} of adapter {event.adapter}: {event.error}"
         case ev.TasksetAdvanced():
             return f"{event.taskset} read to {event.offset} of epoch {event.epoch} for batch {event.batch_id}"
+        case ev.TasksetResolved():
+            s = event.source
+            which = " ".join(part for part in (s.path, s.subset, s.split, s.args) if part)
+            return f"{s.taskset} is {which} at {s.revision}, {s.rows} rows"
         case ev.BatchSubmitted():
             return f"{event.batch_type} batch of {len(event.repeat_times)} tasks, {sum(event.repeat_times)} runs"
         case ev.TasksAdded():

@@ -14,6 +14,7 @@ from trinity_es.actors.commands.fields import (
     Flag,
     Seconds,
     ShortText,
+    SourceFound,
     Tasks,
     TasksetName,
     Text,
@@ -53,6 +54,8 @@ class SubmitBatch(Command[None]):
     """Tasks that are enough for it to be finalized; null: all."""
     cursor: list[Cursor] | None
     """Of each taskset that its tasks are from; recorded in the same transaction."""
+    sources: list[SourceFound] | None = None
+    """Of each taskset that was not read before and is no file: what it was found to be; recorded there, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

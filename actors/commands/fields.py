@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from trinity_es.actors.messages import Parcel
 from trinity_es.events.errors import DataError
 from trinity_es.events.values import BatchId, require_batch_id
-from trinity_es.events.vocabulary import Answer, PayloadRef
+from trinity_es.events.vocabulary import Answer, PayloadRef, TasksetSource
 
 __all__ = [
     "NAME_LENGTH",
@@ -40,6 +40,7 @@ __all__ = [
     "Positive",
     "Seconds",
     "ShortText",
+    "SourceFound",
     "TableNumber",
     "Tasks",
     "TasksetName",
@@ -228,6 +229,10 @@ _answer = _record(
     Answer, message=_name(), runner=_name(), incarnation=_count, model_version=_count, model_version_end=_count,
     payload=_or_none(_ref), prompt_tokens=_count, response_tokens=_count,
 )
+_source = _record(
+    TasksetSource, taskset=_name(TASKSET_LENGTH), is_eval=_flag, path=_text(), subset=_or_none(_text()),
+    split=_or_none(_text()), asked=_or_none(_text()), revision=_text(NAME_LENGTH), args=_text(), rows=_count,
+)
 
 Batch = Annotated[BatchId, _batch_id]
 """The id of a batch: a whole number (a step) or a text such as `12/gsm8k`."""
@@ -269,6 +274,8 @@ Experiences = Annotated[PayloadRef, _ref]
 """Where experiences lie: `digest`, `first`, `count`."""
 AnswerGiven = Annotated[Answer, _answer]
 """An answer of the proxy, with the fields of `Answer` in docs/EVENTS.md."""
+SourceFound = Annotated[TasksetSource, _source]
+"""What a taskset is read from, with the fields of `TasksetSource` in docs/EVENTS.md."""
 
 _known: dict[type[Any], dict[str, _Reader]] = {}
 

@@ -3,7 +3,8 @@
 Events are facts in the past tense, frozen, plain JSON, and never change; a new shape is a new `schema_version` with an
 upcaster in `codec.py`. The docstring of a class is its line in docs/EVENTS.md, made from these files, and the string
 under a field is that field's. Each class names its stream: `system`, `clock`, `weights`, `pace`, `runner/<runner>`,
-`adapter/<adapter>`, `taskset/<taskset>`, `batch/<id>`, `experiences`, `queue`, `output/<output>`, `answers`.
+`adapter/<adapter>`, `tasksets`, `taskset/<taskset>`, `batch/<id>`, `experiences`, `queue`, `output/<output>`,
+`answers`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from trinity_es.events.values import BatchId
 
-__all__ = ["Answer", "Event", "KnownEnd", "PayloadRef", "RunResult", "TakenItem", "Unit"]
+__all__ = ["Answer", "Event", "KnownEnd", "PayloadRef", "RunResult", "TakenItem", "TasksetSource", "Unit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,3 +105,22 @@ class KnownEnd:
     """In hexadecimal."""
     by: str
     """Who knew it: this host's memory, a client, a runner, ..."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TasksetSource:
+    """What a taskset is read from that is no file of one's own: found when a run began, the same for all of it."""
+
+    taskset: str
+    is_eval: bool
+    path: str
+    """As in the config: `hub:owner/name` or `reasoning_gym:family`."""
+    subset: str | None
+    split: str | None
+    asked: str | None
+    """Branch, tag or commit that the config asked for; None: the main branch."""
+    revision: str
+    """What that was: the commit of the hub's repository; of reasoning-gym the version of the package."""
+    args: str
+    """Config of the family of reasoning-gym, as JSON; "" for the hub."""
+    rows: int

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from trinity_es.events.values import BatchId
-from trinity_es.events.vocabulary.base import Event, KnownEnd
+from trinity_es.events.vocabulary.base import Event, KnownEnd, TasksetSource
 
 __all__ = [
     "AdapterFailed", "AdapterLoaded", "AdapterPublished", "AdapterRemoved", "ClockStepped",
     "CoordinatorStarted", "PaceMeasured", "RewindAccepted", "RunnerFailed", "RunnerLost", "RunnerQuarantined",
     "RunnerReady", "RunnerRetired", "RunnerStarted", "ServerAdded", "ServerRemoved", "SystemConfigured",
-    "TasksetAdvanced", "WeightsFailed", "WeightsLoaded", "WeightsPublished", "WritingResumed",
+    "TasksetAdvanced", "TasksetResolved", "WeightsFailed", "WeightsLoaded", "WeightsPublished", "WritingResumed",
 ]
 
 
@@ -273,6 +273,18 @@ class TasksetAdvanced(Event):
     """The pass over the taskset in which the next task to read lies, from 0."""
     offset: int
     """Tasks already read in that pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TasksetResolved(Event):
+    """A taskset that its config names was found to be this; written in the transaction of the first batch of it.
+
+    Whoever goes on with the run reads this again, not what the name has come to mean.
+    """
+
+    stream: ClassVar[str] = "tasksets"
+    batch_id: BatchId
+    source: TasksetSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.values import BatchId, BatchLifecycleState
+from trinity_es.events.vocabulary import TasksetResolved, TasksetSource
 from trinity_es.projections.reading.log_reader import Log
 
-__all__ = ["ResumePoint", "prompts_used", "resume_point", "was_dropped_stale"]
+__all__ = ["ResumePoint", "prompts_used", "resume_point", "sources_of", "was_dropped_stale"]
 
 _ENDED = (BatchLifecycleState.FINALIZED.value, BatchLifecycleState.ABORTED.value)
 
@@ -42,6 +43,8 @@ class ResumePoint:
     """The newest weights that lie on a disk: where a trainer can begin. "": the model as it was given."""
     checkpoint_version: int = 0
     """Their version: `version`, or an older one."""
+    sources: dict[tuple[str, bool], TasksetSource] = field(default_factory=dict)
+    """What tasksets that are no files were found to be, by name and by whether they are evals."""
     position: int = 0
     """Everything up to this position of the log is in it."""
 
@@ -89,8 +92,15 @@ def resume_point(log: Log, tasksets: Sequence[str]) -> ResumePoint:
         cursors=cursors,
         evals={b.batch_id: b.state in _ENDED for b in rows.values() if b.batch_type == "eval"},
         version=version, path=path, checkpoint=checkpoint, checkpoint_version=checkpoint_version,
-        position=position,
+        sources=sources_of(log), position=position,
     )
+
+
+def sources_of(log: Log) -> dict[tuple[str, bool], TasksetSource]:
+    """Return what the tasksets of a run that are no files were found to be, by name and by whether they are evals."""
+    events = (recorded.event for recorded in log.read(stream=TasksetResolved.stream))
+    found = (event.source for event in events if isinstance(event, TasksetResolved))
+    return {(source.taskset, source.is_eval): source for source in found}
 
 
 def _first_false(values: list[bool]) -> int:

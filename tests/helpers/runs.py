@@ -59,8 +59,8 @@ def make_config(folder: Path, *, interval: int = 1, **sections: Any) -> Path:
     return path
 
 
-def command(*args: object, cwd: Path) -> subprocess.Popen[str]:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+def command(*args: object, cwd: Path, **variables: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     env.pop("TRINITY_ES_LOG", None)
     return subprocess.Popen(
         [sys.executable, "-m", "trinity_es.cli", *map(str, args)], cwd=cwd, env=env, stdout=subprocess.PIPE,
@@ -68,8 +68,8 @@ def command(*args: object, cwd: Path) -> subprocess.Popen[str]:
     )
 
 
-def finish(*args: object, cwd: Path) -> tuple[int, str, str]:
-    with command(*args, cwd=cwd) as running:
+def finish(*args: object, cwd: Path, **variables: str) -> tuple[int, str, str]:
+    with command(*args, cwd=cwd, **variables) as running:
         out, err = running.communicate(timeout=120)
     return running.returncode, out, err
 

@@ -60,7 +60,7 @@ from trinity_es.events.values import (
     require_batch_id,
     require_finite,
 )
-from trinity_es.events.vocabulary import ExperiencesProcessed, PayloadRef
+from trinity_es.events.vocabulary import ExperiencesProcessed, PayloadRef, TasksetSource
 from trinity_es.projections.batch import BatchState
 from trinity_es.projections.why.answer import unread
 from trinity_es.system import lifecycle
@@ -152,11 +152,12 @@ class RolloutClient(SystemClient):
     def submit_batch(
         self, *, batch_id: BatchId, tasks: Sequence[Task], batch_type: BatchType, min_wait_num: int | None = None,
         cursor: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        sources: Sequence[TasksetSource] = (),
     ) -> None:
         """Hand a batch in; when this returned, nothing loses it any more.
 
         `cursor` (`taskset, epoch, offset`; of several tasksets, a list) is recorded in the same transaction: how far
-        tasksets were read for it.
+        tasksets were read for it; so is `sources`: what those that are no files were found to be.
         Raises BatchAlreadyActive, TaskNotSerializable, UnknownWorkflow, DataError.
         """
         if not isinstance(batch_type, str) or batch_type not in ("train", "eval"):
@@ -167,7 +168,8 @@ class RolloutClient(SystemClient):
         parcel = self.pack(tasks)
         least = None if min_wait_num is None else validation.whole("min_wait_num", min_wait_num)
         self._link.call(SubmitBatch(
-            batch_id=batch_id, tasks=parcel, batch_type=batch_type, min_wait_num=least, cursor=cursors
+            batch_id=batch_id, tasks=parcel, batch_type=batch_type, min_wait_num=least, cursor=cursors,
+            sources=list(sources),
         ))
         for number, task in enumerate(tasks):
             task.batch_id, task.task_id = batch_id, number

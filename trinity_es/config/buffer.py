@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -63,15 +64,25 @@ class DataSelectorConfig(Section):
 
 
 class TasksetConfig(Section):
-    """A file of tasks."""
+    """A file of tasks, a dataset of the Hugging Face hub, or a family of reasoning-gym."""
 
     name: FileName
     """Name of the taskset, in metrics and in the log; no two tasksets have the same."""
     path: Annotated[str, Field(min_length=1)]
     """JSONL file (a JSON object a line) or parquet file; or a folder of them, then `split` chooses; or a Hugging Face
-    dataset directory (`save_to_disk`)."""
+    dataset directory (`save_to_disk`). `hub:owner/name`: a dataset of the Hugging Face hub.
+    `reasoning_gym:leg_counting`: the tasks of a family of reasoning-gym, scored by its own scorer."""
     split: str | None = None
-    """In a folder: the file `<split>.jsonl` or `<split>.parquet`, or the dataset's split, is read."""
+    """In a folder: the file `<split>.jsonl` or `<split>.parquet`, or the dataset's split, is read. Of a dataset of the
+    hub: its split, which is required."""
+    subset: str | None = None
+    """Of a dataset of the hub: its subset (the `name` of `datasets.load_dataset`); null: its default one."""
+    revision: str | None = None
+    """Of a dataset of the hub: branch, tag or commit; null: its main branch. What it names when a run begins is in the
+    log as a commit, and what the run reads from then on."""
+    args: Args = Field(default_factory=dict)
+    """Of a family of reasoning-gym: its config, such as `size` (500), `seed` (0) and what else the family takes; of
+    `reasoning_gym:composite` also `datasets`, a list of `{name, weight, config}`."""
     ratio: float = Field(default=1.0, gt=0.0)
     """Where several tasksets are trained on: this one's share of every step's tasks, against the ratios of the
     others. One that was read `epochs` times is over, and the others share the rest; the run ends when all are over."""
@@ -102,6 +113,30 @@ class TasksetConfig(Section):
         if self.shuffle and self.data_selector is not None:
             raise ValueError("has shuffle and data_selector: keep one (data_selector: {selector_type: shuffle})")
         return self
+
+    @model_validator(mode="after")
+    def _keys_fit(self) -> Self:
+        kind, rest = self.kind, self.path.partition(":")[2]
+        if kind == "hub" and not re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", rest):
+            raise ValueError(f"has the path {self.path!r}: write a dataset of the hub as hub:owner/name")
+        if kind == "hub" and self.split is None:
+            raise ValueError(f"has the path {self.path}, and no split: choose one (split: train)")
+        if kind == "reasoning_gym" and not re.fullmatch(r"\w+", rest):
+            raise ValueError(f"has the path {self.path!r}: write a family as reasoning_gym:leg_counting")
+        if kind == "reasoning_gym" and self.split is not None:
+            raise ValueError(f"has the path {self.path} and a split, which it has not: give another args.seed")
+        for key in ("subset", "revision"):
+            if kind != "hub" and getattr(self, key) is not None:
+                raise ValueError(f"has {key}, which only a dataset of the hub has (path: hub:owner/name)")
+        if kind != "reasoning_gym" and self.args:
+            raise ValueError("has args, which only a family of reasoning-gym has (path: reasoning_gym:leg_counting)")
+        return self
+
+    @property
+    def kind(self) -> Literal["file", "hub", "reasoning_gym"]:
+        """Kind of source that `path` names."""
+        start = self.path.partition(":")[0] if ":" in self.path else ""
+        return "hub" if start == "hub" else "reasoning_gym" if start == "reasoning_gym" else "file"
 
     @property
     def file(self) -> Path:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import operator
 import os
 import sys
@@ -29,7 +30,7 @@ from pydantic_core import ErrorDetails
 from sqlalchemy.engine import make_url
 
 from trinity_es.actors.plugins import load, look_in
-from trinity_es.config.buffer import BufferConfig
+from trinity_es.config.buffer import BufferConfig, TasksetConfig
 from trinity_es.config.error_lines import Path_, config_error, dotted, explain
 from trinity_es.config.interpolation import converted, escaped, resolved
 from trinity_es.config.schema import (
@@ -107,7 +108,8 @@ class Config(Section):
         ]
         inputs = self.buffer.explorer_input
         inputs = inputs.model_copy(update={
-            group: [t.model_copy(update={"path": _absolute(t.path, folder)}) for t in getattr(inputs, group)]
+            group: [t.model_copy(update={"path": _absolute(t.path, folder)}) if t.kind == "file" else t
+                    for t in getattr(inputs, group)]
             for group in ("tasksets", "eval_tasksets")
         })
         run = folder / "runs" / self.project / self.name
@@ -177,12 +179,7 @@ class Config(Section):
             for group in ("tasksets", "eval_tasksets"):
                 for i, taskset in enumerate(getattr(self.buffer.explorer_input, group)):
                     key = f"buffer.explorer_input.{group}[{i}]"
-                    if taskset.file.is_dir():
-                        if not (taskset.file / "state.json").is_file():
-                            problems.append(f"{key}.path: {taskset.file} is a folder: choose <split>.jsonl in it with "
-                                            f"{key}.split (or .parquet, or a dataset's split)")
-                    elif not taskset.file.is_file():
-                        problems.append(f"{key}.path: no file {taskset.file}")
+                    problems += _taskset_problem(key, taskset)
                     workflows += _import_problem(f"{key}.workflow", taskset.workflow, WORKFLOWS.names())
                     problems += _import_problem(f"{key}.reward_fn", taskset.reward_fn)
             for i, operator in enumerate(self.buffer.pipeline.operators):
@@ -212,6 +209,23 @@ class Config(Section):
             yield
         finally:
             sys.path[:] = before
+
+
+def _taskset_problem(key: str, taskset: TasksetConfig) -> list[str]:
+    """Return what is wrong with where a taskset is read from, as far as this machine alone can tell."""
+    if taskset.kind != "file":
+        package, extra = ("datasets",) * 2 if taskset.kind == "hub" else ("reasoning_gym", "reasoning-gym")
+        missing = importlib.util.find_spec(package) is None
+        return [f"{key}.path: {taskset.path} needs {package}, which is not installed: `pip install "
+                f"'trinity-es[{extra}]'`"] if missing else []
+    file = taskset.file
+    if file.is_dir() and not (file / "state.json").is_file():
+        return [f"{key}.path: {file} is a folder: choose <split>.jsonl in it with {key}.split (or .parquet, or a "
+                "dataset's split)"]
+    if file.is_file() or file.is_dir():
+        return []
+    hint = "" if file.suffix else " (a dataset of the Hugging Face hub is written hub:owner/name)"
+    return [f"{key}.path: no file {file}{hint}"]
 
 
 def _import_problem(key: str, name: str | None, registered: Iterable[str] = ()) -> list[str]:

@@ -33,7 +33,7 @@ from trinity_es.run.sync_policy import evals_due
 from trinity_es.run.trainer import Trainer
 from trinity_es.run.trainer_loop import POLL_SECONDS, all_of, follow, train_in_order
 from trinity_es.run.wait_for_log import when_written
-from trinity_es.tasksets.taskset import Cursor, Taskset
+from trinity_es.tasksets.taskset import Cursor
 
 if TYPE_CHECKING:
     from trinity_es.serve.proxy import Proxy
@@ -77,7 +77,6 @@ class Explorer(RunProcess):
     def _locate_benchmark(self) -> bool:
         config = self.config
         wanted = steps_wanted(config, self.checkpoints)
-        self.eval_sets = [Taskset(c, is_eval=True) for c in config.buffer.explorer_input.eval_tasksets]
         where = config.masked()["store"]["url"]
         try:
             with open_log(config.store.url) as log:
@@ -90,6 +89,7 @@ class Explorer(RunProcess):
         except (LogNotFound, NotALog):
             self._point = ResumePoint()
         point = self._point
+        self.eval_sets = self._opened(config.buffer.explorer_input.eval_tasksets, point, is_eval=True)
         self.to_bench = [step for step in wanted if any(
             not point.evals.get(batch_id_of(step, t.config.name)) for t in self.eval_sets
         )]
@@ -193,13 +193,16 @@ class Explorer(RunProcess):
 
     async def _submit(self, step: int, tasks: list[Task], cursors: list[dict[str, Any]]) -> None:
         ratio = self.config.explorer.over_rollout.ratio
+        sources = [source for source in self.unrecorded if not source.is_eval]
         await when_written(lambda: self.rollouts.submit_batch(
             batch_id=step,
             tasks=tasks,
             batch_type="train",
             min_wait_num=None if ratio == 0 else math.ceil(round(len(tasks) * (1 - ratio), 9)),
             cursor=cursors,
+            sources=sources,
         ))
+        self.unrecorded = [source for source in self.unrecorded if source not in sources]
 
     async def _generate(self) -> None:
         """Finalize the steps, in order."""
@@ -298,9 +301,12 @@ class Explorer(RunProcess):
     async def _submit_eval(self, batch_id: BatchId) -> None:
         name = str(batch_id).rsplit("/", 1)[1]
         taskset = next(t for t in self.eval_sets if t.config.name == name)
-        await when_written(
-            lambda: self.rollouts.submit_batch(batch_id=batch_id, tasks=taskset.all(), batch_type="eval")
-        )
+        sources = [source for source in self.unrecorded if source.is_eval and source.taskset == name]
+        tasks = await asyncio.to_thread(taskset.all)
+        await when_written(lambda: self.rollouts.submit_batch(
+            batch_id=batch_id, tasks=tasks, batch_type="eval", sources=sources
+        ))
+        self.unrecorded = [source for source in self.unrecorded if source not in sources]
         self.standing.note(evals={batch_id: False})
 
     async def _finish_evals(self) -> None:

@@ -20,8 +20,10 @@ import numpy as np
 
 from trinity_es.actors import plugins
 from trinity_es.client.coordinator import RolloutCoordinator
+from trinity_es.config.buffer import TasksetConfig
 from trinity_es.config.config import Config
-from trinity_es.events.errors import ConfigError, LogNotFound, NotALog, NotRunning
+from trinity_es.events.errors import ConfigError, LogNotFound, NotALog, NotRunning, TasksetError
+from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.reading.resume_point import ResumePoint, resume_point
 from trinity_es.run.checkpointing import TrainerCheckpoints
@@ -60,6 +62,8 @@ class RunProcess:
         self.owns_system = False
         """Whether the actor system is here for this process alone: it started it, or the dead one before it did."""
         self._point = ResumePoint()
+        self.unrecorded: list[TasksetSource] = []
+        """What tasksets were found to be that the log does not have yet: it is handed in with their first batch."""
         self._left: bool | None = None
         self._locks: list[RunLock] = []
         self._weights = TrainerCheckpoints(config)
@@ -93,6 +97,7 @@ class RunProcess:
         TasksetError and ConfigError, also where the store holds something else than this run.
         """
         if self._left is None:
+            self.unrecorded = []
             try:
                 for role in self.roles:
                     self._locks.append(RunLock(self.config, role))
@@ -107,16 +112,33 @@ class RunProcess:
         inputs = self.config.buffer.explorer_input
         if not inputs.tasksets:
             raise ConfigError("buffer.explorer_input.tasksets is empty: name a taskset to train on")
-        self.mix = Mix([Taskset(c, number=i) for i, c in enumerate(inputs.tasksets)], inputs.interleave)
+        point = self._read_point([taskset.name for taskset in inputs.tasksets])
+        self.mix = Mix(self._opened(inputs.tasksets, point, is_eval=False), inputs.interleave)
         size = self.config.buffer.batch_size
         if inputs.drop_last and self.mix.left({}) < size:
             raise ConfigError(
                 f"the tasksets have {self.mix.left({})} tasks in all, fewer than buffer.batch_size {size}, and "
                 "buffer.explorer_input.drop_last leaves out the last step: there is none. Set one of them otherwise"
             )
-        self.eval_sets = [Taskset(c, is_eval=True) for c in inputs.eval_tasksets]
-        self._stand_at(self._read_point())
+        self.eval_sets = self._opened(inputs.eval_tasksets, point, is_eval=True)
+        self._stand_at(point)
         return self._is_left()
+
+    def _opened(self, configs: Sequence[TasksetConfig], point: ResumePoint, *, is_eval: bool) -> list[Taskset]:
+        """Return tasksets as the run began with them. Raises TasksetError, also for one that was something else."""
+        tasksets = []
+        for number, config in enumerate(configs):
+            recorded = point.sources.get((config.name, is_eval))
+            if recorded is None and config.kind != "file" and point.submitted and not is_eval:
+                raise TasksetError(
+                    f"taskset {config.name}: its path is {config.path} in the config, and the run in this log began "
+                    "with a file: put that back, or start a new run under another `name`"
+                )
+            taskset = Taskset(config, is_eval=is_eval, number=number, recorded=recorded)
+            tasksets.append(taskset)
+            if recorded is None and taskset.source is not None:
+                self.unrecorded.append(taskset.source)
+        return tasksets
 
     def _stand_at(self, point: ResumePoint) -> None:
         """Begin where the log says that the run is."""
@@ -158,11 +180,11 @@ class RunProcess:
         """
         return self.mix.read(cursors, n) if self.has_more(step, cursors) else ([], dict(cursors))
 
-    def _read_point(self) -> ResumePoint:
+    def _read_point(self, tasksets: Sequence[str]) -> ResumePoint:
         config = self.config
         try:
             with open_log(config.store.url) as log:
-                point = resume_point(log, self.mix.names)
+                point = resume_point(log, tasksets)
         except (LogNotFound, NotALog):  # NotALog: it was being made when its maker died
             return ResumePoint()
         if not self.has_trainer or not point.path:

@@ -76,10 +76,10 @@ def choose(config: Config, taskset: str | None, index: int, workflow: str | None
     chosen, is_eval = found
     if workflow is not None:
         chosen = chosen.model_copy(update={"workflow": workflow})
-    rows = Taskset(chosen, is_eval=is_eval).all()
+    rows = Taskset(chosen, is_eval=is_eval)
     if not 0 <= index < len(rows):
         raise TasksetError(f"taskset {chosen.name} has {len(rows)} rows, 0 to {len(rows) - 1}: there is no {index}")
-    return rows[index]
+    return rows.task(index)
 
 
 async def play(config: Config, task: Task, *, runs: int | None = None, folder: Path) -> PlayedTask:

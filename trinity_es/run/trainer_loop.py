@@ -9,9 +9,10 @@ from contextlib import suppress
 from typing import Any
 
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import ConfigError, NotALog, NotRunning
+from trinity_es.events.errors import ConfigError, NotALog, NotRunning, TasksetError
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchLifecycleState
+from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.reading.resume_point import was_dropped_stale
 from trinity_es.run.run_process import RunProcess
@@ -26,7 +27,8 @@ POLL_SECONDS = 0.1
 LOOK_SECONDS = 5.0
 """Interval between two looks whether the actor system still runs."""
 
-_NEWS = ("BatchSubmitted", "TasksetAdvanced", "BatchFinalized", "BatchAborted", "BatchTrained", "WeightsPublished")
+_NEWS = ("BatchSubmitted", "TasksetResolved", "TasksetAdvanced", "BatchFinalized", "BatchAborted", "BatchTrained",
+         "WeightsPublished")
 
 
 async def train_in_order(part: RunProcess, period_over: Callable[[int], Awaitable[None]]) -> None:
@@ -168,6 +170,8 @@ class TrainerProcess(RunProcess):
                 # Without the cursors, which come with the next event, it can't be told whether it is the last.
                 if step > self.step:
                     self.standing.note(submitted=step, ended=False)
+            case ev.TasksetResolved():
+                self._require_same(event.source)
             case ev.TasksetAdvanced():
                 self.cursors[event.taskset] = Cursor(event.epoch, event.offset)
             case ev.BatchFinalized() | ev.BatchAborted():
@@ -178,6 +182,15 @@ class TrainerProcess(RunProcess):
                 elif not (aborted and await asyncio.to_thread(was_dropped_stale, log, batch_id)):
                     self._open.discard(batch_id)
         self._count()
+
+    def _require_same(self, source: TasksetSource) -> None:
+        """Require what the explorer reads, where this process asked the hub before that was in the log."""
+        mine = next((s for s in self.unrecorded if (s.taskset, s.is_eval) == (source.taskset, source.is_eval)), source)
+        if mine != source:
+            raise TasksetError(
+                f"taskset {source.taskset} is {mine.path} at {mine.revision} for this trainer, and at "
+                f"{source.revision} for its explorer: start the trainer again, which then reads what the log has"
+            )
 
     def _count(self) -> None:
         generated = min(self._open, default=self.step + 1) - 1

@@ -14,7 +14,7 @@ import decimal
 import math
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -23,7 +23,7 @@ import orjson
 from trinity_es.config.buffer import TasksetConfig
 from trinity_es.events.errors import TasksetError
 
-__all__ = ["RowFile", "open_rows"]
+__all__ = ["RowFile", "check_columns", "check_prompts", "open_file", "plain", "table_row"]
 
 _BOM = b"\xef\xbb\xbf"
 
@@ -37,7 +37,7 @@ class RowFile(Protocol):
         """Return these rows, in this order. Raises TasksetError when the file was changed since it was opened."""
 
 
-def open_rows(config: TasksetConfig) -> RowFile:
+def open_file(config: TasksetConfig) -> RowFile:
     """Return the file of this taskset, checked. Raises TasksetError, which names the file, and the line or row."""
     file = config.file
     try:
@@ -49,8 +49,10 @@ def open_rows(config: TasksetConfig) -> RowFile:
         else:
             found = _Lines(config, file)
     except OSError as e:
+        named = isinstance(e, FileNotFoundError) and not file.suffix
+        hint = "" if not named else "; a dataset of the Hugging Face hub is written hub:owner/name"
         raise TasksetError(
-            f"taskset {config.name}: {file} can't be read ({e.strerror or e})", file=str(file)
+            f"taskset {config.name}: {file} can't be read ({e.strerror or e}){hint}", file=str(file)
         ) from e
     if not len(found):
         raise TasksetError(f"{file} is empty: a taskset has at least one row", file=str(file))
@@ -177,11 +179,11 @@ class _Parquet(_Columns):
         except arrow.ArrowException as e:
             raise TasksetError(f"{file} is no parquet file ({e})", file=str(file)) from e
         key = config.format.prompt_key
-        _check_columns(file, self._parquet.schema_arrow, key)
+        check_columns(file, self._parquet.schema_arrow, key)
         meta = self._parquet.metadata
         self._ends: list[int] = []
         for group in range(meta.num_row_groups):
-            _check_prompts(file, self._parquet.read_row_group(group, columns=[key]).column(key), len(self))
+            check_prompts(file, self._parquet.read_row_group(group, columns=[key]).column(key), len(self))
             self._ends.append(len(self) + meta.row_group(group).num_rows)
         self._held: tuple[int, Any] | None = None
 
@@ -192,7 +194,7 @@ class _Parquet(_Columns):
             group, at = self._group(row)
             if self._held is None or self._held[0] != group:
                 self._held = (group, self._parquet.read_row_group(group))
-            found[row] = _row(self._file, self._held[1], at, row)
+            found[row] = table_row(self._file, self._held[1], at, row)
         return [dict(found[row]) for row in rows]
 
 
@@ -243,9 +245,9 @@ class _Arrow(_Columns):
         for file in files:
             try:
                 with arrow.ipc.open_stream(arrow.memory_map(str(file))) as stream:
-                    _check_columns(file, stream.schema, key)
+                    check_columns(file, stream.schema, key)
                     for batch in stream:
-                        _check_prompts(file, batch.column(batch.schema.get_field_index(key)), len(self))
+                        check_prompts(file, batch.column(batch.schema.get_field_index(key)), len(self))
                         self._batches.append(batch)
                         self._ends.append(len(self) + batch.num_rows)
             except arrow.ArrowException as e:
@@ -256,46 +258,54 @@ class _Arrow(_Columns):
         out = []
         for row in rows:
             group, at = self._group(row)
-            out.append(_row(self._folder, self._batches[group], at, row))
+            out.append(table_row(self._folder, self._batches[group], at, row))
         return out
 
 
-def _check_columns(file: Path, schema: Any, prompt_key: str) -> None:
+def check_columns(file: object, schema: Any, prompt_key: str) -> None:
+    """Require a column of prompts. Raises TasksetError."""
     if prompt_key not in schema.names:
         raise TasksetError(f"{file}: {_no_prompt(prompt_key, list(schema.names))}", file=str(file))
 
 
-def _check_prompts(file: Path, column: Any, first: int) -> None:
+def check_prompts(file: object, column: Any, first: int) -> None:
+    """Require a prompt in every row; `first` is the number of the column's first. Raises TasksetError."""
     if column.null_count:
         row = first + column.is_null().to_pylist().index(True)
         raise TasksetError(f"{file} row {row}: the prompt is null: remove the row", file=str(file), row=row)
 
 
-def _row(file: Path, table: Any, at: int, row: int) -> dict[str, Any]:
+def table_row(source: object, table: Any, at: int, row: int) -> dict[str, Any]:
+    """Return a row of an Arrow table as JSON has it. Raises TasksetError for a value that JSON has not."""
     found: dict[str, Any] = table.slice(at, 1).to_pylist()[0]
     try:
-        return {key: _plain(value) for key, value in found.items()}
+        return {key: plain(value) for key, value in found.items()}
     except TypeError as e:
-        raise TasksetError(f"{file} row {row}: {e}: remove or convert the column", file=str(file), row=row) from e
+        raise TasksetError(f"{source} row {row}: {e}: remove or convert the column", file=str(source), row=row) from e
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any, *, other: Callable[[Any], Any] | None = None) -> Any:
     """Return a column's value as JSON has it.
 
-    NaN, which pandas writes where there is nothing, is null; bytes are base64.
+    NaN, which pandas writes where there is nothing, is null; bytes are base64. What JSON has not becomes what `other`
+    makes of it; without that it is a TypeError.
     """
+    if isinstance(value, int) and not isinstance(value, bool) and other is not None and abs(value) >= 2**63:
+        return other(value)
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
         return None if math.isnan(value) else value
     if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v, other=other) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [plain(v, other=other) for v in value]
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, datetime.date | datetime.time):  # a datetime is a date
         return value.isoformat()
     if isinstance(value, decimal.Decimal):
         return str(value)
+    if other is not None:
+        return other(value)
     raise TypeError(f"{type(value).__name__} has no form in JSON")

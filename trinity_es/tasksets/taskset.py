@@ -19,8 +19,11 @@ from typing import Any
 from trinity_es.config.buffer import TasksetConfig
 from trinity_es.events.errors import TasksetError
 from trinity_es.events.values import Task
-from trinity_es.tasksets.files import RowFile, open_rows
+from trinity_es.events.vocabulary import TasksetSource
+from trinity_es.tasksets.files import RowFile
+from trinity_es.tasksets.generated import completed
 from trinity_es.tasksets.selectors import selector_of
+from trinity_es.tasksets.source import open_source
 
 __all__ = ["Cursor", "Taskset"]
 
@@ -40,12 +43,19 @@ class Taskset:
     has a row that is not a JSON object with the prompt key.
     """
 
-    def __init__(self, config: TasksetConfig, *, is_eval: bool = False, number: int = 0) -> None:
-        """Open a taskset. `number`: its place among those that are trained on, `index["taskset_id"]` of its tasks."""
-        self.config = config
+    def __init__(
+        self, config: TasksetConfig, *, is_eval: bool = False, number: int = 0, recorded: TasksetSource | None = None,
+        rows: RowFile | None = None,
+    ) -> None:
+        """Open a taskset. `number`: its place among those that are trained on, `index["taskset_id"]` of its tasks.
+
+        `recorded`: what the log of the run has of it as TasksetResolved; that is opened then. `rows`: nothing is
+        opened, they are read.
+        """
         self.is_eval, self.number = is_eval, number
         self._order: tuple[int, array[int]] | None = None
-        self._file: RowFile = open_rows(config)
+        self._file, self.source = (rows, None) if rows is not None else open_source(config, recorded, is_eval=is_eval)
+        self.config = completed(config) if config.kind == "reasoning_gym" and rows is None else config
         self.selector = selector_of(config, self._file)
 
     def __len__(self) -> int:
@@ -84,6 +94,10 @@ class Taskset:
     def all(self) -> list[Task]:
         """Return every row once, in the order of the file: what an evaluation runs."""
         return self._tasks(list(range(len(self))))
+
+    def task(self, row: int) -> Task:
+        """Return the task of one row, from 0."""
+        return self._tasks([row])[0]
 
     def _ended(self, epoch: int) -> bool:
         return self.config.epochs is not None and epoch >= self.config.epochs

@@ -121,6 +121,8 @@ class BatchHandlers:
                     batch_id=batch_id, taskset=cursor.taskset, epoch=cursor.epoch, offset=cursor.offset
                 )
                 self.live.record(advanced)
+            for source in command.sources or ():
+                self.live.record(ev.TasksetResolved(batch_id=batch_id, source=source))
         self.router.reply(request)
 
     def finalize(self, request: CommandRequest[FinalizeBatch]) -> None:

@@ -13,7 +13,7 @@ from trinity_es.actors.commands import COMMANDS, Command, decode, encode
 from trinity_es.actors.commands.fields import NAME_LENGTH, TASKSET_LENGTH, TEXT_LENGTH
 from trinity_es.actors.messages import Parcel
 from trinity_es.events.errors import DataError, TrinityError
-from trinity_es.events.vocabulary import Answer, PayloadRef
+from trinity_es.events.vocabulary import Answer, PayloadRef, TasksetSource
 
 TASKS = Parcel(b"[]")
 REF = PayloadRef(digest="0" * 64, first=0, count=3)
@@ -22,6 +22,8 @@ EXAMPLES: list[Command[Any]] = [
     commands.SubmitBatch(
         batch_id="12/x", tasks=TASKS, batch_type="train", min_wait_num=None,
         cursor=[commands.Cursor(taskset="t" * TASKSET_LENGTH, epoch=0, offset=4)],
+        sources=[TasksetSource(taskset="t", is_eval=True, path="hub:a/b", subset=None, split="train", asked=None,
+                               revision="c" * 40, args="", rows=7)],
     ),
     commands.FinalizeBatch(batch_id=1, batch_type="eval", timeout=1e9),
     commands.AbortBatch(batch_id=1, reason="x" * TEXT_LENGTH, keep_partial_results=True),
@@ -86,7 +88,7 @@ def test_a_field_too_many_and_one_too_few_are_named(command: Command[Any]) -> No
         decode(command.name, sent | {"more": 1})
     with pytest.raises(DataError, match=f"request '{command.name}' is"):
         decode(command.name, None)
-    may_be_absent = {"method", "again", "return_partial"}
+    may_be_absent = {"method", "again", "return_partial", "sources"}
     for name in sent.keys() - may_be_absent:
         with pytest.raises(DataError, match=f"request '{command.name}' has no {name}"):
             decode(command.name, {key: value for key, value in sent.items() if key != name})

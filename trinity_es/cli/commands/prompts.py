@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,9 +12,11 @@ from trinity_es.audit.rollouts import task_asked
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, open_chosen, print_json
 from trinity_es.cli.render import runners_weights_usage, tables
 from trinity_es.config.buffer import TasksetConfig
-from trinity_es.events.errors import TrinityError
+from trinity_es.events.errors import TasksetError, TrinityError
+from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.projections.history.task_history import prompt_of
 from trinity_es.projections.reading.log_reader import Log
+from trinity_es.projections.reading.resume_point import sources_of
 from trinity_es.projections.reading.untried_prompts import Untried, prompts_tried
 from trinity_es.tasksets.taskset import Cursor, Taskset
 
@@ -56,18 +59,42 @@ def _prompt(log: Log, untried: Untried) -> str | None:
     return prompt_of(task_asked(log, untried.batch_id, untried.task))
 
 
+class _Numbers:
+    """Rows of which only the number is known: enough to tell which come next."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        return [{} for _ in rows]
+
+
+def _numbered(config: TasksetConfig, sources: Mapping[tuple[str, bool], TasksetSource]) -> Taskset:
+    """Return the taskset, without opening one that is no file. Raises TasksetError."""
+    if config.kind == "file":
+        return Taskset(config)
+    source = sources.get((config.name, False))
+    if source is None:
+        raise TasksetError(f"taskset {config.name}: the log does not say what {config.path} was")
+    return Taskset(config, rows=_Numbers(source.rows))
+
+
 def _unread(log: Log, read: dict[str, tuple[int, int]]) -> dict[str, list[int]]:
     """Return the rows that were never read, by taskset whose file is there: those its first pass has yet to read."""
     config = log.config()[1]
     out: dict[str, list[int]] = {}
     if not read or not config:
         return out
+    sources = sources_of(log)
     entries = config.get("buffer", {}).get("explorer_input", {}).get("tasksets", [])
     for entry in entries:
         if isinstance(entry, dict) and entry.get("name") in read:
             epoch, offset = read[entry["name"]]
             try:  # a file that is gone or has changed, a config of another release: then it is not told
-                taskset = Taskset(TasksetConfig.model_validate(entry))
+                taskset = _numbered(TasksetConfig.model_validate(entry), sources)
                 left, _ = taskset.read(Cursor(0, offset), len(taskset) - offset) if epoch == 0 else ([], None)
             except (TrinityError, ValueError, OSError):
                 continue

@@ -1,0 +1,40 @@
+"""Opens tasksets in a process of its own, which has packages that this one has not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["TasksetReader"]
+
+
+class TasksetReader:
+    """A process with these variables. It ends with `close`."""
+
+    def __init__(self, script: Path, variables: Mapping[str, str], stderr: Path) -> None:
+        self.stderr = stderr
+        environment = {**os.environ, "PYTHONWARNINGS": "ignore", **variables}
+        with stderr.open("w") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, str(script)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=out, text=True)
+
+    def open(self, *, recorded: Any = None, **config: Any) -> Any:
+        """Return a taskset's source and tasks, or its error."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"config": config, "recorded": recorded}) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise AssertionError(f"the process ended: {self.stderr.read_text()[-3000:]}")
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()

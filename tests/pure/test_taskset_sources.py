@@ -1,0 +1,205 @@
+"""Tasksets that are names: what a config may say of them, what a run that goes on reads, what stands in the log."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+import trinity_es
+from tests.helpers.handmade import cli, history, write
+from trinity_es import Explorer
+from trinity_es.config.buffer import TasksetConfig
+from trinity_es.config.config import Config
+from trinity_es.dashboard.app import create_app
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import ConfigError, TasksetError
+from trinity_es.events.vocabulary import TasksetSource
+from trinity_es.projections.reading.resume_point import ResumePoint, sources_of
+from trinity_es.run.trainer_loop import TrainerProcess
+from trinity_es.tasksets import source as source_module
+from trinity_es.tasksets.taskset import Taskset
+from trinity_es.text import summary
+
+COMMIT = "0123456789" * 4
+HUB = {"name": "t", "path": "hub:people/letters", "split": "train"}
+RECORDED = TasksetSource(taskset="t", is_eval=False, path="hub:people/letters", subset=None, split="train", asked=None,
+                         revision=COMMIT, args="", rows=3)
+
+
+def config(*tasksets: dict[str, Any], folder: Path | None = None) -> Config:
+    return Config.from_dict({
+        "explorer": {"rollout_model": {"engine_type": "scripted"}},
+        "buffer": {"explorer_input": {"tasksets": list(tasksets)}},
+    }, folder=folder)
+
+
+# --- the config -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("keys", "told"), [
+    ({"path": "hub:people/letters"}, "has the path hub:people/letters, and no split"),
+    ({"path": "hub:a/b/c", "split": "x"}, "write a dataset of the hub as hub:owner/name"),
+    ({"path": "hub:", "split": "x"}, "write a dataset of the hub as hub:owner/name"),
+    ({"path": "reasoning_gym:"}, "write a family as reasoning_gym:leg_counting"),
+    ({"path": "reasoning_gym:gcd", "split": "train"}, "give another args.seed"),
+    ({"path": "a.jsonl", "revision": "v1"}, "has revision, which only a dataset of the hub has"),
+    ({"path": "reasoning_gym:gcd", "subset": "v1"}, "has subset, which only a dataset of the hub has"),
+    ({"path": "hub:people/letters", "split": "x", "args": {"size": 3}}, "has args, which only a family"),
+])
+def test_keys_that_do_not_fit_the_path_are_refused(keys: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config({"name": "t", **keys})
+    assert told in str(refused.value)
+
+
+def test_a_path_that_is_a_name_stays_as_it_is_written(tmp_path: Path) -> None:
+    made = config(HUB, {"name": "g", "path": "reasoning_gym:gcd"}, {"name": "f", "path": "a.jsonl"}, folder=tmp_path)
+    paths = [taskset.path for taskset in made.buffer.explorer_input.tasksets]
+    assert paths == ["hub:people/letters", "reasoning_gym:gcd", str(tmp_path / "a.jsonl")]
+    assert Config.from_dict(made.to_dict()) == made
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("datasets", "reasoning_gym"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(TasksetError, match=r"pip install 'trinity-es\[datasets\]'"):
+        Taskset(TasksetConfig.model_validate(HUB))
+    with pytest.raises(TasksetError, match=r"pip install 'trinity-es\[reasoning-gym\]'"):
+        Taskset(TasksetConfig(name="g", path="reasoning_gym:gcd"))
+
+
+def test_a_hub_id_that_is_written_as_a_path_is_told_how(tmp_path: Path) -> None:
+    with pytest.raises(TasksetError, match="a dataset of the Hugging Face hub is written hub:owner/name"):
+        Taskset(TasksetConfig(name="t", path=str(tmp_path / "openai" / "gsm8k")))
+    with pytest.raises(ConfigError, match="a dataset of the Hugging Face hub is written hub:owner/name"):
+        config({"name": "t", "path": "openai/gsm8k"}, folder=tmp_path).check()
+
+
+# --- what a run reads -------------------------------------------------------------------------------------------------
+class Rows:
+    """A split of the hub with three rows, at the commit that is asked for, or else at another one."""
+
+    def __init__(self, config: TasksetConfig, commit: str | None = None) -> None:
+        self.revision = commit or "f" * 40
+
+    def __len__(self) -> int:
+        return 3
+
+    def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        return [{"prompt": f"{self.revision[0]} {row}"} for row in rows]
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(source_module, "HubRows", Rows)
+    return lambda recorded=None, **keys: Taskset(TasksetConfig.model_validate(HUB | keys), recorded=recorded)
+
+
+def test_what_is_recorded_is_read_and_not_what_the_name_means_now(opened: Any) -> None:
+    assert opened().source == replace(RECORDED, revision="f" * 40)
+    taskset = opened(RECORDED)
+    assert taskset.source == RECORDED
+    assert [task.raw_task["prompt"] for task in taskset.all()] == ["0 0", "0 1", "0 2"]
+
+
+@pytest.mark.parametrize(("keys", "told"), [
+    ({"revision": "v2"},
+     f"its revision is v2 in the config, and .* began with the main branch, which was commit {COMMIT}"),
+    ({"path": "hub:people/words"}, "its path is hub:people/words in the config, and .* began with hub:people/letters"),
+    ({"subset": "hard"}, "its subset is hard in the config, and .* began with None"),
+    ({"split": "test"}, "its split is test in the config, and .* began with train"),
+    ({"path": "letters.jsonl", "split": None}, r"its path is letters\.jsonl in the config"),
+])
+def test_a_config_that_asks_for_something_else_than_the_run_began_with_is_refused(
+    opened: Any, keys: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(TasksetError, match=f"{told}.*put that back, or start a new run under another `name`"):
+        opened(RECORDED, **keys)
+
+
+def test_the_commit_itself_may_be_asked_for_in_place_of_its_branch(opened: Any) -> None:
+    assert opened(RECORDED, revision=COMMIT).source == RECORDED
+    assert opened(replace(RECORDED, asked="v1"), revision="v1").source.revision == COMMIT
+    with pytest.raises(TasksetError, match="its revision is the main branch in the config"):
+        opened(replace(RECORDED, asked="v1"))
+
+
+def test_other_rows_than_those_of_the_log_are_refused(opened: Any) -> None:
+    with pytest.raises(TasksetError, match=f"is 3 rows at {COMMIT} here, and .* began with 4 rows at {COMMIT}"):
+        opened(replace(RECORDED, rows=4))
+
+
+def test_a_run_that_began_with_a_file_does_not_go_on_with_a_dataset_of_the_hub(opened: Any) -> None:
+    explorer = Explorer(config(HUB))
+    tasksets = explorer.config.buffer.explorer_input.tasksets
+    with pytest.raises(TasksetError, match=r"its path is hub:people/letters in the config, and .* began with a file"):
+        explorer._opened(tasksets, ResumePoint(submitted=1), is_eval=False)
+    [taskset] = explorer._opened(tasksets, ResumePoint(), is_eval=False)
+    assert explorer.unrecorded == [taskset.source]
+    explorer.unrecorded = []
+    explorer._opened(tasksets, ResumePoint(submitted=1, sources={("t", False): RECORDED}), is_eval=False)
+    assert explorer.unrecorded == []
+
+
+def test_a_trainer_that_reads_another_commit_than_its_explorer_ends_and_says_so(opened: Any) -> None:
+    trainer = TrainerProcess(config(HUB))
+    trainer._opened(trainer.config.buffer.explorer_input.tasksets, ResumePoint(), is_eval=False)
+    trainer._require_same(replace(RECORDED, revision="f" * 40))
+    with pytest.raises(TasksetError, match=f"at {'f' * 40} for this trainer, and at {COMMIT} for its explorer"):
+        trainer._require_same(RECORDED)
+
+
+# --- the log ----------------------------------------------------------------------------------------------------------
+def made_log(folder: Path) -> Path:
+    """A run of a taskset of the hub, two of whose three rows were read, and an eval of reasoning-gym."""
+    gym = replace(RECORDED, is_eval=True, path="reasoning_gym:gcd", split=None, revision="0.1.25", args='{"size":3}')
+    path = folder / "log.sqlite"
+    without_payloads = [(stream, events) for stream, events in history("0" * 64) if stream != "batch/3"]
+    write(path, [
+        ("system", [ev.SystemConfigured(config=config(HUB, folder=folder).masked())]), *without_payloads,
+        ("tasksets", [ev.TasksetResolved(batch_id=3, source=RECORDED),
+                      ev.TasksetResolved(batch_id="0/letters", source=gym)]),
+        ("taskset/t", [ev.TasksetAdvanced(taskset="t", batch_id=3, epoch=0, offset=2)]),
+    ])
+    return path
+
+
+def test_what_a_taskset_was_is_in_the_log(tmp_path: Path) -> None:
+    with trinity_es.open_log(str(made_log(tmp_path))) as log:
+        assert sources_of(log)["t", False] == RECORDED
+        assert sources_of(log)["t", True].revision == "0.1.25"
+        told = [summary(recorded.event) for recorded in log.read(stream="tasksets")]
+    assert told == [f"t is hub:people/letters train at {COMMIT}, 3 rows",
+                    't is reasoning_gym:gcd {"size":3} at 0.1.25, 3 rows']
+
+
+@pytest.fixture
+def without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("datasets", "huggingface_hub", "reasoning_gym"):
+        monkeypatch.setitem(sys.modules, package, None)
+
+
+@pytest.mark.usefixtures("without_packages")
+@pytest.mark.parametrize("command", [
+    ["verify"], ["replay", "0/letters"], ["replay", "open", "--at", "9"], ["show", "open"], ["why", "open"],
+    ["batches"], ["events"], ["runners"], ["prompts"], ["status"],
+], ids=lambda command: command[0])
+def test_j4_a_log_of_such_a_run_is_read_without_the_packages(tmp_path: Path, command: list[str]) -> None:
+    done = cli(*command, "--log", made_log(tmp_path))
+    answered_no = command[0] in ("status", "why")  # no system runs
+    assert done.exit_code == (1 if answered_no else 0), done.output
+    if command == ["events"]:
+        assert f"t is hub:people/letters train at {COMMIT}" in done.output
+    if command == ["prompts"]:
+        assert "no batch ever held: 2" in done.output
+
+
+@pytest.mark.usefixtures("without_packages")
+@pytest.mark.parametrize("page", ["/", "/batches", "/events", "/batch?id=0/letters"])
+def test_j4_its_pages_are_shown_without_the_packages(tmp_path: Path, page: str) -> None:
+    with TestClient(create_app(str(made_log(tmp_path))), base_url="http://localhost") as client:
+        assert client.get(page).status_code == 200

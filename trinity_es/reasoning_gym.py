@@ -1,0 +1,96 @@
+"""Tasks of reasoning-gym and their scores: families of puzzles that are made from a seed, with a scorer each.
+
+A taskset with `path: reasoning_gym:leg_counting` reads them (`trinity_es.tasksets.generated`); `Score` is its reward.
+The package is imported when one is used: `pip install 'trinity-es[reasoning-gym]'`.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import importlib
+import importlib.metadata
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trinity_es.events.errors import DataError
+
+__all__ = ["Score", "dataset", "installed_version", "system_prompt"]
+
+
+class Score:
+    """The reward of a task of reasoning-gym: what the family's own scorer gives for an answer, mostly 0 to 1.
+
+    The answer is what stands in the last `<answer>...</answer>` of a response, as reasoning-gym extracts it; where
+    there is none, it is scored as None. `answer_tag` is another tag; None: the whole response is the answer.
+    """
+
+    grader_timeout: float | None = 30.0
+    """How long a scorer may take, in seconds: some solve equations that the model wrote."""
+
+    def __init__(self, *, family: str, args: Mapping[str, Any], answer_tag: str | None = "answer") -> None:
+        self._family, self._args, self._tag = family, json.dumps(args, sort_keys=True), answer_tag
+
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Any], entry: Sequence[str], **columns: Any
+    ) -> list[float]:
+        """Return the score of each completion, as TRL calls rewards. `entry`: reasoning-gym's, as Python writes it.
+
+        Raises what a scorer raises.
+        """
+        return [self._scored(*each) for each in zip(prompts, completions, entry, strict=True)]
+
+    def _scored(self, prompt: Any, completion: Any, entry: str) -> float:
+        said = completion if isinstance(completion, str) else completion[-1]["content"]
+        answer = said if self._tag is None else _package().utils.extract_answer(said, tag_name=self._tag)
+        whole = {"question": prompt, **ast.literal_eval(entry)}
+        return float(_dataset(self._family, self._args).score_answer(answer, whole))
+
+
+def dataset(family: str, args: Mapping[str, Any]) -> Any:
+    """Return reasoning-gym's dataset of a family with this config: `len` entries, each made when it is asked for.
+
+    Without a `seed` it is 0. Raises DataError for a family or a config that reasoning-gym has not, and where it is not
+    installed.
+    """
+    return _dataset(family, json.dumps(args, sort_keys=True))
+
+
+def installed_version() -> str:
+    """Return the version of reasoning-gym that is installed."""
+    return importlib.metadata.version("reasoning-gym")
+
+
+def system_prompt() -> str:
+    """Return reasoning-gym's own system prompt: it asks for the answer between `<answer>` and `</answer>`."""
+    return str(_package().utils.SYSTEM_PROMPTS["default"])
+
+
+@functools.lru_cache(maxsize=64)
+def _dataset(family: str, args: str) -> Any:
+    gym = _package()
+    given: dict[str, Any] = {"seed": 0, **json.loads(args)}
+    known = importlib.import_module("reasoning_gym.factory").DATASETS
+    if family not in known:
+        near = difflib.get_close_matches(family, known, n=3) or sorted(known)[:3]
+        raise DataError(f"reasoning-gym {installed_version()} has no family {family!r}: {', '.join(near)} are some of "
+                        f"its {len(known)}")
+    try:
+        if family == "composite":
+            spec = importlib.import_module("reasoning_gym.composite").DatasetSpec
+            parts = given.get("datasets") or []
+            given["datasets"] = [spec(**{"weight": 1.0, "config": {}, **part}) for part in parts]
+        return gym.create_dataset(family, **given)
+    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as e:
+        raise DataError(f"reasoning_gym:{family} refuses its args {args}: {e}") from e
+
+
+def _package() -> Any:
+    try:
+        return importlib.import_module("reasoning_gym")
+    except ImportError as e:
+        raise DataError(
+            f"reasoning-gym can't be imported ({e}): `pip install 'trinity-es[reasoning-gym]'`"
+        ) from e

@@ -1,0 +1,89 @@
+"""Tasks that reasoning-gym makes: a row is made when it is asked for, the same for the same seed, and kept.
+
+A row holds the question and the answer under the keys of the taskset's `format`, and as `entry` what the scorer needs.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+
+from trinity_es import reasoning_gym
+from trinity_es.config.buffer import TasksetConfig
+from trinity_es.events.errors import DataError, TasksetError
+from trinity_es.tasksets.files import plain
+
+__all__ = ["Generated", "completed"]
+
+SCORER = "trinity_es.reasoning_gym:Score"
+
+
+class Generated:
+    """The rows of a family of reasoning-gym. Raises TasksetError, which says what to install or to change."""
+
+    def __init__(self, config: TasksetConfig) -> None:
+        self._config, self._rows = config, dict[int, bytes]()
+        try:
+            self._dataset = reasoning_gym.dataset(family_of(config), config.args)
+            self.revision = reasoning_gym.installed_version()
+        except DataError as e:
+            raise TasksetError(f"taskset {config.name}: {e}") from e
+        self.read([0])
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Return these rows, in this order. Raises TasksetError for one that can't be made."""
+        for row in rows:
+            if row not in self._rows:
+                self._rows[row] = orjson.dumps(self._made(row))
+        return [orjson.loads(self._rows[row]) for row in rows]
+
+    def _made(self, row: int) -> dict[str, Any]:
+        try:
+            entry = self._dataset[row]
+            keys = self._config.format
+            return {
+                keys.prompt_key: entry["question"], keys.response_key: entry["answer"],
+                "entry": _written(entry),
+            }
+        except Exception as e:  # whatever a family raises
+            raise TasksetError(
+                f"taskset {self._config.name}: {self._config.path} can't make row {row} ({type(e).__name__}: {e}): "
+                "change args", row=row,
+            ) from e
+
+
+def _written(entry: dict[str, Any]) -> str:
+    """Return an entry, but for its question, as Python writes it: some scorers need the tuples that JSON has not.
+
+    What Python could not read again goes through JSON first.
+    """
+    kept = {key: value for key, value in entry.items() if key != "question"}
+    try:
+        if ast.literal_eval(repr(kept)) == kept:
+            return repr(kept)
+    except (SyntaxError, ValueError):  # it holds other things than literals
+        pass
+    return repr(orjson.loads(orjson.dumps(plain(kept, other=str))))
+
+
+def family_of(config: TasksetConfig) -> str:
+    """Return the family that a taskset's path names."""
+    return config.path.partition(":")[2]
+
+
+def completed(config: TasksetConfig) -> TasksetConfig:
+    """Return a taskset of reasoning-gym with its scorer and its system prompt, where none are given."""
+    update: dict[str, Any] = {}
+    if config.reward_fn is None:
+        made_from = {"family": family_of(config), "args": config.args}
+        update = {"reward_fn": SCORER, "reward_fn_args": {**config.reward_fn_args, **made_from}}
+    if config.format.system_prompt is None:
+        prompt = reasoning_gym.system_prompt()
+        update["format"] = config.format.model_copy(update={"system_prompt": prompt})
+    return config.model_copy(update=update)

@@ -1,0 +1,169 @@
+"""Datasets of the Hugging Face hub, by the package `datasets`: at one commit, whatever its branches come to name.
+
+A revision is resolved to a commit once, when a run begins; the commit is in the log, and from then on asked for by its
+hash. `datasets` itself would take, where the hub can't be reached, the newest that its cache holds of any revision;
+here only the commit that is asked for will do, from the cache without asking anybody where it is there. No code of a
+dataset is run. `HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` count, as everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from trinity_es.config.buffer import TasksetConfig
+from trinity_es.events.errors import TasksetError
+from trinity_es.tasksets.files import check_columns, check_prompts, table_row
+
+__all__ = ["HubRows"]
+
+MAIN = "main"
+RESOLVE_SECONDS = 30.0
+"""How long the hub may take to say which commit a revision is."""
+SHOWN = 400
+"""Maximum characters of another package's error that ours quotes."""
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+_logger = logging.getLogger(__name__)
+
+
+class HubRows:
+    """The rows of one split, mapped into memory. `revision` is their commit.
+
+    With `commit` they are of that one, else of what the taskset's revision names now. Raises TasksetError, with the way
+    out, for what is not there, can't be reached or is not installed.
+    """
+
+    def __init__(self, config: TasksetConfig, commit: str | None = None) -> None:
+        self._config = config
+        self.repository = config.path.partition(":")[2]
+        self._datasets, self._hub = _packages(config)
+        self.revision = commit or self._resolve()
+        self._source = f"{config.path}@{self.revision[:12]} {config.split}"
+        with self._told(self.revision):
+            self._rows = self._builder().as_dataset(split=config.split).with_format("arrow")
+        key = config.format.prompt_key
+        check_columns(self._source, self._rows.data.table.schema, key)
+        check_prompts(self._source, self._rows.data.table.column(key), 0)
+        if not len(self._rows):
+            raise TasksetError(f"{self._source} is empty: a taskset has at least one row")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """Return these rows, in this order. Raises TasksetError for a value that JSON has not."""
+        return [table_row(self._source, self._rows[row : row + 1], 0, row) for row in rows]
+
+    # --- the commit -------------------------------------------------------------------------------------------------
+    def _resolve(self) -> str:
+        """Return the commit that the taskset's revision names; where the hub can't be reached, the last one known."""
+        revision = self._config.revision or MAIN
+        if _COMMIT.fullmatch(revision):
+            return revision
+        api = self._hub.HfApi()
+        try:
+            with self._told(revision):
+                found = api.dataset_info(self.repository, revision=revision, timeout=RESOLVE_SECONDS).sha
+        except _Unreachable as e:
+            known = self._last_known(revision)
+            if known is None:
+                raise
+            _logger.warning("taskset %s: %s. It begins with commit %s, the last that the cache knows as %s",
+                            self._config.name, e.reason, known, revision)
+            return known
+        with contextlib.suppress(Exception):  # so that the cache knows it when the hub can't be reached
+            api.hf_hub_download(self.repository, "README.md", repo_type="dataset", revision=revision)
+        return str(found)
+
+    def _last_known(self, revision: str) -> str | None:
+        folder = importlib.import_module("huggingface_hub.file_download").repo_folder_name(
+            repo_id=self.repository, repo_type="dataset")
+        try:
+            text = (Path(self._hub.constants.HF_HUB_CACHE) / folder / "refs" / revision).read_text().strip()
+        except OSError:
+            return None
+        return text if _COMMIT.fullmatch(text) else None
+
+    # --- its rows ---------------------------------------------------------------------------------------------------
+    def _builder(self) -> Any:
+        """Return the builder of this commit, with its files on this machine."""
+        prepared = self._prepared()
+        if prepared is not None:
+            config_name, version = prepared.parts[-3:-1]
+            cache = importlib.import_module("datasets.packaged_modules.cache.cache").Cache
+            return cache(repo_id=self.repository, dataset_name=self.repository.rpartition("/")[2],
+                         config_name=config_name, version=version, hash=self.revision)
+        builder = self._datasets.load_dataset_builder(
+            self.repository, self._config.subset, revision=self.revision)
+        if builder.hash != self.revision:  # the newest that is cached
+            raise ConnectionError(f"the cache has commit {builder.hash}, and not this one")
+        builder.download_and_prepare()
+        return builder
+
+    def _prepared(self) -> Path | None:
+        """Return the folder of the cache that holds this commit's subset, if one does."""
+        owner, _, name = self.repository.rpartition("/")
+        name = importlib.import_module("datasets.naming").camelcase_to_snakecase(name)
+        root = Path(self._datasets.config.HF_DATASETS_CACHE) / (f"{owner}___{name}" if owner else name)
+        found = {path.parts[-4]: path.parent for path in root.glob(f"*/*/{self.revision}/dataset_info.json")}
+        if self._config.subset is not None:
+            return found.get(self._config.subset)
+        return found.get("default") or (next(iter(found.values())) if len(found) == 1 else None)
+
+    def _fetching(self, revision: str) -> str:
+        """Return the Python call that fetches this dataset."""
+        given = [self.repository, *([self._config.subset] if self._config.subset else [])]
+        return f"datasets.load_dataset({', '.join(map(repr, given))}, revision={revision!r})"
+
+    @contextlib.contextmanager
+    def _told(self, revision: str) -> Iterator[None]:
+        """Turn what the two packages raise into TasksetErrors that say what to do."""
+        errors = importlib.import_module("huggingface_hub.errors")
+        what = f"taskset {self._config.name}: {self._config.path} at {revision}"
+        try:
+            yield
+        except errors.GatedRepoError as e:
+            raise TasksetError(f"{what} is gated: ask for access on its page, then set HF_TOKEN ({_said(e)})") from e
+        except errors.RevisionNotFoundError as e:
+            raise TasksetError(f"{what}: there is no such revision: name a branch, a tag or a commit") from e
+        except errors.RepositoryNotFoundError as e:
+            raise TasksetError(f"{what}: there is no such dataset, or it is private: look at its name, or set HF_TOKEN"
+                               ) from e
+        except (errors.HTTPError, ConnectionError, TimeoutError) as e:  # the first: of its HTTP client, any
+            offline = self._hub.constants.HF_HUB_OFFLINE
+            why = "HF_HUB_OFFLINE is set" if offline else f"the hub can't be reached ({_said(e)})"
+            raise _Unreachable(what, why, self._fetching(revision)) from e
+        except (OSError, ValueError, RuntimeError, self._datasets.exceptions.DatasetsError) as e:
+            raise TasksetError(f"{what} can't be read ({_said(e)}): look at its subset and its split") from e
+
+
+class _Unreachable(TasksetError):
+    """The hub can't be asked."""
+
+    def __init__(self, what: str, reason: str, fetching: str) -> None:
+        super().__init__(
+            f"{what} is not in the cache of this machine, and {reason}: fetch it where there is a network, by "
+            f"`{fetching}`, with the HF_HOME of this machine; or give a folder that `save_to_disk` wrote as path"
+        )
+        self.reason = reason
+
+
+def _said(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text if len(text) <= SHOWN else text[:SHOWN] + ' ...'}"
+
+
+def _packages(config: TasksetConfig) -> tuple[Any, Any]:
+    try:
+        return importlib.import_module("datasets"), importlib.import_module("huggingface_hub")
+    except ImportError as e:
+        raise TasksetError(
+            f"taskset {config.name}: {config.path} needs the package datasets, which can't be imported ({e}): "
+            "`pip install 'trinity-es[datasets]'`, or give the taskset as a file"
+        ) from e
