@@ -62,7 +62,7 @@ class Graders:
         """Return what a function gives, called in a process of its own.
 
         `function` is its "module:name", `call` the JSON of a list of its arguments and a dict of named ones. The
-        process is forked from one that has imported the module of `imports` (a "module:name"), else the function's.
+        process is forked from one that has imported the module of `imports`, else the function's.
         `timeout` is in seconds from when the process is there, `memory` in bytes. What it gives is plain JSON.
 
         Raises GraderError; what it raises itself where that is a TrinityError; UnknownWorkflow where its module can't
@@ -76,7 +76,8 @@ class Graders:
             writer: asyncio.StreamWriter | None = None
             try:
                 with theirs:
-                    await self.templates.fork(imports or function, child, theirs, "grade")
+                    path = f"{imports}:__name__" if imports and ":" not in imports else imports or function
+                    await self.templates.fork(path, child, theirs, "grade")
                 reader, writer = await asyncio.open_connection(sock=ours)
                 writer.write(LENGTH.pack(len(asked)) + asked)
                 said = await _answer(function, child, reader, timeout, memory)

@@ -8,6 +8,7 @@ solution that ends its process early has passed nothing.
 
 from __future__ import annotations
 
+import ctypes  # noqa: F401  # many packages do: its own import is what the hooks would refuse
 import os
 import sys
 from typing import Any
@@ -38,8 +39,9 @@ def _guard(folder: str) -> None:
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event == "open":
             path, _, flags = args
-            if isinstance(flags, int) and flags & changes and path is not None:
-                check(path)
+            changing = isinstance(flags, int) and flags & changes
+            if path is not None and (changing or (not isinstance(path, int) and os.path.isdir(path))):
+                check(path)  # a folder too, or a file could be named from there
         elif event in _CHANGES:
             for path in args[: _CHANGES[event]]:
                 check(path)

@@ -29,7 +29,7 @@ async def test_multiple_choice_of_mmlu(pool: WorkerPool, kind: str) -> None:
     answers = {
         "It is Rome.\nAnswer: B": 1, "**Answer:** (B)": 1, "answer: $b$": 1, "so \\boxed{B}": 1,
         "Answer: A? No.\nAnswer: B": 1, "Answer: B? No.\nAnswer: A": 0, "<think>Answer: B</think>Answer: C": 0,
-        "Rome": 0, "B": 0, "Answer: Because": 0, "": 0,
+        "Rome": 0, "B": 0, "Answer: Because": 0,
     }
     assert await rewards(pool, f"{kind}multiple_choice_workflow", list(answers), **MMLU) == list(answers.values())
 

@@ -35,7 +35,7 @@ def floods() -> str:
     return "x" * 100_000
 
 
-def no_form(what: complex) -> str:
+def no_form(what: WorkerPool) -> str:
     return "?"
 
 
@@ -88,7 +88,7 @@ async def test_an_answer_without_a_call_is_the_last(pool: WorkerPool) -> None:
     (call("divide", a=1), "error: there is no tool 'divide', but multiply, breaks, floods, weather"),
     ("<tool_call>multiply(1, 2)</tool_call>", "error: JSONDecodeError"),
     ("<tool_call>[1]</tool_call>", "error: TypeError"),
-    ('<tool_call>{"name": "multiply", "arguments": [1, 2]}</tool_call>', "error: TypeError: arguments must be an object"),
+    ('<tool_call>{"name": "multiply", "arguments": [1, 2]}</tool_call>', "error: TypeError: arguments must be an obj"),
     (call("multiply", a="six"), "error: ValidationError: 1 validation error"),
     (call("multiply"), "error: ValidationError"), (call("breaks", why="no luck"), "error: RuntimeError: no luck"),
     (call("weather", city="Paris", days=[]), "error: ValidationError"),
@@ -114,7 +114,8 @@ async def test_it_ends_after_its_last_turn_or_an_answer_that_was_cut_off(pool: W
     assert (experience.metrics["unfinished"], experience.metrics["tool_calls"]) == (1.0, 2.0)
     engine = Answers(call("multiply", a=2) + "42")
     task = {"raw_task": {"prompt": "?", "answer": "multiply"}, "workflow_args": {"tools": [f"{HERE}:multiply"]}}
-    done = await played(pool, "react_workflow", engine, **task, reward_fn=f"{HERE}:right", rollout_args={"max_tokens": 30})
+    task |= {"reward_fn": f"{HERE}:right", "rollout_args": {"max_tokens": 30}}
+    done = await played(pool, "react_workflow", engine, **task)
     assert len(engine.prompts) == 1
     assert done.experiences[0].metrics["unfinished"] == 1.0
 
