@@ -101,11 +101,11 @@ async def _answer(
     clock = asyncio.get_running_loop().time
     until = clock() + timeout
     reading = asyncio.create_task(_read(reader))
+    either: set[asyncio.Future[Any]] = {reading, child.gone}
     try:
         while True:
             left = until - clock()
-            await asyncio.wait({reading, child.gone}, timeout=max(0.0, min(left, LOOK_SECONDS)),
-                               return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, timeout=max(0.0, min(left, LOOK_SECONDS)), return_when=asyncio.FIRST_COMPLETED)
             if reading.done() or child.gone.done():
                 break
             if left <= 0:

@@ -298,7 +298,7 @@ class Model(Remembering):
         """Return how many tokens a chat with these messages has as its prompt."""
         return len(self.render(plain_messages(messages), None))
 
-    async def grade_async(self, function: str, call: bytes, **limits: Any) -> Any:
+    async def grade_async(self, /, function: str, call: bytes, **limits: Any) -> Any:
         """Return what a function gives in a process of its own: `Graders.grade`, which `Workflow.grade_async` asks."""
         if self._graders is not None:
             return await self._graders.grade(function, call, **limits)

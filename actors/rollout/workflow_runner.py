@@ -266,7 +266,8 @@ class WorkflowRunner:
         if sampling.get("seed") is not None:
             sampling["seed"] += run  # the runs of a task are to differ, and to be the same again
         server = self.server if engine is self.engine else None
-        return Model(engine, defaults=sampling, server=server, graders=self.workers and self.workers.graders)
+        graders = None if self.workers is None else self.workers.graders
+        return Model(engine, defaults=sampling, server=server, graders=graders)
 
     def _auxiliary_models(self, task: Task) -> list[Model]:
         of = f"{task.batch_id}/{task.task_id}"

@@ -50,6 +50,8 @@ class MultipleChoiceWorkflow(SimpleWorkflow):
 
     def reset(self, task: Task) -> None:
         row = task.raw_task or {}
+        self.question: Any
+        self.choices: Any
         self.question, self.choices, answer = _gpqa(row) if "Correct Answer" in row else (
             task.task_desc, row.get("choices"), task.truth)
         if not isinstance(self.choices, list | tuple) or not 2 <= len(self.choices) <= len(ascii_uppercase):
@@ -69,7 +71,7 @@ class AsyncMultipleChoiceWorkflow(AsyncSimpleWorkflow, MultipleChoiceWorkflow):
     """The same on the engine's loop, run by run."""
 
 
-def _gpqa(row: dict[str, Any]) -> tuple[str, list[str], int]:
+def _gpqa(row: dict[str, Any]) -> tuple[Any, Any, Any]:
     """Return question, choices and the number of the right one."""
     right = row["Correct Answer"].strip()
     choices = [right, *(row[f"Incorrect Answer {i}"].strip() for i in (1, 2, 3))]

@@ -173,13 +173,14 @@ def _program(response: str) -> str:
     """Return the program in a response."""
     blocks = re.findall(r"```([^\n`]*)\n(.*?)```", response, re.DOTALL)
     python = [text for name, text in blocks if name.strip().lower() in ("python", "py", "python3")]
-    return (python or [text for _, text in blocks] or [response])[-1]
+    found: list[str] = python or [text for _, text in blocks] or [response]
+    return found[-1]
 
 
 def _state(pid: int) -> str:
     """Return the state of a process as Linux has it: R for one that runs, or would; S for one that waits."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        text: str = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return "S"
     return text[text.rfind(")") + 2]

@@ -59,6 +59,6 @@ def _of(node: ast.AST) -> float:
         return _OPERATORS[type(node.op)](_of(node.left), _of(node.right))
     if isinstance(node, ast.UnaryOp):
         return _OPERATORS[type(node.op)](_of(node.operand))
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return float(node.value) if isinstance(node.value, float) else int(node.value)
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        return node.value
     raise ValueError

@@ -33,7 +33,8 @@ def _guard(folder: str) -> None:
     def check(path: Any) -> None:
         if isinstance(path, int):
             return  # a file that it has open
-        if not os.path.realpath(os.fsdecode(path)).startswith(inside) and os.fsdecode(path) != os.devnull:
+        name = os.fsdecode(path)
+        if not (os.path.realpath(name) + os.sep).startswith(inside) and name != os.devnull:
             raise PermissionError(f"a judged program may change files in its own folder only, not {path!r}")
 
     def hook(event: str, args: tuple[Any, ...]) -> None:

@@ -21,7 +21,7 @@ __all__ = ["equal", "parsed", "parsed_latex"]
 math_verify.grader.TIMEOUT_WARNING_SHOWN = math_verify.parser.TIMEOUT_WARNING_SHOWN = True
 
 _ANSWER = LatexExtractionConfig(
-    normalization_config=NormalizationConfig(basic_latex=True, units=True, equations=True, boxed="all"),
+    normalization_config=NormalizationConfig(basic_latex=True, units=True, boxed="all"),
     boxed_match_priority=0, try_extract_without_anchor=False,
 )
 """How open-r1 reads an answer: what is boxed first, and no formula that nobody calls the answer."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from trinity_es.events.errors import WorkflowError
+from trinity_es.events.errors import DataError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Args, Task
 from trinity_es.workflows.simple import AsyncSimpleWorkflow, SimpleWorkflow
@@ -117,11 +117,12 @@ class MathEvalWorkflow(SimpleWorkflow):
         return {"temperature": 0.6, "top_p": 0.8, "n": self.repeat_times}
 
     def format_messages(self) -> list[dict[str, Any]]:
-        if "question" not in (self.raw_task or {}):
-            raise WorkflowError("the row has no 'question', which math_eval_workflow asks")
+        question = (self.raw_task or {}).get("question")
+        if question is None:
+            raise DataError("the row has no 'question', which math_eval_workflow asks")
         return [
             {"role": "system", "content": "You are a helpful assistant."},
-            {"role": "user", "content": f"{self.raw_task['question']}\n{_BOXED}"},
+            {"role": "user", "content": f"{question}\n{_BOXED}"},
         ]
 
 

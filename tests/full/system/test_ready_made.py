@@ -10,8 +10,10 @@ import pytest
 
 import trinity_es
 from tests.helpers.graders import FAULTS
-from tests.helpers.systems import scripted
-from trinity_es.events.vocabulary import AttemptFailed
+from tests.helpers.systems import merge, scripted
+from trinity_es.events.vocabulary import AttemptFailed, BatchSubmitted
+from trinity_es.tasksets.taskset import Taskset
+from trinity_es.workflows.registry import WORKFLOWS
 
 ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "math_workflow": ({"question": "Clips?", "answer": "24 + 48\n#### 72"}, "<think>hm</think><answer>72.0</answer>"),
@@ -21,20 +23,20 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def config_of(folder: Path, workflow: str, response: str, rows: list[dict[str, Any]], **taskset: Any) -> Any:
+def config_of(
+    folder: Path, workflow: str, response: str, rows: list[dict[str, Any]], explorer: Any = None, **taskset: Any
+) -> trinity_es.Config:
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     one = {"name": "rows", "path": "rows.jsonl", "workflow": workflow, "repeat_times": 2,
            "format": {"prompt_key": "question"}, "rollout_args": {"max_tokens": 200}, **taskset}
     return scripted(
-        folder, explorer={"rollout_model": {"script": {"response": response}}},
+        folder, explorer=merge({"rollout_model": {"script": {"response": response}}}, explorer or {}),
         buffer={"batch_size": len(rows), "explorer_input": {"tasksets": [one]}},
     )
 
 
 def finalized(config: Any) -> tuple[dict[str, Any], list[AttemptFailed], list[float]]:
     """Run one batch: its result, its failed attempts, and the rewards that were delivered."""
-    from trinity_es.tasksets.taskset import Taskset
-
     tasks = Taskset(config.buffer.explorer_input.tasksets[0]).all()
     with trinity_es.running(config) as client:
         client.submit_batch(batch_id=1, tasks=tasks, batch_type="train")
@@ -53,10 +55,10 @@ def test_p57_a_ready_made_workflow_runs_by_its_name_and_its_log_names_its_class(
     result, failed, rewards = finalized(config)
     assert failed == []
     assert rewards == pytest.approx([1.1 if workflow == "math_workflow" else 1.0] * 2)
-    assert result["metrics"]["rollout/accuracy/mean" if "format" not in workflow else ""] == 1.0
+    assert result["metrics"]["rollout/accuracy/mean"] == 1.0
     with trinity_es.open_log(config.store.url) as log:
-        task = log.events(types=["BatchSubmitted"])
-        assert "trinity_es.workflows." in str(next(iter(task)).event.tasks[0]["workflow"])  # type: ignore[union-attr]
+        [task] = next(r.event.tasks or [] for r in log.events() if isinstance(r.event, BatchSubmitted))
+    assert task["workflow"] == WORKFLOWS.paths[workflow]
 
 
 def test_p57_graders_that_fail_are_attempted_again_and_never_a_reward(tmp_path: Path) -> None:
@@ -64,11 +66,9 @@ def test_p57_graders_that_fail_are_attempted_again_and_never_a_reward(tmp_path: 
     ways = [how for how in FAULTS if how not in ("memory",)]
     rules = [{"prompt": f"<{how}>", "response": how} for how in ways]
     rows = [{"question": f"<{how}>"} for how in ways] + [{"question": "fine"}] * 3
-    config = config_of(
-        tmp_path, "single_turn", "fine", rows, reward_fn="tests.helpers.graders:Faulty",
-    )
-    data = {"rollout_model": {"script": {"response": "fine", "rules": rules}}, "max_retry_times": 1}
-    config = scripted(tmp_path, explorer=data, buffer=config.model_dump(exclude_defaults=True)["buffer"])
+    explorer = {"rollout_model": {"script": {"rules": rules}}, "max_retry_times": 1}
+    reward = "tests.helpers.graders:Faulty"
+    config = config_of(tmp_path, "single_turn", "fine", rows, explorer=explorer, reward_fn=reward)
     result, failed, rewards = finalized(config)
     assert rewards == [1.0] * 6
     assert {event.kind for event in failed} == {"grader"}
