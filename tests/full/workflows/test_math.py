@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -133,6 +134,19 @@ async def test_a_truth_that_is_missing_is_the_datas_fault(pool: WorkerPool) -> N
     done = await played(pool, "math_workflow", Answers("72"), raw_task={"prompt": "?"})
     [(_, kind, message)] = done.failures
     assert (kind, message) == ("data", "the row has no answer to compare with: set format.response_key to its key")
+
+
+@pytest.mark.parametrize("name", ["math_reward", "math_boxed_reward", "accuracy_reward", "gsm8k_reward"])
+@pytest.mark.parametrize("where", ["math_verify.parser.extract_target_from_pred", "math_verify.grader.sympy_expr_eq"])
+def test_what_math_verify_raises_is_no_wrong_answer(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    importlib.import_module("trinity_es.workflows.math_grader")
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise ZeroDivisionError("sympy")
+
+    monkeypatch.setattr(where, broken)
+    with pytest.raises(ZeroDivisionError):
+        said(name, "so \\boxed{0.5}", "$\\frac{1}{2}$")
 
 
 async def test_an_answer_that_keeps_the_grader_busy_is_no_zero(pool: WorkerPool) -> None:
