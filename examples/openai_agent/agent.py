@@ -16,8 +16,10 @@ from openai import OpenAI
 LOOK: Any = {
     "type": "function",
     "function": {
-        "name": "look", "description": "Look at the card.",
-        "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+        "name": "look", "description": "Look at a side of the card. The letter is on both.",
+        "parameters": {
+            "type": "object", "properties": {"side": {"type": "string", "enum": ["front", "back"]}}, "required": ["side"],
+        },
     },
 }
 
@@ -31,7 +33,7 @@ class Agent:
         self.client = OpenAI()
         self.model = self.client.models.list().data[0].id
 
-    def look(self) -> str:
+    def look(self, side: str) -> str:
         self.looks += 1
         return f"{self.card}="
 

@@ -34,7 +34,7 @@ def test_the_agent_is_trained_by_one_command_and_knows_nothing_of_it(tmp_path: P
     )
     assert done.returncode == 0, done.stdout + done.stderr
     with trinity_es.open_log(f"sqlite:///{tmp_path}/log.sqlite") as log:
-        assert [b.state.value for b in log.batches()] == ["finalized"] * 4
+        assert [b.state for b in log.batches()] == ["finalized"] * 4
         for step in (1, 2):
             result = log.replay(step).final_result
             assert result is not None
