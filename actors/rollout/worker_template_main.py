@@ -66,7 +66,7 @@ class _Template:
                 self.reap()
             if self.end not in readable:
                 continue
-            data, fds = b"", []
+            data, fds = b"", list[int]()
             with contextlib.suppress(ConnectionResetError):  # the runner went before it read what it was told
                 data, fds, _, _ = socket.recv_fds(self.end, MOST, 1)
             if not data:

@@ -18,7 +18,8 @@ LOOK: Any = {
     "function": {
         "name": "look", "description": "Look at a side of the card. The letter is on both.",
         "parameters": {
-            "type": "object", "properties": {"side": {"type": "string", "enum": ["front", "back"]}}, "required": ["side"],
+            "type": "object", "required": ["side"],
+            "properties": {"side": {"type": "string", "enum": ["front", "back"]}},
         },
     },
 }
