@@ -6,7 +6,7 @@ TrinityError
 ├── BatchNotFound, RunnerNotFound, WeightNotFound, AnswerNotFound             there is no such thing (KeyError)
 ├── BatchAlreadyActive, BatchTypeMismatch, AnswerDelivered                       not in this state (ValueError)
 ├── FinalizeTimeout, TakeTimeout, WaitTimeout                                nothing is lost, ask again (TimeoutError)
-├── PipelineError, WorkflowError, EngineError, SyncError                                  what ran failed
+├── PipelineError, WorkflowError, GraderError, EngineError, SyncError                     what ran failed
 ├── NotRunning, AlreadyRunning, StartupError, WrongKey, VersionMismatch, RequestRefused    the system
 └── LogError
     ├── LogUnavailable (LogReplaced), LogRewound                               the log can't be written, or trusted
@@ -29,11 +29,11 @@ from typing import Any
 __all__ = [
     "AlreadyRunning", "AnswerDelivered", "AnswerNotFound", "BatchAlreadyActive", "BatchNotFound", "BatchTypeMismatch",
     "CommitMismatch", "ConcurrencyError", "ConfigError", "CorruptPayload", "DataError", "EngineError", "Fenced",
-    "FinalizeTimeout", "InvalidEvent", "LogCorrupt", "LogError", "LogNotFound", "LogReplaced", "LogRewound",
-    "LogTooNew", "LogUnavailable", "NotALog", "NotFinite", "NotRunning", "PayloadNotFound", "PipelineError",
-    "RequestRefused", "RunnerNotFound", "StartupError", "SyncError", "TakeTimeout", "TaskNotSerializable",
-    "TasksetError", "TrinityError", "UnknownWorkflow", "VersionMismatch", "WaitTimeout", "WeightNotFound",
-    "WorkflowError", "WrongKey", "error_from_dict", "error_to_dict",
+    "FinalizeTimeout", "GraderError", "InvalidEvent", "LogCorrupt", "LogError", "LogNotFound", "LogReplaced",
+    "LogRewound", "LogTooNew", "LogUnavailable", "NotALog", "NotFinite", "NotRunning", "PayloadNotFound",
+    "PipelineError", "RequestRefused", "RunnerNotFound", "StartupError", "SyncError", "TakeTimeout",
+    "TaskNotSerializable", "TasksetError", "TrinityError", "UnknownWorkflow", "VersionMismatch", "WaitTimeout",
+    "WeightNotFound", "WorkflowError", "WrongKey", "error_from_dict", "error_to_dict",
 ]
 
 
@@ -229,6 +229,13 @@ class WeightNotFound(TrinityError, KeyError):
 
 class WorkflowError(TrinityError):
     """A workflow broke its contract: no experience, a NaN reward, a wrong return type."""
+
+
+class GraderError(TrinityError):
+    """What was to judge an answer did not end in time, ended its process, took too much memory or raised.
+
+    Nothing is known of the answer then: its run has failed, and is no zero.
+    """
 
 
 def _tree(cls: type[TrinityError]) -> dict[str, type[TrinityError]]:

@@ -29,8 +29,9 @@ BatchId = int | str
 BatchType = Literal["train", "eval", "collect"]
 """`train` and `eval` end by being finalized; the results of `collect` are taken as they come, by a Scheduler."""
 
-FailureKind = Literal["data", "workflow", "timeout", "runner_lost", "infra"]
-"""Why an attempt failed: the task's data, the workflow's own code, the clock, the runner's death, our own machinery."""
+FailureKind = Literal["data", "workflow", "timeout", "grader", "runner_lost", "infra"]
+"""Why an attempt failed: the task's data, the workflow's own code, the clock, what was to judge the answer, the
+runner's death, our own machinery."""
 
 
 class BatchLifecycleState(StrEnum):

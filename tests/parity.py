@@ -79,6 +79,7 @@ ROWS: dict[int, str] = {
     54: "`to_hf_datasets`, `from_hf_datasets`",
     55: "OpenAI clients: penalties, `top_logprobs`, `response_format`, `chat_template_kwargs`, `min_tokens`",
     56: "a config with `${oc.env:...}`: all its problems in one round",
+    57: "ready-made workflows and rewards: mathematics, GSM8K, multiple choice, countdown, code, tools",
 }
 """Number -> what is owed."""
 
@@ -130,8 +131,8 @@ def rows() -> list[Row]:
 
 
 def label(number: int) -> str:
-    """The row's name; from P39 on with M0 to M17 in brackets, as what was found with the known system's own tests."""
-    return f"P{number}" + (f" (M{number - FOUND_LATER})" if number >= FOUND_LATER else "")
+    """The row's name; those of P39 to P56 with M0 to M17 in brackets, as what was found with the known system's own tests."""
+    return f"P{number}" + (f" (M{number - FOUND_LATER})" if FOUND_LATER <= number <= FOUND_LATER + 17 else "")
 
 
 def markdown() -> str:

@@ -30,17 +30,20 @@ if TYPE_CHECKING:
     from trinity_es.run.explorer import Explorer
     from trinity_es.run.trainer import Trainer
     from trinity_es.telemetry.monitors import Monitor
-    from trinity_es.workflows.simple import AsyncSimpleWorkflow, RewardFn, SimpleWorkflow
-    from trinity_es.workflows.workflow import WORKFLOWS, MultiTurnWorkflow, SingleTurnWorkflow, Workflow
+    from trinity_es.workflows.registry import REWARD_FUNCTIONS, WORKFLOWS
+    from trinity_es.workflows.rewards import RewardFn
+    from trinity_es.workflows.simple import AsyncSimpleWorkflow, SimpleWorkflow
+    from trinity_es.workflows.workflow import MultiTurnWorkflow, SingleTurnWorkflow, Workflow
 
     __version__ = VERSION
 
 __all__ = [
-    "EID", "WORKFLOWS", "AsyncSimpleWorkflow", "BatchLifecycleState", "BatchState", "Candidate", "Config", "Experience",
-    "ExperienceOperator", "ExperienceOperatorV1", "Explorer", "Log", "Monitor", "MultiTurnWorkflow", "Operator",
-    "Output", "RewardFn", "RolloutClient", "RolloutCoordinator", "Scheduler", "SimpleWorkflow", "SingleTurnWorkflow",
-    "Status", "Task", "TaskWrapper", "Trainer", "TrinityError", "Workflow", "WorkflowRunner", "__version__", "connect",
-    "errors", "from_hf_datasets", "load_config", "open_log", "running", "sort_batch_id", "to_hf_datasets",
+    "EID", "REWARD_FUNCTIONS", "WORKFLOWS", "AsyncSimpleWorkflow", "BatchLifecycleState", "BatchState", "Candidate",
+    "Config", "Experience", "ExperienceOperator", "ExperienceOperatorV1", "Explorer", "Log", "Monitor",
+    "MultiTurnWorkflow", "Operator", "Output", "RewardFn", "RolloutClient", "RolloutCoordinator", "Scheduler",
+    "SimpleWorkflow", "SingleTurnWorkflow", "Status", "Task", "TaskWrapper", "Trainer", "TrinityError", "Workflow",
+    "WorkflowRunner", "__version__", "connect", "errors", "from_hf_datasets", "load_config", "open_log", "running",
+    "sort_batch_id", "to_hf_datasets",
 ]
 
 _HOMES = {
@@ -61,8 +64,10 @@ _HOMES = {
     "run.explorer": "Explorer",
     "run.trainer": "Trainer",
     "telemetry.monitors": "Monitor",
-    "workflows.simple": "AsyncSimpleWorkflow RewardFn SimpleWorkflow",
-    "workflows.workflow": "MultiTurnWorkflow SingleTurnWorkflow WORKFLOWS Workflow",
+    "workflows.registry": "REWARD_FUNCTIONS WORKFLOWS",
+    "workflows.rewards": "RewardFn",
+    "workflows.simple": "AsyncSimpleWorkflow SimpleWorkflow",
+    "workflows.workflow": "MultiTurnWorkflow SingleTurnWorkflow Workflow",
 }
 _HOME = {name: f"trinity_es.{home}" for home, names in _HOMES.items() for name in names.split()}
 """The module of each name."""

@@ -27,6 +27,7 @@ from trinity_es.actors.engines.remote_engine import RemoteEngine
 from trinity_es.actors.engines.sampling import MOST_PROMPTS, checked_prompt, merged
 from trinity_es.actors.openai_clients import Endpoint
 from trinity_es.actors.rollout.conversations import Message, plain_messages
+from trinity_es.actors.rollout.graders import Graders
 from trinity_es.actors.rollout.history import Remembering
 from trinity_es.events.errors import DataError, EngineError, WorkflowError
 from trinity_es.events.experience import Experience
@@ -81,8 +82,9 @@ class Model(Remembering):
     `defaults` is the sampling that holds where a call says nothing: the task's `rollout_args`. Names are those of
     `Sampling`; raises DataError for another name or a value that can't be, listing the known ones. `loop` is the
     engine's, that of the caller by default; without one only the `*_async` methods work. `server` is the engine's
-    endpoint; without one there are no OpenAI clients. `name` is an auxiliary model's; `task` the one whose requests
-    share an engine of it.
+    endpoint; without one there are no OpenAI clients. `graders` are the
+    runner's; without them each call of `grade` starts one of its own, which takes a second. `name` is an auxiliary
+    model's; `task` the one whose requests share an engine of it.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Model(Remembering):
         defaults: Mapping[str, Any] | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
         server: OpenAIServer | None = None,
+        graders: Graders | None = None,
         name: str = "rollout",
         task: str | None = None,
     ) -> None:
@@ -106,6 +109,7 @@ class Model(Remembering):
             except RuntimeError:
                 loop = None
         self._loop, self._server, self._session = loop, server, ""
+        self._graders = graders
         self._client: openai.OpenAI | None = None
         self._async_client: openai.AsyncOpenAI | None = None
         self._over = False
@@ -296,10 +300,18 @@ class Model(Remembering):
         """Return how many tokens a chat with these messages has as its prompt."""
         return len(self.render(plain_messages(messages), None))
 
+    async def grade_async(self, /, function: str, call: bytes, **limits: Any) -> Any:
+        """Return what a function gives in a process of its own: `Graders.grade`, which `Workflow.grade_async` asks."""
+        if self._graders is not None:
+            return await self._graders.grade(function, call, **limits)
+        async with Graders.alone() as graders:
+            return await graders.grade(function, call, **limits)
+
     # --- the blocking twins -----------------------------------------------------------------------------------------
     chat = _blocking(chat_async)
     generate = _blocking(generate_async)
     logprobs = _blocking(logprobs_async)
+    grade = _blocking(grade_async)
     experience_from_messages = _blocking(experience_from_messages_async)
     convert_messages_to_experience = _blocking(convert_messages_to_experience_async)
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trinity_es.actors.rollout.usage import Usage
-from trinity_es.events.errors import DataError, EngineError, StartupError, TrinityError, UnknownWorkflow, WorkflowError
+from trinity_es.events.errors import (
+    DataError,
+    EngineError,
+    GraderError,
+    StartupError,
+    TrinityError,
+    UnknownWorkflow,
+    WorkflowError,
+)
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import FailureKind, require_finite
 from trinity_es.events.vocabulary import RunResult
@@ -66,9 +74,15 @@ def _number_runs(experiences: Sequence[Experience], runs: range) -> None:
             experience.eid.run += runs.start
 
 
-def grouped_by_run(experiences: Sequence[Experience], runs: range, workflow: str) -> dict[int, list[Experience]]:
-    """Return the experiences of each run that a workflow of this name did. Raises WorkflowError for one of another."""
-    _number_runs(experiences, runs)
+def grouped_by_run(
+    experiences: Sequence[Experience], runs: range, workflow: str, lost: Collection[int] = ()
+) -> dict[int, list[Experience]]:
+    """Return the experiences of each run that a workflow of this name did. Raises WorkflowError for one of another.
+
+    `lost`: runs that it says have none, who numbers its experiences then.
+    """
+    if not lost:
+        _number_runs(experiences, runs)
     by_run: dict[int, list[Experience]] = {run: [] for run in runs}
     for experience in experiences:
         if experience.eid.run not in by_run:
@@ -152,6 +166,8 @@ def classify(
         return "infra", str(error)
     if isinstance(error, UnknownWorkflow | DataError):
         return "data", str(error)
+    if isinstance(error, GraderError):
+        return "grader", str(error)
     if isinstance(error, TrinityError):
         return "workflow", str(error)
     frames = "".join(traceback.format_exception(error)).rstrip()

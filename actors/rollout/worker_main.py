@@ -192,6 +192,7 @@ class _RemoteModel(Model):
     chat_async, chat = _awaited("chat_async"), _called("chat_async")
     generate_async, generate = _awaited("generate_async"), _called("generate_async")
     logprobs_async, logprobs = _awaited("logprobs_async"), _called("logprobs_async")
+    grade_async, grade = _awaited("grade_async"), _called("grade_async")
     experience_from_messages_async = _awaited("experience_from_messages_async")
     experience_from_messages = _called("experience_from_messages_async")
     convert_messages_to_experience = _called("convert_messages_to_experience_async")

@@ -26,6 +26,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from trinity_es.actors.rollout.graders import Graders
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.worker_protocol import LENGTH, frame
@@ -59,6 +60,7 @@ class WorkerPool:
         self.places = places
         self._room = asyncio.Semaphore(places)
         self.templates = Templates(log_file or "")
+        self.graders = Graders(self.templates)
         self._idle: list[_Worker] = []
         """Those that wait for a run; the one that was used last comes last."""
         self._alive: set[_Worker] = set()

@@ -16,9 +16,13 @@ To the runner:
 Every model call goes over it, the tokenizer's methods and attributes too, and the runner answers from the run's real
 `Model` on its event loop: no engine, tokenizer or torch is in the worker.
 
+**Runner and grader** (`graders.py`, `grader_main.py`): a socket; a message is its length and JSON. To the grader, once:
+`{"function", "args", "kwargs"}`; back: `{"value"}`, `{"error"}` as of `error_to_dict`, or `{"raised"}`, a traceback.
+
 **Runner and template**: a socket that keeps messages apart; a message is a pickled tuple. To the template, with the end
 of a socket that the new process talks over:
 - `work, number`: fork a worker
+- `grade, number`: fork a grader
 - `learn, number, workflow`: fork a child that imports the workflow's module and becomes a template
 
 To the runner:

@@ -27,7 +27,7 @@ import traceback
 from typing import Any
 
 from trinity_es.actors.plugins import resolve
-from trinity_es.actors.rollout import worker_main
+from trinity_es.actors.rollout import grader_main, worker_main
 from trinity_es.actors.rollout.worker_protocol import MOST, note
 from trinity_es.events.errors import UnknownWorkflow
 from trinity_es.events.processes import end_with_parent
@@ -66,7 +66,9 @@ class _Template:
                 self.reap()
             if self.end not in readable:
                 continue
-            data, fds, _, _ = socket.recv_fds(self.end, MOST, 1)
+            data, fds = b"", list[int]()
+            with contextlib.suppress(ConnectionResetError):  # the runner went before it read what it was told
+                data, fds, _, _ = socket.recv_fds(self.end, MOST, 1)
             if not data:
                 os._exit(1)
             order, number, *said = pickle.loads(data)
@@ -114,11 +116,16 @@ class _Template:
             os._exit(1)  # the runner is gone
 
     def obey(self, order: str, *said: Any) -> None:
-        """Be a worker, which never ends here, or import a module to be a template. Runs in a child."""
+        """Be a worker or a grader, which never ends here, or import a module to be a template. Runs in a child."""
         if order == "work":
             _name("worker")
             self.reseed()
             worker_main.play(self.end)
+            os._exit(1)
+        if order == "grade":
+            _name("grader")
+            self.reseed()
+            grader_main.answer(self.end)
             os._exit(1)
         try:
             self.learn(*said)

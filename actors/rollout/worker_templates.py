@@ -155,10 +155,13 @@ class Templates:
         """
         return await self._template(workflow) is not None
 
-    async def fork(self, workflow: str, child: Child, theirs: socket.socket) -> bool:
-        """Fork a worker that plays this workflow; false where it has to import the module first. Raises as `know`."""
+    async def fork(self, workflow: str, child: Child, theirs: socket.socket, order: str = "work") -> bool:
+        """Fork a worker that plays this workflow; false where it has to import the module first. Raises as `know`.
+
+        With the order `grade` it is a grader, which calls a function of the module.
+        """
         template = await self._template(workflow)
-        await (template or await self._base()).fork(child, theirs, "work")
+        await (template or await self._base()).fork(child, theirs, order)
         return template is not None
 
     def forget(self, workflow: str) -> None:

@@ -265,7 +265,9 @@ class WorkflowRunner:
         sampling = {**self.defaults, **task.rollout_args}
         if sampling.get("seed") is not None:
             sampling["seed"] += run  # the runs of a task are to differ, and to be the same again
-        return Model(engine, defaults=sampling, server=self.server if engine is self.engine else None)
+        server = self.server if engine is self.engine else None
+        graders = None if self.workers is None else self.workers.graders
+        return Model(engine, defaults=sampling, server=server, graders=graders)
 
     def _auxiliary_models(self, task: Task) -> list[Model]:
         of = f"{task.batch_id}/{task.task_id}"
@@ -305,7 +307,7 @@ class WorkflowRunner:
             if not isinstance(item, Experience):
                 what = f"a list whose item {number} is of type {type(item).__name__}"
                 raise WorkflowError(f"{name} returned {what}: a list of Experience is expected")
-        if not returned:
+        if not returned and not getattr(workflow, "failed_runs", None):
             raise WorkflowError(f"{name} completed without an experience: return at least one, or raise")
         return returned
 
@@ -373,10 +375,13 @@ class WorkflowRunner:
             context.run(workflow.set_repeat_times, len(runs), runs.start)
         experiences = await self._call(workflow, models[0], out.timeout, context)
         seconds = self.clock() - started
-        by_run = grouped_by_run(experiences, runs, cls.__name__) if repeats else {runs.start: experiences}
+        lost: dict[int, Exception] = getattr(workflow, "failed_runs", {}) if repeats else {}
+        by_run = grouped_by_run(experiences, runs, cls.__name__, lost) if repeats else {runs.start: experiences}
         failed = len(out.failures)
         for run, group in by_run.items():
             try:
+                if run in lost:
+                    raise lost.pop(run)
                 if not group:
                     raise WorkflowError(f"{cls.__name__} gave no experience for run {run}")
                 self._stamp(task, group, before, run)

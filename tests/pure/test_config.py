@@ -387,7 +387,9 @@ def test_check_refuses_names_that_nobody_registered(tmp_path: Path) -> None:
     assert "grpo" in operator
     assert "single_turn" in workflow
     key = "buffer.explorer_input.tasksets[0].reward_fn"
-    assert refused(tmp_path, text, f"{key}=exact") == f"--set {key}: {key} must be \"module:name\", not 'exact'"
+    named = text.replace("singel_turn", "single_turn, reward_fn: math_rewrad")
+    assert checked(tmp_path, named)[0].startswith(f"{key}: there is no 'math_rewrad' (known: accuracy_reward, ")
+    assert len(checked(tmp_path, named.replace("rewrad", "reward"))) == 1
 
 
 # --- auxiliary models -----------------------------------------------------------------------------------------------

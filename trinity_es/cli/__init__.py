@@ -54,6 +54,7 @@ _COMMANDS = {
     "rebuild": ("batches", "Make a log's tables again."),
     "what-if": ("whatif", "Recorded batches under other settings."),
     "regenerate": ("regenerate", "A recorded rollout once more, token by token."),
+    "workflows": ("workflows", "Which workflows and rewards come with the package?"),
     "doctor": ("doctor", "Is what a run needs here?"),
 }
 """Commands by name: the module of `commands/` that has each, and its line in the list."""

@@ -15,7 +15,7 @@ from trinity_es.config.config import Config
 from trinity_es.events.errors import DataError, TaskNotSerializable, TrinityError
 from trinity_es.events.secrets import SecretFile, unmarked
 from trinity_es.events.values import Task, task_to_dict
-from trinity_es.workflows.workflow import WORKFLOWS
+from trinity_es.workflows.registry import REWARD_FUNCTIONS, WORKFLOWS
 
 __all__ = ["cursors", "encode_tasks", "listed", "mapping", "number", "seconds", "text", "whole"]
 
@@ -47,6 +47,8 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
             if task.workflow not in paths:
                 paths[task.workflow] = WORKFLOWS.path(task.workflow)
             data["workflow"] = paths[task.workflow]
+            if ":" not in data.get("reward_fn", ":"):
+                data["reward_fn"] = REWARD_FUNCTIONS.path(data["reward_fn"])
         except TrinityError as e:
             raise type(e)(f"task {i}: {e}", **e.details) from e
         out.append(data)

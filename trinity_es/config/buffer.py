@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from trinity_es.config.section import Args, ClassPath, FileName, ImportName, Positive, Section
+from trinity_es.config.section import Args, FileName, ImportName, Positive, Section
 
 __all__ = [
     "BufferConfig", "DataSelectorConfig", "ExplorerInputConfig", "FormatConfig", "OperatorConfig", "PipelineConfig",
@@ -92,8 +92,8 @@ class TasksetConfig(Section):
     """The workflow that plays the tasks: a registered name, or `module:Class`."""
     workflow_args: Args = Field(default_factory=dict)
     """Arguments for the workflow."""
-    reward_fn: ClassPath | None = None
-    """The reward function or class, `module:name`; null: the workflow's own."""
+    reward_fn: ImportName | None = None
+    """The reward function or class: a registered name, or `module:name`; null: the workflow's own."""
     reward_fn_args: Args = Field(default_factory=dict)
     """Arguments for the reward function."""
     format: FormatConfig = Field(default_factory=FormatConfig)

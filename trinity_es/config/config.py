@@ -162,7 +162,7 @@ class Config(Section):
         from trinity_es.actors.coordinator.delivery.outputs import OUTPUTS, build_outputs
         from trinity_es.actors.coordinator.delivery.pipeline import Pipeline
         from trinity_es.actors.coordinator.handlers.experiences import PRIORITIES, priority_of
-        from trinity_es.workflows.workflow import WORKFLOWS
+        from trinity_es.workflows.registry import REWARD_FUNCTIONS, WORKFLOWS
 
         problems: list[str] = []
         workflows: list[str] = []
@@ -181,7 +181,7 @@ class Config(Section):
                     key = f"buffer.explorer_input.{group}[{i}]"
                     problems += _taskset_problem(key, taskset)
                     workflows += _import_problem(f"{key}.workflow", taskset.workflow, WORKFLOWS.names())
-                    problems += _import_problem(f"{key}.reward_fn", taskset.reward_fn)
+                    problems += _import_problem(f"{key}.reward_fn", taskset.reward_fn, REWARD_FUNCTIONS.names())
             for i, operator in enumerate(self.buffer.pipeline.operators):
                 key, entry = f"buffer.pipeline.operators[{i}]", operator.model_dump()
                 problems += _build_problem(key, "name", operator.name, OPERATORS, partial(Pipeline, [entry]))

@@ -56,7 +56,7 @@ ATTRIBUTES = {
     "rl.attempt.runs": "Attempt: runs in it.",
     "rl.attempt.outcome": "Attempt: `finished`, `dropped`, `running` (its batch was aborted), or its failure's kind.",
     "rl.attempt.seconds": "Attempt: what it took as the runner measured it.",
-    "rl.failure.kind": "Attempt that failed: `data`, `workflow`, `timeout`, `runner_lost`, `infra`.",
+    "rl.failure.kind": "Attempt that failed: `data`, `workflow`, `timeout`, `grader`, `runner_lost`, `infra`.",
     "rl.runner": "Attempt: the runner that had it.",
     "rl.runner.incarnation": "Attempt: which life of it.",
     "rl.weights.version": "Batch, attempt: the newest weights that made any of the tokens.",

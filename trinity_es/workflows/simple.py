@@ -9,26 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
-from trinity_es.workflows.rewards import as_parts, reward_of
+from trinity_es.workflows.rewards import RewardFn, as_parts, reward_of
 from trinity_es.workflows.workflow import Workflow
 
 __all__ = ["AsyncSimpleWorkflow", "RewardFn", "SimpleWorkflow"]
-
-
-class RewardFn(ABC):
-    """A reward: built with `reward_fn_args`, called with `response` and `truth`, gives its parts, which are added."""
-
-    @abstractmethod
-    def __init__(self, **kwargs: Any) -> None: ...
-
-    @abstractmethod
-    def __call__(self, **kwargs: Any) -> dict[str, float]: ...
 
 
 class SimpleWorkflow(Workflow):
@@ -50,7 +39,7 @@ class SimpleWorkflow(Workflow):
         self.format_args, self.reward_fn_args, self.raw_task = task.format_args, task.reward_fn_args, task.raw_task
         self.system_prompt, self.reply_prefix = (task.format_args.get(k) for k in ("system_prompt", "reply_prefix"))
         self.task_desc, self.truth = task.task_desc, task.truth
-        self.reward_fn: Any = reward_of(task)
+        self.reward_fn: Any = reward_of(task, self)
 
     @property
     def rollout_args(self) -> dict[str, Any]:
@@ -66,22 +55,39 @@ class SimpleWorkflow(Workflow):
         return [*head, {"role": "user", "content": self.task_desc}, *tail]
 
     def run(self) -> list[Experience]:
-        return self._rewarded(self.model.chat(self.format_messages(), **self.rollout_args))
+        return self._rewarded(self._ask(self.model.chat, self.model.generate))
+
+    def _ask(self, chat: Callable[..., Any], generate: Callable[..., Any]) -> Any:
+        """Return what the model's `chat` or `generate`, or their async forms, give for this task."""
+        return chat(self.format_messages(), **self.rollout_args)
+
+    def _judge(self, answer: Experience) -> Any:
+        """Return what the reward says of an answer, or something to await."""
+        return self.reward_fn(response=answer.response_text, truth=self.truth)
 
     def _rewarded(self, answers: list[Experience]) -> list[Experience]:
-        said = self._judged(answers)
-        return self._kept(answers, [asyncio.run(one) if inspect.iscoroutine(one) else one for one in said])
-
-    def _judged(self, answers: list[Experience]) -> list[Any]:
-        return [self.reward_fn(response=answer.response_text, truth=self.truth) for answer in answers]
+        said: list[Any] = []
+        for answer in answers:
+            try:
+                one = self._judge(answer)
+                said.append(asyncio.run(one) if inspect.iscoroutine(one) else one)
+            except Exception as e:
+                said.append(e)
+        return self._kept(answers, said)
 
     def _kept(self, answers: list[Experience], said: list[Any]) -> list[Experience]:
+        """Give each answer its run and its reward, and return those that have one; the runs of others fail."""
+        kept = []
         for i, answer in enumerate(answers):
+            if isinstance(said[i], BaseException):
+                self._run_failed(i, said[i])
+                continue
             parts = as_parts(said[i])
             answer.metrics = {**answer.metrics, **parts}
             answer.reward = float(sum(parts.values()))
             answer.eid.run = self.run_id_base + i
-        return answers
+            kept.append(answer)
+        return kept
 
 
 class AsyncSimpleWorkflow(SimpleWorkflow):
@@ -92,6 +98,10 @@ class AsyncSimpleWorkflow(SimpleWorkflow):
     is_async = True
 
     async def run_async(self) -> list[Experience]:
-        answers = await self.model.chat_async(self.format_messages(), **self.rollout_args)
-        said = self._judged(answers)
-        return self._kept(answers, [await one if inspect.isawaitable(one) else one for one in said])
+        answers = await self._ask(self.model.chat_async, self.model.generate_async)
+        said = await asyncio.gather(*(self._judged(answer) for answer in answers), return_exceptions=True)
+        return self._kept(answers, said)
+
+    async def _judged(self, answer: Experience) -> Any:
+        one = self._judge(answer)
+        return await one if inspect.isawaitable(one) else one

@@ -8,61 +8,20 @@ name it in a task or a taskset as "module:Class", or register it under a short n
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from trinity_es.actors.plugins import resolve
-from trinity_es.events.errors import UnknownWorkflow, WorkflowError
+from trinity_es.actors.rollout.graders import GRADER_BYTES, GRADER_SECONDS
+from trinity_es.events.errors import WorkflowError
 from trinity_es.events.experience import Experience
-from trinity_es.events.values import Task, class_path
-from trinity_es.workflows.rewards import TRLReward, as_parts, reward_of
+from trinity_es.events.values import Task
+from trinity_es.workflows.registry import WORKFLOWS, WorkflowRegistry
+from trinity_es.workflows.rewards import GradedReward, TRLReward, as_parts, call_of, reward_of
 
 __all__ = ["WORKFLOWS", "MultiTurnWorkflow", "SingleTurnWorkflow", "Workflow", "WorkflowRegistry"]
-
-
-class WorkflowRegistry:
-    """Short names for workflow classes. A name that has a colon is "module:Class" and needs no registration."""
-
-    def __init__(self, paths: Mapping[str, str] | None = None) -> None:
-        self._paths: dict[str, str] = dict(paths or {})
-
-    def register_module(self, name: str) -> Callable[[type[Any]], type[Any]]:
-        """Register a class, as its decorator. Raises UnknownWorkflow when another class has the name already."""
-
-        def add(cls: type[Any]) -> type[Any]:
-            path = class_path(cls)
-            if self._paths.get(name, path) != path:
-                raise UnknownWorkflow(f"workflow name {name!r} is taken by {self._paths[name]}: choose another")
-            self._paths[name] = path
-            return cls
-
-        return add
-
-    def path(self, workflow: type[Any] | str) -> str:
-        """Return the "module:Class" of a class, a registered name or a path.
-
-        Raises UnknownWorkflow if it can't be found.
-        """
-        name = class_path(workflow)
-        path = self._paths.get(name, name)
-        resolve(path, self._paths, "workflow")
-        return path
-
-    def get(self, name: str) -> type[Any]:
-        """Return the class of a registered name or "module:Class". Raises UnknownWorkflow."""
-        return resolve(name, self._paths, "workflow")
-
-    def names(self) -> list[str]:
-        return sorted(self._paths)
-
-
-WORKFLOWS = WorkflowRegistry({
-    "simple_workflow": "trinity_es.workflows.simple:SimpleWorkflow",
-    "async_simple_workflow": "trinity_es.workflows.simple:AsyncSimpleWorkflow",
-})
-"""The registry that tasks and tasksets look names up in."""
 
 
 class Workflow:
@@ -83,6 +42,8 @@ class Workflow:
         self.auxiliary_model_wrappers = auxiliary_models
         self.repeat_times = 1
         self.run_id_base = 0
+        self.failed_runs: dict[int, Exception] = {}
+        """Where `can_repeat`: runs (by `eid.run`) that came to nothing, and why; the others count nevertheless."""
         self.logger = logging.getLogger(type(self).__name__)
         """Writes, from INFO on, to the runner's log, `runner-<n>.log` in `system.log_dir`. What is printed goes to
         `launch-<store>.log` there, with what all processes of the system print."""
@@ -169,12 +130,40 @@ class Workflow:
         return as_parts(await said if inspect.isawaitable(said) else said)
 
     def _said(self, response: str, completion_ids: Sequence[int] | None) -> Any:
-        fn = reward_of(self.task)
-        more = {"completion_ids": completion_ids} if isinstance(fn, TRLReward) else {}
+        fn = reward_of(self.task, self)
+        more = {"completion_ids": completion_ids} if isinstance(fn, TRLReward | GradedReward) else {}
         return fn(response=response, prompt=self.task.task_desc, truth=self.task.truth, **more)
 
+    def grade(
+        self, function: Callable[..., Any], *args: Any, timeout: float = GRADER_SECONDS, memory: int = GRADER_BYTES,
+        imports: str = "", **kwargs: Any,
+    ) -> Any:
+        """Return what a function gives, called in a process of its own that can be killed.
 
-@WORKFLOWS.register_module("single_turn")
+        For what may hang, crash or eat memory over an answer. `function` is one of a module that can be imported;
+        `args`, `kwargs` and what it gives are plain JSON. `timeout` is in seconds, `memory` in bytes; `imports` is a
+        module that the process has imported beforehand, the function's own by default.
+
+        Raises GraderError where the call fails in whatever way: let it, and the run fails with kind `grader`, and is
+        no zero. It blocks: for sync workflows.
+        """
+        return self.model.grade(*call_of(function, args, kwargs), timeout=timeout, memory=memory, imports=imports)
+
+    async def grade_async(
+        self, function: Callable[..., Any], *args: Any, timeout: float = GRADER_SECONDS, memory: int = GRADER_BYTES,
+        imports: str = "", **kwargs: Any,
+    ) -> Any:
+        """Return the same, for async workflows."""
+        call = call_of(function, args, kwargs)
+        return await self.model.grade_async(*call, timeout=timeout, memory=memory, imports=imports)
+
+    def _run_failed(self, i: int, error: Exception) -> None:
+        """Fail the run of answer `i` alone where the workflow does several; else raise this."""
+        if not type(self).can_repeat:
+            raise error
+        self.failed_runs[self.run_id_base + i] = error
+
+
 class SingleTurnWorkflow(Workflow):
     """One prompt, one answer, one reward. All runs of the task go to the engine as one request."""
 
@@ -186,14 +175,22 @@ class SingleTurnWorkflow(Workflow):
         self.task = task
 
     async def run_async(self) -> list[Experience]:
-        experiences: list[Experience] = await self.model.chat_async(self.prompt_messages(), n=self.repeat_times)
-        for i, experience in enumerate(experiences):
-            experience.eid.run = self.run_id_base + i
-            ids = experience.tokens[experience.prompt_length :].tolist()
-            parts = await self.reward_async(experience.response_text or "", ids)
-            experience.reward = sum(parts.values())
-            experience.metrics = {**parts, "reward": experience.reward}
-        return experiences
+        answers: list[Experience] = await self.model.chat_async(self.prompt_messages(), n=self.repeat_times)
+        said = await asyncio.gather(*(self._rewarded(i, answer) for i, answer in enumerate(answers)))
+        return [answer for answer, good in zip(answers, said, strict=True) if good]
+
+    async def _rewarded(self, i: int, answer: Experience) -> bool:
+        """Give an answer its run and its reward; false where there is none, which fails that run alone."""
+        answer.eid.run = self.run_id_base + i
+        ids = answer.tokens[answer.prompt_length :].tolist()
+        try:
+            parts = await self.reward_async(answer.response_text or "", ids)
+        except Exception as e:
+            self._run_failed(i, e)
+            return False
+        answer.reward = sum(parts.values())
+        answer.metrics = {**parts, "reward": answer.reward}
+        return True
 
 
 class MultiTurnWorkflow(Workflow):

@@ -45,7 +45,7 @@ __all__ = [
 
 MOST_SERVERS_LOST = 10
 """Maximum number of attempts of a unit that is blamed for none of the servers of others that ended under it."""
-RETRIED = frozenset({"workflow", "timeout", "runner_lost", "infra"})
+RETRIED = frozenset({"workflow", "timeout", "grader", "runner_lost", "infra"})
 """Kinds of failure that another attempt may mend; `data` fails the same way every time."""
 
 

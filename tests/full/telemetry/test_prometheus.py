@@ -50,7 +50,7 @@ def test_the_numbers_are_those_of_the_events(sample: Path) -> None:
     assert one(found, "tasks_finished_total") == sum(isinstance(e, ev.TaskFinished) for e in ended)
     assert one(found, "response_tokens_total") == sum(r.response_tokens for e in ended for r in e.runs) > 0
     assert one(found, "tasks_dropped_total") == sum(len(e.tasks) for e in events if isinstance(e, ev.TaskDropped))
-    for kind in ("data", "workflow", "timeout", "runner_lost", "infra"):
+    for kind in ("data", "workflow", "timeout", "grader", "runner_lost", "infra"):
         failed = sum(isinstance(e, ev.AttemptFailed) and e.kind == kind for e in events)
         assert one(found, "attempts_failed_total", kind=kind) == failed
     trains = [e for e in events if isinstance(e, ev.BatchFinalized) and e.result["batch_type"] == "train"]

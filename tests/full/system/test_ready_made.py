@@ -1,0 +1,77 @@
+"""P57 on the real actor system: ready-made workflows by one line of a config, and graders that fail in a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import trinity_es
+from tests.helpers.graders import FAULTS
+from tests.helpers.systems import merge, scripted
+from trinity_es.events.vocabulary import AttemptFailed, BatchSubmitted
+from trinity_es.tasksets.taskset import Taskset
+from trinity_es.workflows.registry import WORKFLOWS
+
+ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "math_workflow": ({"question": "Clips?", "answer": "24 + 48\n#### 72"}, "<think>hm</think><answer>72.0</answer>"),
+    "async_math_boxed_workflow": ({"question": "Half?", "answer": "$\\frac{1}{2}$"}, "It is \\boxed{0.5}."),
+    "multiple_choice_workflow": ({"question": "Italy?", "choices": ["Bern", "Rome"], "answer": 1}, "Answer: B"),
+    "async_code_workflow": ({"question": "Two.", "answer": ["assert two() == 2"]}, "```python\ntwo = lambda: 2\n```"),
+}
+
+
+def config_of(
+    folder: Path, workflow: str, response: str, rows: list[dict[str, Any]], explorer: Any = None, **taskset: Any
+) -> trinity_es.Config:
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    one = {"name": "rows", "path": "rows.jsonl", "workflow": workflow, "repeat_times": 2,
+           "format": {"prompt_key": "question"}, "rollout_args": {"max_tokens": 200}, **taskset}
+    return scripted(
+        folder, explorer=merge({"rollout_model": {"script": {"response": response}}}, explorer or {}),
+        buffer={"batch_size": len(rows), "explorer_input": {"tasksets": [one]}},
+    )
+
+
+def finalized(config: Any) -> tuple[dict[str, Any], list[AttemptFailed], list[float]]:
+    """Run one batch: its result, its failed attempts, and the rewards that were delivered."""
+    tasks = Taskset(config.buffer.explorer_input.tasksets[0]).all()
+    with trinity_es.running(config) as client:
+        client.submit_batch(batch_id=1, tasks=tasks, batch_type="train")
+        result = client.finalize_train_batch(1, timeout=240)
+        failed = [r.event for r in client.log.events() if isinstance(r.event, AttemptFailed)]
+        return result, failed, [float(e.reward or 0.0) for e in client.experiences(1)]
+
+
+@pytest.mark.parametrize("workflow", ROWS)
+def test_p57_a_ready_made_workflow_runs_by_its_name_and_its_log_names_its_class(workflow: str, tmp_path: Path) -> None:
+    if "math" in workflow:
+        pytest.importorskip("math_verify")
+    row, response = ROWS[workflow]
+    config = config_of(tmp_path, workflow, response, [row])
+    config.check()
+    result, failed, rewards = finalized(config)
+    assert failed == []
+    assert rewards == pytest.approx([1.1 if workflow == "math_workflow" else 1.0] * 2)
+    assert result["metrics"]["rollout/accuracy/mean"] == 1.0
+    with trinity_es.open_log(config.store.url) as log:
+        [task] = next(r.event.tasks or [] for r in log.events() if isinstance(r.event, BatchSubmitted))
+    assert task["workflow"] == WORKFLOWS.paths[workflow]
+
+
+def test_p57_graders_that_fail_are_attempted_again_and_never_a_reward(tmp_path: Path) -> None:
+    """Each way to fail is what half of the rows' answers lead to."""
+    ways = [how for how in FAULTS if how not in ("memory",)]
+    rules = [{"prompt": f"<{how}>", "response": how} for how in ways]
+    rows = [{"question": f"<{how}>"} for how in ways] + [{"question": "fine"}] * 3
+    explorer = {"rollout_model": {"script": {"rules": rules}}, "max_retry_times": 1}
+    reward = "tests.helpers.graders:Faulty"
+    config = config_of(tmp_path, "single_turn", "fine", rows, explorer=explorer, reward_fn=reward)
+    result, failed, rewards = finalized(config)
+    assert rewards == [1.0] * 6
+    assert {event.kind for event in failed} == {"grader"}
+    assert len([event for event in failed if not event.retry]) == len(ways)
+    assert len(failed) == 2 * len(ways), "each is attempted once more"
+    assert result["metrics"]["rollout/accuracy/mean"] == 1.0

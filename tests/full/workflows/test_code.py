@@ -1,0 +1,143 @@
+"""P57: programs judged by unit tests. What a program does is its own matter, what the judge fails to do is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.helpers.ready_made import Answers, played, rewards
+from trinity_es.actors.rollout.worker_pool import WorkerPool
+from trinity_es.events.errors import DataError
+from trinity_es.testing import wait_until
+from trinity_es.workflows import code
+from trinity_es.workflows.code import CodeReward
+
+ADDS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
+DOUBLES = {"inputs": ["2\n", ["3", "x"]], "outputs": ["4\n", ["6"]]}
+GOOD = "def add(a, b):\n    return a + b"
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[WorkerPool]:
+    pool = WorkerPool(2)
+    yield pool
+    await pool.close()
+
+
+def block(text: str, name: str = "python") -> str:
+    return f"Here it is:\n```{name}\n{text}\n```\nIt adds."
+
+
+def judged(response: str, truth: Any = ADDS, **arguments: Any) -> float:
+    return CodeReward(**{"seconds": 1.0, "memory": 512, **arguments})(response=response, truth=truth)["accuracy"]
+
+
+@pytest.mark.parametrize("kind", ["", "async_"])
+async def test_a_program_that_passes_its_tests_is_right(pool: WorkerPool, kind: str) -> None:
+    answers = [block(GOOD), block(GOOD.replace("+", "-")), block("def add("), "no program"]
+    task = {"raw_task": {"prompt": "Add.", "answer": ADDS}}
+    assert await rewards(pool, f"{kind}code_workflow", answers, **task) == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("response", "accuracy"), [
+    (block(GOOD, ""), 1), (block("1/0") + block(GOOD), 1), (block(GOOD) + block("$ ls", "sh"), 1), (GOOD, 1),
+    (block(GOOD, "py"), 1), (block("print('x')\n" + GOOD), 1),
+])
+def test_the_program_is_the_last_block_of_python(response: str, accuracy: float) -> None:
+    assert judged(response) == accuracy
+
+
+@pytest.mark.parametrize("truth", [ADDS, "\n".join(ADDS), json.dumps(ADDS)])
+def test_tests_are_texts_or_json_of_them(truth: Any) -> None:
+    assert judged(GOOD, truth) == 1
+
+
+def test_a_program_that_reads_and_prints_is_judged_by_what_it_prints() -> None:
+    assert judged("print(int(input()) * 2)", DOUBLES) == 1
+    assert judged("print(int(input()) * 2)", json.dumps(DOUBLES)) == 1
+    assert judged("if __name__ == '__main__':\n    print(int(input()) * 2, '')", DOUBLES) == 1
+    assert judged("print(4)", DOUBLES) == 0
+    assert judged("print(4)", DOUBLES, partial=True) == 0.5
+    assert judged("print(int(input()) * 2); exit(1)", DOUBLES) == 0
+
+
+def test_partial_gives_the_share_of_tests_that_pass() -> None:
+    assert judged("def add(a, b):\n    return 3", partial=True) == 0.5
+    assert judged("def add(a, b):\n    return 3") == 0
+
+
+@pytest.mark.parametrize("program", [
+    "while True: pass", "import time; time.sleep(60)", "x = [0] * 10**10",
+    "x = []\nwhile True: x.append(bytearray(2**20))", "import os; os._exit(0)", "raise SystemExit(0)",
+    "import os; os.abort()", "print('x' * 10**8)", "import sys; sys.stdin.read()",
+    "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()",
+    "import os; os.close(1)", "def add(a, b): return add(a, b)", "print(open('/proc/self/cmdline').read())",
+])
+def test_a_program_that_hangs_crashes_floods_or_ends_early_is_wrong(program: str) -> None:
+    assert judged(program) == 0
+
+
+@pytest.mark.parametrize("attempt", [
+    "open({path!r}, 'w').write('x')", "import os; os.remove({path!r})", "import os; os.rename({path!r}, 'mine')",
+    "import shutil; shutil.rmtree({folder!r})", "import pathlib; pathlib.Path({path!r}).unlink()",
+    "import os; os.truncate({path!r}, 0)", "import os; os.open({path!r}, os.O_WRONLY | os.O_TRUNC)",
+    "import subprocess; subprocess.run(['rm', {path!r}])", "import os; os.system('rm ' + {path!r})",
+    "import os\nif os.fork() == 0: os._exit(0)", "import os; os.kill(os.getppid(), 9)",
+    "import socket; socket.create_connection(('127.0.0.1', 9))", "import ctypes; ctypes.CDLL(None)",
+])
+def test_what_a_program_has_no_business_with_is_refused(attempt: str, tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("kept")
+    tried = attempt.format(path=str(tmp_path / "kept"), folder=str(tmp_path))
+    caught = "\n    ".join(tried.splitlines())
+    program = f"{GOOD}\nrefused = False\ntry:\n    {caught}\nexcept PermissionError:\n    refused = True"
+    assert judged(program, ["assert refused", *ADDS]) == 1
+    assert (tmp_path / "kept").read_text() == "kept"
+
+
+def test_a_program_may_write_in_its_folder_and_use_what_is_installed() -> None:
+    program = GOOD + "\nimport numpy, tempfile\nopen('a', 'w').write('1')\nassert open('a').read() == '1'\n"
+    program += "with tempfile.TemporaryFile() as f:\n    f.write(b'x')\n"
+    assert judged(program) == 1
+    assert judged("import trinity_es_is_not_here\n" + GOOD) == 0
+
+
+def test_a_program_has_neither_the_environment_nor_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "s3cret")
+    check = "import os, sys\nassert 'SECRET' not in os.environ and len(sys.argv) == 1 and not sys.stdin.read()"
+    assert judged(GOOD, [check]) == 1
+
+
+def test_a_machine_without_time_for_a_program_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code, "_state", lambda pid: "R")
+    with pytest.raises(TimeoutError, match="the machine had less than 1 s of CPU time for a program"):
+        judged("import time; time.sleep(60)", seconds=1.0)
+
+
+def test_no_program_is_left_behind() -> None:
+    program = "import time\nopen('pid', 'w').write('x')\ntime.sleep(3600)"
+    assert judged(program, seconds=0.5) == 0
+    mine = psutil.Process(os.getpid())
+    wait_until(lambda: not [p for p in mine.children() if "judged_program.py" in " ".join(p.cmdline())], "their ends")
+
+
+@pytest.mark.parametrize("truth", [None, 5, [], [1], {"inputs": ["1"]}, {"inputs": ["1"], "outputs": []}])
+def test_tests_of_no_known_form_are_the_datas_fault(truth: Any) -> None:
+    with pytest.raises(DataError, match="the row's tests are "):
+        judged(GOOD, truth)
+
+
+async def test_a_program_ends_with_a_run_that_is_given_up(pool: WorkerPool) -> None:
+    task = {"raw_task": {"prompt": "Add.", "answer": ADDS}, "reward_fn_args": {"grader_timeout": 1.0, "seconds": 30.0}}
+    began = time.monotonic()
+    done = await played(pool, "async_code_workflow", Answers(block("import time; time.sleep(3600)")), **task)
+    assert [kind for _, kind, _ in done.failures] == ["grader"]
+    assert time.monotonic() - began < 30
+    running = [p for p in psutil.process_iter(["cmdline"]) if "judged_program.py" in " ".join(p.info["cmdline"] or ())]
+    wait_until(lambda: not [p for p in running if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], "its end")

@@ -1,0 +1,87 @@
+"""Multiple choice: a question, lettered answers, and a reward for the right letter. Rows as of MMLU or of GPQA."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+from string import ascii_uppercase
+from typing import Any
+
+from trinity_es.events.errors import DataError
+from trinity_es.events.values import Task
+from trinity_es.workflows.rewards import RewardFn
+from trinity_es.workflows.simple import AsyncSimpleWorkflow, SimpleWorkflow
+
+__all__ = ["AsyncMultipleChoiceWorkflow", "MultipleChoiceReward", "MultipleChoiceWorkflow"]
+
+_PROMPT = """\
+Answer the following multiple choice question. The last line of your response should be of the following format: \
+'Answer: $LETTER' (without quotes) where LETTER is one of {letters}. Think step by step before answering.
+
+{question}
+
+{choices}"""
+"""The prompt of OpenAI's simple-evals, which most figures for MMLU and GPQA were measured with."""
+
+
+class MultipleChoiceReward(RewardFn):
+    """`accuracy`: 1 where the last `Answer: X` of the response, else its last \\boxed{X}, is the truth's letter.
+
+    The truth is a letter or, as in MMLU, a number from 0.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        pass
+
+    def __call__(self, response: str, truth: Any = None, **kwargs: Any) -> dict[str, float]:
+        text = response.rpartition("</think>")[2]
+        said = re.findall(r"(?i)\banswer\b[*_ \t]*:[*_$( \t]*([A-Z])\b", text)
+        said = said or re.findall(r"\\boxed\{([A-Z])\}", text)
+        return {"accuracy": float(bool(said) and said[-1].upper() == _letter(truth))}
+
+
+class MultipleChoiceWorkflow(SimpleWorkflow):
+    """Asks with lettered choices; reward: `multiple_choice_reward`.
+
+    A row has `choices`, its prompt and its answer (a letter, or a number from 0); or GPQA's `Question`, `Correct
+    Answer` and `Incorrect Answer 1` to `3`, whose order is drawn from the question, the same for everybody.
+    """
+
+    def reset(self, task: Task) -> None:
+        row = task.raw_task or {}
+        self.question: Any
+        self.choices: Any
+        self.question, self.choices, answer = _gpqa(row) if "Correct Answer" in row else (
+            task.task_desc, row.get("choices"), task.truth)
+        if not isinstance(self.choices, list | tuple) or not 2 <= len(self.choices) <= len(ascii_uppercase):
+            raise DataError("the row has no list of 2 to 26 'choices'")
+        super().reset(replace(task, reward_fn=task.reward_fn or "multiple_choice_reward"))
+        self.truth = _letter(answer)
+
+    def format_messages(self) -> list[dict[str, Any]]:
+        letters = ascii_uppercase[: len(self.choices)]
+        choices = "\n".join(f"{letter}) {text}" for letter, text in zip(letters, self.choices, strict=True))
+        asked = _PROMPT.format(letters=letters, question=self.question, choices=choices)
+        head = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        return [*head, {"role": "user", "content": asked}]
+
+
+class AsyncMultipleChoiceWorkflow(AsyncSimpleWorkflow, MultipleChoiceWorkflow):
+    """The same on the engine's loop, run by run."""
+
+
+def _gpqa(row: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Return question, choices and the number of the right one."""
+    right = row["Correct Answer"].strip()
+    choices = [right, *(row[f"Incorrect Answer {i}"].strip() for i in (1, 2, 3))]
+    random.Random(row["Question"]).shuffle(choices)
+    return row["Question"], choices, choices.index(right)
+
+
+def _letter(truth: Any) -> str:
+    if isinstance(truth, int) and not isinstance(truth, bool) and 0 <= truth < len(ascii_uppercase):
+        return ascii_uppercase[truth]
+    if isinstance(truth, str) and len(found := truth.strip().strip("()").upper()) == 1 and found in ascii_uppercase:
+        return found
+    raise DataError(f"the row's answer is {truth!r}: a letter or a number from 0 is expected (format.response_key)")

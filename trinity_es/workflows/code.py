@@ -1,0 +1,186 @@
+"""Code judged by unit tests: the model writes a program, which is run, within limits, in processes of its own.
+
+What the program does is its own matter: one that is too slow, takes too much memory or crashes is wrong. What the
+judge does not get done is no verdict: a machine without room or time for the program is a failure of kind `grader`.
+
+This is no sandbox. The program runs as the user who runs the engines, with limits on CPU time, memory and what it
+writes, in a folder of its own. Processes, sockets and changes of other files are refused by hooks of Python that are
+made for accidents (`judged_program.py`). Where a model may be an attacker, run the whole system in a container without
+a network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import resource
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trinity_es.events.errors import DataError
+from trinity_es.events.processes import end_with_parent
+from trinity_es.events.values import Task
+from trinity_es.workflows.rewards import RewardFn
+from trinity_es.workflows.simple import AsyncSimpleWorkflow, SimpleWorkflow
+
+__all__ = ["AsyncCodeWorkflow", "CodeReward", "CodeWorkflow"]
+
+_PROMPT = "Write a Python program that solves the task. Put all of it into one block that begins with ```python."
+
+WRITTEN_BYTES = 16 * 1024**2
+"""Maximum size of a file that a program writes, its output among them."""
+
+
+class CodeReward(RewardFn):
+    """`accuracy`: 1 where the program passes all tests; with `partial` the share of them that it passes.
+
+    The program is the last ```python block of the response, else its last block, else all of it. The truth is a list of
+    tests (`assert add(1, 2) == 3`), which find the program's names, or one text of them; or `{"inputs": [...],
+    "outputs": [...]}`, texts that the program reads and is to print; or JSON of these. Each program may take `seconds`
+    of CPU time and `memory` MiB.
+    """
+
+    grader_timeout = 120.0
+
+    def __init__(self, seconds: float = 4.0, memory: int = 1024, partial: bool = False, **kwargs: Any) -> None:
+        self.seconds, self.memory, self.partial = seconds, memory, partial
+
+    def __call__(self, response: str, truth: Any = None, **kwargs: Any) -> dict[str, float]:
+        checks = _checks(truth)
+        program, passed = _program(response), 0
+        with tempfile.TemporaryDirectory(prefix="judged-") as folder:
+            for check in checks:
+                right = check(self, program, Path(folder))
+                passed += right
+                if not right and not self.partial:
+                    break
+        return {"accuracy": passed / len(checks) if self.partial else float(passed == len(checks))}
+
+    def run(self, folder: Path, read: str, *files: str) -> str | None:
+        """Return what a program printed; None where it failed. Raises TimeoutError where the machine is too busy."""
+        script = str(Path(__file__).with_name("judged_program.py"))
+        where = folder / "run"
+        where.mkdir(exist_ok=True)
+        (folder / "stdin").write_text(read, errors="surrogatepass")
+        with (folder / "stdin").open("rb") as given, (folder / "stdout").open("wb") as printed:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-B", script, *files], stdin=given, stdout=printed, stderr=subprocess.DEVNULL,
+                cwd=where, env={"HOME": str(where), "TMPDIR": str(where), "PATH": os.defpath, "OMP_NUM_THREADS": "1"},
+                start_new_session=True, preexec_fn=self._limited(os.getpid()),
+            )
+            try:
+                status = process.wait(4 * self.seconds + 2)
+            except subprocess.TimeoutExpired:
+                if _state(process.pid) != "S":  # it wants to go on, and never got its CPU time
+                    had = f"the machine had less than {self.seconds:g} s of CPU time for a program"
+                    raise TimeoutError(had) from None
+                status = None
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        return (folder / "stdout").read_text(errors="replace") if status == 0 else None
+
+    def _limited(self, parent: int) -> Callable[[], None]:
+        seconds = max(1, round(self.seconds))
+        limits = {
+            resource.RLIMIT_CPU: (seconds, seconds + 1), resource.RLIMIT_AS: (self.memory << 20,) * 2,
+            resource.RLIMIT_FSIZE: (WRITTEN_BYTES,) * 2, resource.RLIMIT_CORE: (0, 0),
+        }
+
+        def limit() -> None:
+            end_with_parent(parent)
+            for what, values in limits.items():
+                resource.setrlimit(what, values)
+
+        return limit
+
+
+class CodeWorkflow(SimpleWorkflow):
+    """Asks for a Python program; reward: `code_reward`."""
+
+    def reset(self, task: Task) -> None:
+        super().reset(replace(task, reward_fn=task.reward_fn or "code_reward"))
+        if self.system_prompt is None:
+            self.system_prompt = _PROMPT
+
+
+class AsyncCodeWorkflow(AsyncSimpleWorkflow, CodeWorkflow):
+    """The same on the engine's loop, run by run."""
+
+
+_Check = Callable[[CodeReward, str, Path], bool]
+
+
+def _checks(truth: Any) -> list[_Check]:
+    """Return the checks that a row's truth asks for. Raises DataError."""
+    if isinstance(truth, str) and truth.lstrip()[:1] in ("[", "{"):
+        with contextlib.suppress(ValueError):
+            truth = json.loads(truth)
+    if isinstance(truth, str):
+        truth = [truth]
+    if isinstance(truth, dict) and "inputs" in truth and len(truth["inputs"]) == len(truth.get("outputs", ())):
+        pairs = zip(truth["inputs"], truth["outputs"], strict=True)
+        checks = [_printing(read, wanted) for read, wanted in pairs]
+    elif isinstance(truth, list) and all(isinstance(test, str) for test in truth):
+        checks = [_asserting(test) for test in truth]
+    else:
+        checks = []
+    if not checks:
+        raise DataError(f"the row's tests are {str(truth)[:60]!r}: a list of texts, or inputs and as many outputs, is "
+                        "expected (format.response_key)")
+    return checks
+
+
+def _asserting(test: str) -> _Check:
+    def check(reward: CodeReward, program: str, folder: Path) -> bool:
+        verdict = secrets.token_hex(16)
+        printed = reward.run(folder, f"{verdict}\n", *_files(folder, program, test))
+        return printed is not None and printed.rstrip().endswith(verdict)
+
+    return check
+
+
+def _printing(read: Any, wanted: Any) -> _Check:
+    def check(reward: CodeReward, program: str, folder: Path) -> bool:
+        printed = reward.run(folder, _lines(read), *_files(folder, program))
+        return printed is not None and printed.split() == _lines(wanted).split()
+
+    return check
+
+
+def _files(folder: Path, *sources: str) -> list[str]:
+    names = [str(folder / name) for name in ("solution.py", "tests.py")[: len(sources)]]
+    for name, source in zip(names, sources, strict=True):
+        Path(name).write_text(source, encoding="utf-8", errors="surrogatepass")
+    return names
+
+
+def _lines(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _program(response: str) -> str:
+    """Return the program in a response."""
+    blocks = re.findall(r"```([^\n`]*)\n(.*?)```", response, re.DOTALL)
+    python = [text for name, text in blocks if name.strip().lower() in ("python", "py", "python3")]
+    found: list[str] = python or [text for _, text in blocks] or [response]
+    return found[-1]
+
+
+def _state(pid: int) -> str:
+    """Return the state of a process as Linux has it: R for one that runs, or would; S for one that waits."""
+    try:
+        text: str = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return "S"
+    return text[text.rfind(")") + 2]

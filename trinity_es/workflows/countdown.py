@@ -1,0 +1,64 @@
+"""The reward of the countdown game: an equation of given numbers, each used once, that gives a target."""
+
+from __future__ import annotations
+
+import ast
+import json
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+from trinity_es.workflows.rewards import RewardFn
+
+__all__ = ["CountDownRewardFn"]
+
+_OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.UAdd: operator.pos, ast.USub: operator.neg,
+}
+_LONGEST = 1000
+"""Maximum length of an equation, in characters."""
+
+
+class CountDownRewardFn(RewardFn):
+    """`score`: 1 for an equation that gives the target, 0.1 for another between <answer> tags, 0 for none.
+
+    The truth is `{"target": 24, "numbers": [2, 3, 4]}`, or JSON of it. The answer is the last one on the response's
+    last line.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        pass
+
+    def __call__(self, response: str, truth: Any = None, **kwargs: Any) -> dict[str, float]:
+        wanted = json.loads(truth) if isinstance(truth, str) else truth
+        answers = re.findall(r"<answer>(.*?)</answer>", response.split("\n")[-1])
+        if not answers:
+            return {"score": 0.0}
+        equation = answers[-1].strip()
+        used = sorted(re.findall(r"\d+", equation), key=lambda n: (len(n), n))
+        given = sorted((str(n) for n in wanted["numbers"]), key=lambda n: (len(n), n))
+        value = _value(equation) if used == given else None
+        right = value is not None and abs(value - wanted["target"]) < 1e-5
+        return {"score": 1.0 if right else 0.1}
+
+
+def _value(equation: str) -> float | None:
+    """Return what an equation of numbers, + - * / and brackets gives, None for what is none."""
+    if len(equation) > _LONGEST:
+        return None
+    try:
+        return _of(ast.parse(equation, mode="eval").body)
+    except (ArithmeticError, KeyError, RecursionError, SyntaxError, ValueError):
+        return None
+
+
+def _of(node: ast.AST) -> float:
+    if isinstance(node, ast.BinOp):
+        return _OPERATORS[type(node.op)](_of(node.left), _of(node.right))
+    if isinstance(node, ast.UnaryOp):
+        return _OPERATORS[type(node.op)](_of(node.operand))
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        return node.value
+    raise ValueError

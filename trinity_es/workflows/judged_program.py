@@ -1,0 +1,75 @@
+"""A model's program and its tests, run as a script: `judged_program.py SOLUTION [TESTS]`, in a folder for it alone.
+
+It imports nothing of this package. Audit hooks refuse what a solution has no business with: processes, sockets,
+ctypes, files changed outside of the folder. That stops accidents and the tricks that a model learns, and no attacker.
+With tests their verdict is the first line of the standard input, written to standard output once all are done, so a
+solution that ends its process early has passed nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes  # noqa: F401  # many packages do: its own import is what the hooks would refuse
+import os
+import sys
+from typing import Any
+
+__all__ = ["main"]
+
+_REFUSED = (
+    "ctypes.", "fcntl.", "os.exec", "os.fork", "os.kill", "os.posix_spawn", "os.spawn", "os.startfile", "os.system",
+    "pty.", "signal.pthread_kill", "socket.", "subprocess.", "syslog.", "webbrowser.",
+)
+_CHANGES = {
+    "os.chmod": 1, "os.chown": 1, "os.link": 2, "os.mkdir": 1, "os.remove": 1, "os.rename": 2, "os.rmdir": 1,
+    "os.symlink": 2, "os.truncate": 1, "os.utime": 1, "os.setxattr": 1, "os.removexattr": 1,
+}
+"""Event -> how many of its first arguments are paths that it changes."""
+
+
+def _guard(folder: str) -> None:
+    inside = os.path.realpath(folder) + os.sep
+    changes = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+    def check(path: Any) -> None:
+        if isinstance(path, int):
+            return  # a file that it has open
+        name = os.fsdecode(path)
+        if not (os.path.realpath(name) + os.sep).startswith(inside) and name != os.devnull:
+            raise PermissionError(f"a judged program may change files in its own folder only, not {path!r}")
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open":
+            path, _, flags = args
+            changing = isinstance(flags, int) and flags & changes
+            if path is not None and (changing or (not isinstance(path, int) and os.path.isdir(path))):
+                check(path)  # a folder too, or a file could be named from there
+        elif event in _CHANGES:
+            for path in args[: _CHANGES[event]]:
+                check(path)
+        elif event.startswith(_REFUSED):
+            raise PermissionError(f"a judged program may not do this: {event}")
+
+    sys.addaudithook(hook)
+
+
+def main() -> None:
+    """Run the solution, and its tests where there are some."""
+    _, solution, *tests = sys.argv
+    sources = []
+    for path in (solution, *tests):
+        with open(path, encoding="utf-8", errors="surrogatepass") as f:
+            sources.append((f.read(), os.path.basename(path)))
+    verdict = sys.stdin.readline() if tests else ""
+    sys.argv[:] = ["solution.py"]
+    sys.path.insert(0, os.getcwd())
+    sys.setrecursionlimit(10_000)
+    _guard(os.getcwd())
+    scope: dict[str, Any] = {"__name__": "solution" if tests else "__main__", "__builtins__": __builtins__}
+    for source, name in sources:
+        exec(compile(source, name, "exec"), scope)
+    sys.stdout.flush()
+    os.write(1, f"\n{verdict}".encode())
+
+
+if __name__ == "__main__":
+    main()

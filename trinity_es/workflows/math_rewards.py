@@ -1,0 +1,194 @@
+"""Rewards of mathematics, under the names that users of Trinity-RFT know. The grader is math-verify (extra `math`).
+
+Each answer is judged in a process of its own, which is killed after `grader_timeout` seconds; `reward_fn_args:
+{grader_timeout: 30}` gives another limit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from trinity_es.actors.rollout.graders import GRADER_SECONDS
+from trinity_es.events.errors import ConfigError, DataError
+from trinity_es.workflows.rewards import RewardFn
+
+__all__ = [
+    "AccuracyReward", "FormatReward", "GSM8KReward", "MathBoxedRewardFn", "MathDAPORewardFn", "MathRewardFn",
+    "boxed_answer",
+]
+
+_GRADER = f"{__package__}.math_grader"
+
+
+def _grader() -> Any:
+    """Return the module with math-verify, which takes a second to import: in a grader it is there already."""
+    return importlib.import_module(_GRADER)
+
+
+class _Math(RewardFn):
+    grader_timeout = GRADER_SECONDS
+    grader_imports = _GRADER
+
+    def __init__(self, **kwargs: Any) -> None:
+        pass
+
+
+class AccuracyReward(_Math):
+    """`accuracy`: 1 where the answer equals the truth, read as open-r1 reads them, or both by `answer_parser`."""
+
+    def __init__(self, answer_parser: Callable[[str], Any] | None = None) -> None:
+        self.answer_parser = answer_parser
+
+    def __call__(self, response: str, prompt: Any = None, truth: Any = None, **kwargs: Any) -> dict[str, float]:
+        grader, truth = _grader(), _text(truth)
+        if self.answer_parser is not None:
+            answer, gold = self.answer_parser(response), self.answer_parser(truth)
+        else:
+            answer = grader.parsed_latex(response, answer=True)
+            gold = grader.parsed_latex(truth, answer=False) or truth
+        return {"accuracy": float(grader.equal(answer, gold))}
+
+
+class FormatReward(_Math):
+    """`format_score`: 0.1 where the whole response has the form of `pattern`, a regular expression, else -0.1.
+
+    By default the reasoning is between <think> and </think>, the answer between <answer> and </answer>, on lines of
+    their own.
+    """
+
+    grader_imports = ""
+
+    def __init__(self, pattern: str | None = None) -> None:
+        self.pattern = pattern or r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$"
+
+    def __call__(self, response: str, **kwargs: Any) -> dict[str, float]:
+        fits = re.match(self.pattern, response, re.DOTALL | re.MULTILINE)
+        return {"format_score": 0.1 if fits else -0.1}
+
+
+class MathRewardFn(_Math):
+    """`accuracy` of what is between <answer> and </answer>, else of the whole response, and `format_score`.
+
+    The format is <think>...</think> <answer>...</answer>, whatever stands before. Where the truth has the form of
+    GSM8K's, it is what follows its `####`.
+    """
+
+    def __init__(self, pattern: str = r".*?<think>.*?</think>\s*<answer>.*?</answer>\s*$") -> None:
+        self.accuracy_reward = AccuracyReward(_tagged)
+        self.format_reward = FormatReward(pattern)
+
+    def __call__(self, response: str, prompt: Any = None, truth: Any = None, **kwargs: Any) -> dict[str, float]:
+        return {**self.accuracy_reward(response, prompt, _after_hashes(truth)), **self.format_reward(response)}
+
+
+class MathBoxedRewardFn(_Math):
+    """`accuracy`: 1 where the last \\boxed{} of the response equals the truth, or the truth's own last \\boxed{}.
+
+    `format_score`: with `with_think` minus `format_score_coef` where not one <think> comes before one </think>, else 0.
+    """
+
+    def __call__(
+        self, response: str, truth: Any = None, with_think: bool = False, format_score_coef: float | None = 0.1,
+        **kwargs: Any,
+    ) -> dict[str, float]:
+        answer, gold = boxed_answer(response), _after_hashes(truth)
+        gold = gold if (boxed := boxed_answer(gold)) is None else boxed
+        unformed = with_think and not _thinks(response)
+        return {
+            "accuracy": float(answer is not None and _same(answer, gold)),
+            "format_score": -(format_score_coef or 0.1) if unformed else 0.0,
+        }
+
+
+class GSM8KReward(_Math):
+    """`accuracy`: 1 where the response's answer equals what follows the truth's `####`.
+
+    The answer is what follows the response's own last `####`, else its last \\boxed{}, else what math-verify finds.
+    """
+
+    def __call__(self, response: str, truth: Any = None, **kwargs: Any) -> dict[str, float]:
+        said = response.rpartition("####")[2] if "####" in response else boxed_answer(response)
+        found = _grader().parsed(response if said is None else said)
+        return {"accuracy": float(_grader().equal(_grader().parsed(_after_hashes(truth)), found))}
+
+
+class MathDAPORewardFn(_Math):
+    """`accuracy`: 1 or -1, of the last \\boxed{} after the reasoning; `format_score`: less for overlong responses.
+
+    From `max_response_length - cache_length` tokens on it falls to `-penalty_factor` at `max_response_length`, where
+    `enable_overlong_penalty` is on. Raises ConfigError where a length is missing then.
+    """
+
+    def __init__(
+        self, enable_overlong_penalty: bool | None = None, penalty_factor: float | None = None,
+        max_response_length: int | None = None, cache_length: int | None = None,
+    ) -> None:
+        self.penalty, self.longest, self.cache = penalty_factor, max_response_length, cache_length
+        self.enabled = bool(enable_overlong_penalty)
+        if self.enabled and (penalty_factor is None or not 0 < (cache_length or 0) < (max_response_length or 0)):
+            raise ConfigError("enable_overlong_penalty needs penalty_factor, and a cache_length of more than 0 and "
+                              "less than max_response_length")
+
+    def __call__(
+        self, response: str, truth: Any = None, response_token: Sequence[int] = (), **kwargs: Any
+    ) -> dict[str, float]:
+        answer = boxed_answer(response.rpartition("</think>")[2])
+        right = answer is not None and _same(answer, _text(truth))
+        return {"accuracy": 1.0 if right else -1.0, "format_score": self._overlong(len(response_token))}
+
+    def _overlong(self, length: int) -> float:
+        if not self.enabled:
+            return 0.0
+        assert self.penalty is not None
+        assert self.longest is not None
+        assert self.cache is not None
+        over = length - (self.longest - self.cache)
+        return -self.penalty * min(max(over, 0) / self.cache, 1.0)
+
+
+def boxed_answer(text: str) -> str | None:
+    """Return what the last \\boxed or \\fbox of a text holds, None where there is none that is closed."""
+    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    if start < 0:
+        return None
+    rest = text[start:].partition("box")[2].removeprefix("ed")
+    if not rest.startswith("{"):
+        return rest.partition("$")[0].strip() or None
+    depth = 0
+    for i, letter in enumerate(rest):
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0:
+            return rest[1:i]
+    return None
+
+
+def _same(answer: str, truth: str) -> bool:
+    """Return True if two contents of a \\boxed{} are the same."""
+    if answer.strip() == truth.strip():
+        return True
+    grader = _grader()
+    return bool(grader.equal(grader.parsed(f"\\boxed{{{truth}}}"), grader.parsed(f"\\boxed{{{answer}}}")))
+
+
+def _tagged(text: str) -> Any:
+    """Return what is parsed of the first <answer> of a text, else of the whole."""
+    found = re.search(r"<answer>(.*?)</answer>", text)
+    return _grader().parsed(found.group(1) if found else text)
+
+
+def _after_hashes(truth: Any) -> str:
+    """Return the answer in a truth of GSM8K's form, another one as it is."""
+    return _text(truth).rpartition("####")[2].strip()
+
+
+def _text(truth: Any) -> str:
+    if truth is None:
+        raise DataError("the row has no answer to compare with: set format.response_key to its key")
+    return str(truth)
+
+
+def _thinks(text: str) -> bool:
+    return text.count("<think>") == text.count("</think>") == 1 and text.find("<think>") < text.find("</think>")

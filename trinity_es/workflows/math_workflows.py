@@ -1,0 +1,141 @@
+"""Workflows of mathematics, under the names that users of Trinity-RFT know, with its prompts.
+
+Each asks once and rewards the answer. Rows are of the form of GSM8K (`question`, an `answer` that ends with `#### 18`)
+or of MATH (`problem`, a `solution` with \\boxed{}); `format: {prompt_key: problem, response_key: solution}` names the
+keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from trinity_es.events.errors import DataError
+from trinity_es.events.experience import Experience
+from trinity_es.events.values import Args, Task
+from trinity_es.workflows.simple import AsyncSimpleWorkflow, SimpleWorkflow
+
+__all__ = [
+    "AsyncMathBoxedWorkflow", "AsyncMathEvalWorkflow", "AsyncMathRMWorkflow", "AsyncMathWorkflow", "MathBoxedWorkflow",
+    "MathEvalWorkflow", "MathRMWorkflow", "MathWorkflow",
+]
+
+_THINK_ANSWER = """\
+A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant first \
+thinks about the reasoning process in the mind and then provides the user with the answer. The reasoning process and \
+answer are enclosed within <think> </think> and <answer> </answer> tags, respectively, i.e.,
+<think> reasoning process here </think>
+<answer> answer here </answer>.
+"""
+
+_BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+
+_BOXED_THINK = """\
+You are a helpful assistant that solves MATH problems. You should first thinks about the reasoning process in mind and \
+then provides the user with the answer. You should present your reasoning process using the format: <think>
+ ...your reasoning process here... </think>
+ first. You should always include your final answer in \\boxed{} as closed-form results."""
+
+
+class MathWorkflow(SimpleWorkflow):
+    """Reasoning between <think> tags, the answer between <answer> tags, as DeepSeek-R1; reward: `math_reward`."""
+
+    def reset(self, task: Task) -> None:
+        reward_fn = task.reward_fn or "math_reward"
+        format_args = task.format_args
+        if reward_fn in _MATH_REWARD and format_args.get("system_prompt") is None:
+            format_args = Args({**format_args, "system_prompt": _THINK_ANSWER})
+        super().reset(replace(task, reward_fn=reward_fn, format_args=format_args))
+
+
+_MATH_REWARD = ("math_reward", "trinity_es.workflows.math_rewards:MathRewardFn")
+
+
+class AsyncMathWorkflow(AsyncSimpleWorkflow, MathWorkflow):
+    """The same on the engine's loop, run by run."""
+
+
+class MathBoxedWorkflow(SimpleWorkflow):
+    """The answer in \\boxed{}; reward: `math_boxed_reward`.
+
+    `workflow_args`: `with_think` (false: reasoning between <think> tags is asked for), `format_score_coef` (0.1: what
+    it costs to leave them out), `use_base` (false: the prompt is plain text, for a base model).
+    """
+
+    def reset(self, task: Task) -> None:
+        super().reset(replace(task, reward_fn=task.reward_fn or "math_boxed_reward"))
+        self.workflow_args = task.workflow_args
+        self.use_base = self.workflow_args.get("use_base", False)
+        self.with_think = self.workflow_args.get("with_think", False)
+        self.format_score_coef = self.workflow_args.get("format_score_coef", 0.1)
+        if self.system_prompt is None:
+            self.system_prompt = _BOXED_THINK if self.with_think else _BOXED
+
+    def format_prompt(self) -> str:
+        """Return the prompt as plain text."""
+        head = f"System:{self.system_prompt}\n" if self.system_prompt else ""
+        return f"{head}User:\n{self.task_desc}\nAssistant:\n"
+
+    def _ask(self, chat: Callable[..., Any], generate: Callable[..., Any]) -> Any:
+        if self.use_base:
+            return generate([self.format_prompt()], **self.rollout_args)
+        return super()._ask(chat, generate)
+
+    def _judge(self, answer: Experience) -> Any:
+        return self.reward_fn(
+            response=answer.response_text, truth=self.truth, with_think=self.with_think,
+            format_score_coef=self.format_score_coef, response_token=answer.tokens[answer.prompt_length :].tolist(),
+        )
+
+    def _kept(self, answers: list[Experience], said: list[Any]) -> list[Experience]:
+        kept = super()._kept(answers, said)
+        for answer in kept:
+            if answer.truncate_status == "response_truncated":  # nothing is learned from what was cut off
+                answer.action_mask = np.zeros(len(answer.tokens) - answer.prompt_length, dtype=np.bool_)
+        return kept
+
+
+class AsyncMathBoxedWorkflow(AsyncSimpleWorkflow, MathBoxedWorkflow):
+    """The same on the engine's loop, run by run."""
+
+
+class MathEvalWorkflow(SimpleWorkflow):
+    """An evaluation: Qwen2.5-Math's prompt and its sampling (temperature 0.6, top_p 0.8); reward: `math_boxed_reward`.
+
+    The row's `question` is asked, whatever its `prompt_key`.
+    """
+
+    def reset(self, task: Task) -> None:
+        super().reset(replace(task, reward_fn=task.reward_fn or "math_boxed_reward"))
+
+    @property
+    def rollout_args(self) -> dict[str, Any]:
+        """The sampling of Qwen2.5-Math's evaluation."""
+        return {"temperature": 0.6, "top_p": 0.8, "n": self.repeat_times}
+
+    def format_messages(self) -> list[dict[str, Any]]:
+        question = (self.raw_task or {}).get("question")
+        if question is None:
+            raise DataError("the row has no 'question', which math_eval_workflow asks")
+        return [
+            {"role": "system", "content": "You are a helpful assistant."},
+            {"role": "user", "content": f"{question}\n{_BOXED}"},
+        ]
+
+
+class AsyncMathEvalWorkflow(AsyncSimpleWorkflow, MathEvalWorkflow):
+    """The same on the engine's loop, run by run."""
+
+
+class MathRMWorkflow(SimpleWorkflow):
+    """For rewards that are called with the answer's experience, the messages, and `ground_truth`: reward models."""
+
+    def _judge(self, answer: Experience) -> Any:
+        return self.reward_fn(answer, self.format_messages(), ground_truth=self.truth)
+
+
+class AsyncMathRMWorkflow(AsyncSimpleWorkflow, MathRMWorkflow):
+    """The same on the engine's loop, run by run."""
