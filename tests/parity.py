@@ -131,7 +131,7 @@ def rows() -> list[Row]:
 
 
 def label(number: int) -> str:
-    """The row's name; those of P39 to P56 with M0 to M17 in brackets, as what was found with the known system's own tests."""
+    """The row's name; of P39 to P56 with M0 to M17 in brackets, as what the known system's own tests found."""
     return f"P{number}" + (f" (M{number - FOUND_LATER})" if FOUND_LATER <= number <= FOUND_LATER + 17 else "")
 
 
