@@ -37,6 +37,7 @@ from trinity_es.actors.rollout.worker_pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
 from trinity_es.actors.run_activity import RunActivity
 from trinity_es.actors.runner.adapters import serve_adapters
+from trinity_es.actors.runner.lease_reports import UnitLeases
 from trinity_es.actors.runner.outbox import Key
 from trinity_es.actors.runner.reporting import failed, in_parts, runs_of, written
 from trinity_es.actors.serving.engine_server import EngineServer
@@ -320,7 +321,9 @@ class EngineThread:
                 told = self.secrets.reveal(orjson.loads(data))
                 task = task_from_dict(told, batch_id=item.batch_id, task_id=item.unit.task)
                 assert self.workflows is not None  # no unit comes before this runner is ready
-                done = await self.workflows.execute(task, item.batch_id, runs, timeout=item.timeout or None)
+                done = await self.workflows.execute(
+                    task, item.batch_id, runs, timeout=item.timeout or None, leases=UnitLeases(self.owner, item)
+                )
             except asyncio.CancelledError:
                 raise
             except BaseException as e:
