@@ -16,6 +16,7 @@ import contextlib
 import inspect
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -96,6 +97,8 @@ class Lease:
         self.key = f"es-{uuid.uuid4().hex}"
         self.provider: Any = None
         self.handle: Any = None
+        self._until = 0.0
+        """When nothing may come of making it any more, monotonic seconds."""
         self._renewing: Callable[[], object] = lambda: None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -108,10 +111,21 @@ class Lease:
 
     def _take(self) -> Future[None]:
         """Tell that it is taken, of a provider that there is."""
+        self._until = time.monotonic() + self.creation_timeout
         return self._leases.report(
             self.key, "taken", provider=self._path, args=self._args, ttl=self.ttl,
             creation_timeout=self.creation_timeout,
         )
+
+    def _time_left(self) -> float:
+        """Seconds that making it may take. Raises StartupError: what would be made now, nobody would look for."""
+        left = self._until - time.monotonic()
+        if left <= 0.0:
+            raise self._late()
+        return left
+
+    def _late(self) -> StartupError:
+        return StartupError(f"{self._path} made nothing within {self.creation_timeout:g} s (creation_timeout)")
 
     def _made(self, handle: Any) -> None:
         self.handle = self._recordable(f"the handle of lease provider {self._path}", handle)
@@ -130,13 +144,12 @@ class Lease:
         self.provider = await asyncio.to_thread(build_provider, self._path, self._args)  # it may import for long
         try:
             await asyncio.wrap_future(self._take())
-            making = _called_async(self.provider.create, self.key, self.ttl)
+            left = self._time_left()
             try:
-                handle = await asyncio.wait_for(making, self.creation_timeout)
+                making = _called_async(self.provider.create, self.key, self.ttl)
+                self._made(await asyncio.wait_for(making, left))
             except TimeoutError as e:
-                late = f"{self._path} made nothing within {self.creation_timeout:g} s (creation_timeout)"
-                raise StartupError(late) from e
-            self._made(handle)
+                raise self._late() from e
         except BaseException as e:
             self._left("could not be made", e)
             raise
@@ -171,6 +184,7 @@ class Lease:
         self.provider = build_provider(self._path, self._args)
         try:
             self._take().result()
+            self._time_left()
             self._made(self._called(self.provider.create, self.key, self.ttl))
         except BaseException as e:
             self._left("could not be made", e)

@@ -47,6 +47,8 @@ GIVE_UP_SECONDS = 30.0
 class Runner(BaseActor):
     """See the module. Started by the guardian with StartRunner."""
 
+    lease_waited_for = False
+
     # --- messages ---------------------------------------------------------------------------------------------------
     def on_StartRunner(self, message: messages.StartRunner, sender: Any) -> None:
         if os.getpgid(0) != os.getpid():
@@ -228,12 +230,18 @@ class Runner(BaseActor):
         """Tell the coordinator of a lease: at once where somebody waits, else in a moment."""
         self.leases.put(change, recorded)
         if change.what == "taken":
-            self.after(0.0, "leases", self.send_leases)  # with those that come in this turn
+            self.lease_waited_for = True
         elif not self.has_timer("leases"):
             self.after(LEASE_SECONDS, "leases", self.send_leases)
 
+    def after_message(self) -> None:
+        """Send, with all that came in this turn, what somebody waits for."""
+        if self.lease_waited_for:
+            self.send_leases()
+
     def send_leases(self) -> None:
         """Send what was told of leases since the last time."""
+        self.lease_waited_for = False
         self.cancel("leases")
         for group in self.leases.gathered(self.known, self.now()):
             self.tell(group)
