@@ -31,7 +31,6 @@ def main() -> None:
     os.dup2(2, 1)  # what a provider prints is no answer
     given = orjson.loads(sys.stdin.buffer.read())
     asyncio.run(_release_all(given["leases"], given["seconds"], answers))
-    os._exit(0)  # whatever a provider left running
 
 
 async def _release_all(leases: list[dict[str, Any]], seconds: float, answers: BinaryIO) -> None:
@@ -41,7 +40,8 @@ async def _release_all(leases: list[dict[str, Any]], seconds: float, answers: Bi
         async with room:
             try:
                 error = ""
-                await asyncio.wait_for(_release(lease), seconds)
+                provider = build_provider(lease["provider"], lease["args"])
+                await asyncio.wait_for(_release(provider, lease), seconds)
             except TimeoutError:
                 error = f"it had not ended after {seconds:g} s"
             except BaseException as e:
@@ -49,10 +49,10 @@ async def _release_all(leases: list[dict[str, Any]], seconds: float, answers: Bi
         answers.write(orjson.dumps({"lease": lease["lease"], "error": error.encode(errors="replace").decode()}) + b"\n")
 
     await asyncio.gather(*(one(lease) for lease in leases))
+    os._exit(0)  # whatever a provider left running, which the end of the loop would wait for
 
 
-async def _release(lease: dict[str, Any]) -> None:
-    provider = build_provider(lease["provider"], lease["args"])
+async def _release(provider: Any, lease: dict[str, Any]) -> None:
     if inspect.iscoroutinefunction(provider.release):
         await provider.release(lease["lease"], lease["handle"])
         return

@@ -62,6 +62,7 @@ class LeaseFleet:
             except (WorkflowError, InvalidEvent) as e:
                 refused[change.lease] = e.message
         self._registry.send_later(address, LeaseReply(message.incarnation, message.number, refused))
+        live.then(self.release_due)
 
     # --- what is to be released -------------------------------------------------------------------------------------
     def look(self) -> None:
