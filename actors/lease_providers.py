@@ -39,7 +39,12 @@ def recordable(what: str, value: Any) -> Any:
     Raises ValueError for what JSON can't hold, for more than `MOST_BYTES`, and for what looks like a secret.
     """
     secrets: list[str] = []
-    replaced(value, lambda secret: secrets.append(secret) or "")
+
+    def found_one(secret: str) -> str:
+        secrets.append(secret)
+        return ""
+
+    replaced(value, found_one)
     try:
         found = plain(value)
         size = len(orjson.dumps(found))

@@ -16,6 +16,7 @@ from trinity_es.actors.runner.lease_reports import RESEND_SECONDS, LeaseReports
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogCorrupt, WorkflowError
 from trinity_es.events.secrets import Secret
+from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState, fold
 from trinity_es.projections.leases import OpenLeases, evolve_leases
 from trinity_es.projections.runner import RunnerLife, RunnerState
@@ -117,7 +118,7 @@ def test_a_lease_expires_its_time_to_live_after_it_was_taken() -> None:
 def test_a_lease_is_its_attempt_s_and_nobody_else_s(state: BatchState | None, of: RunnerLife | None, why: str) -> None:
     assert decisions.over(state, of, TAKEN) == why
     lives = {} if of is None else {("runner-0", 2): of}
-    open_ones = {} if state is None else {7: state}
+    open_ones: dict[BatchId, BatchState] = {} if state is None else {7: state}
     found = decisions.orphans(folded(taken(), HELD).values(), open_ones, lives, NOW)
     assert found == ([ev.LeaseOrphaned(lease="es-1", reason=why)] if why else [])
     assert decisions.orphans(folded(taken(), ORPHANED).values(), open_ones, lives, NOW) == [], "said once"
