@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from trinity_es import Experience, Task, Workflow
+from trinity_es import Experience, Task, Workflow, open_log
 from trinity_es.actors.coordinator.fleet import lease_releases
 from trinity_es.actors.coordinator.fleet.leases import LeaseFleet
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
@@ -25,7 +28,7 @@ from trinity_es.actors.rollout.leases import Lease, RunLeases
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, StartupError, WorkflowError
-from trinity_es.events.store.log import EventLog
+from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.store.payloads import open_payloads
 from trinity_es.projections.leases import OpenLease
 from trinity_es.projections.tables.read_models import projectors
@@ -436,3 +439,50 @@ def test_without_a_system_the_same_workflow_plays(tmp_path: Path) -> None:
 
     asyncio.run(work())
     assert list(tmp_path.iterdir()) == []
+
+
+# --- the log ----------------------------------------------------------------------------------------------------------
+def test_verify_knows_what_a_lease_can_be(place: Place, tmp_path: Path) -> None:
+    """What a coordinator that broke the rules would have written is found."""
+    place.tell("taken")
+    place.tell("held", handle="box")
+    url = f"sqlite:///{tmp_path / 'log.sqlite'}"
+    with open_log(url) as log:
+        assert log.verify() == []
+        assert [e.as_dict()["state"] for e in log.leases()] == ["held"]
+    [mine] = [lease.taken for lease in place.live.leases.values()]
+    wrong: list[ev.Event] = [
+        ev.LeaseHeld(lease="es-1", handle="another"),
+        ev.LeaseReleased(lease="es-2", by="owner"),
+        replace(mine, lease="es-3", unit=replace(UNIT, attempt=2)),
+    ]
+    with EventLog.open(url) as writer:
+        version = place.live.versions["leases"]
+        writer.append([Write(stream="leases", expected_version=version, events=wrong)], commit_id="w")
+    with open_log(url) as log:
+        problems = "\n".join(log.verify())
+    assert "LeaseHeld): it can't follow what came before it: LeaseHeld of lease es-1, which is held" in problems
+    assert "LeaseReleased of lease es-2, which is not taken" in problems
+    assert "LeaseTaken): the attempt that took it was not with its runner" in problems
+
+
+def test_a_row_of_the_table_of_leases_that_was_changed_is_found(place: Place, tmp_path: Path) -> None:
+    place.tell("taken")
+    url = f"sqlite:///{tmp_path / 'log.sqlite'}"
+    for statement, says in (
+        ("UPDATE rm_lease SET data = '{}'", "table rm_lease, row 'es-1': data is '{}'"),
+        ("DELETE FROM rm_lease", "table rm_lease: its row 'es-1' is missing"),
+        ("DROP TABLE rm_lease", "table rm_lease lacks altogether"),
+    ):
+        with closing(sqlite3.connect(tmp_path / "log.sqlite", isolation_level=None)) as connection:
+            connection.execute(statement)
+        with open_log(url) as log:
+            assert any(says in problem for problem in log.verify()), statement
+
+
+def test_a_log_of_before_leases_has_no_table_of_them_and_is_sound(place: Place, tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "log.sqlite", isolation_level=None)) as connection:
+        connection.execute("DROP TABLE rm_lease")
+    with open_log(f"sqlite:///{tmp_path / 'log.sqlite'}") as log:
+        assert log.verify() == []
+        assert log.leases() == []
