@@ -9,7 +9,7 @@ import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.store.payloads import open_payloads
 from trinity_es.projections.leases import OpenLease
 from trinity_es.projections.tables.read_models import projectors
-from trinity_es.testing import ScriptedEngine
+from trinity_es.testing import ScriptedEngine, wait_until
 
 UNIT = ev.Unit(task=0, run_id_base=0, runs=1, attempt=1)
 PROVIDER = f"{__name__}:Kept"
@@ -350,6 +350,22 @@ def test_nothing_is_made_before_its_lease_is_in_the_log(tmp_path: Path) -> None:
         assert told.said == ["taken", "held", "released"]
 
     asyncio.run(work())
+
+
+def test_nothing_is_made_when_nobody_would_look_for_it_any_more(tmp_path: Path) -> None:
+    """The coordinator was away for longer than the creation may take."""
+    told = Told()
+    told.late = True
+    wanted = Lease(RunLeases(told), PROVIDER, {"folder": str(tmp_path)}, creation_timeout=0.05)
+    with ThreadPoolExecutor(1) as thread:
+        entering = thread.submit(wanted.__enter__)
+        wait_until(lambda: told.waiting, "it to be taken")
+        time.sleep(0.1)
+        told.waiting[0].set_result(None)
+        with pytest.raises(StartupError, match="creation_timeout"):
+            entering.result(10)
+    assert told.said == ["taken", "left"]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("cls", "how", "error", "says"), [

@@ -134,6 +134,9 @@ def test_what_a_killed_runner_held_is_released_and_the_next_attempt_has_its_own(
     assert all(len(box["users"]) == 1 for box in boxes)
     orphaned = {e.lease for e in events(client, ev.LeaseOrphaned)}
     assert orphaned == {box["key"] for box in boxes if box["handle"] in first}
+    read = client.log.read
+    commits = {t: {r.commit_id for r in read(types=[t])} for t in ("AttemptFailed", "LeaseOrphaned")}
+    assert commits["LeaseOrphaned"] <= commits["AttemptFailed"], "one transaction with what ended their attempts"
 
 
 def test_a_killed_coordinator_costs_no_lease(start_system: StartSystem, service: Service) -> None:
