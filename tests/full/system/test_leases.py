@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import random
@@ -192,6 +193,8 @@ def test_a_release_that_fails_is_tried_again_and_told(start_system: StartSystem,
     assert status.exit_code == 1
     assert f"lease {lease.taken.lease}" in status.stdout
     assert "out of order" in cli("leases", "--log", url).stdout
+    [row] = json.loads(cli("leases", "--log", url, "--json").stdout)
+    assert (row["state"], row["batch_id"], row["task"], row["attempt"]) == ("orphaned", 1, 0, 1)
     service.refuse(False)
     all_released(client, service)
     assert client.status()["leases"]["open"] == 0
