@@ -35,7 +35,10 @@ class LeaseReleases:
         """Release these leases of one provider; `done` is called in the actor's loop with an error, or "", of each."""
 
         def work() -> None:
-            found = released(leases)
+            try:
+                found = released(leases)
+            except Exception as e:  # a provider is tried again only when its process has ended
+                found = {lease.taken.lease: f"{type(e).__name__}: {e}" for lease in leases}
             self._post(lambda: done(found))
 
         # A thread for each: PDEATHSIG comes when the thread ends that started a process.
