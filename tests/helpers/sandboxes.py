@@ -1,7 +1,7 @@
 """A service of sandboxes that counts, in a process of its own; its lease provider; workflows that use it.
 
 It makes a sandbox some time after it was asked, whether or not who asked still lives, as such services do.
-`python -m tests.helpers.sandboxes FILE SEED` serves, and writes its URL into FILE.
+`python -m tests.helpers.sandboxes FILE SEED SLOW` serves, and writes its URL into FILE.
 """
 
 from __future__ import annotations
@@ -26,19 +26,22 @@ from trinity_es.testing import wait_until
 
 __all__ = ["AsyncSandboxes", "AsyncUses", "Sandboxes", "Service", "Uses", "serve"]
 
-SLOWEST_SECONDS = 0.8
-"""How long the service may take to make a sandbox."""
-CREATION_TIMEOUT = 4.0
+MAKING_SECONDS = 0.0, 0.5
+"""How long the service takes to make a sandbox, at least and at most."""
+SLOW_SECONDS = 4.0, 5.0
+"""The same of those that take long: longer than it takes until somebody looks for what a dead run asked for."""
+CREATION_TIMEOUT = 9.0
 """What the workflows give it, with much to spare for a busy machine."""
 
 
 class Service:
-    """The process, and what it counted."""
+    """The process, and what it counted. A share `slow` of the sandboxes takes long to be made."""
 
-    def __init__(self, folder: Path, seed: int = 0) -> None:
+    def __init__(self, folder: Path, seed: int = 0, slow: float = 0.0) -> None:
         folder.mkdir(exist_ok=True)
         place = folder / "sandboxes.url"
-        self._process = subprocess.Popen([sys.executable, "-m", "tests.helpers.sandboxes", str(place), str(seed)])
+        told = [str(place), str(seed), str(slow)]
+        self._process = subprocess.Popen([sys.executable, "-m", "tests.helpers.sandboxes", *told])
         self.url = wait_until(lambda: place.exists() and place.read_text(), "the service of sandboxes to serve", 30)
 
     def boxes(self) -> list[dict[str, Any]]:
@@ -142,7 +145,7 @@ class AsyncUses(Workflow):
 
 
 # --- the service ------------------------------------------------------------------------------------------------------
-def serve(place: Path, seed: int) -> None:
+def serve(place: Path, seed: int, slow: float) -> None:
     """Serve until this process is killed."""
     boxes: dict[str, dict[str, Any]] = {}
     lock, chance = threading.Lock(), random.Random(seed)
@@ -151,7 +154,7 @@ def serve(place: Path, seed: int) -> None:
     def answer(what: str, args: dict[str, str]) -> Any:
         if what == "create":
             with lock:
-                pause = chance.uniform(0.0, SLOWEST_SECONDS)
+                pause = chance.uniform(*(SLOW_SECONDS if chance.random() < slow else MAKING_SECONDS))
             time.sleep(pause)
             with lock:
                 handle = f"box-{len(boxes)}"
@@ -210,4 +213,4 @@ def serve(place: Path, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]), int(sys.argv[2]))
+    serve(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

@@ -296,9 +296,8 @@ class _Kills:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(120 + 40 * KILLS)
-def test_j3_kills_at_random_leave_no_sandbox_alive_and_none_is_used_by_two_runs(
-    tmp_path: Path, service: Service
-) -> None:
+def test_j3_kills_at_random_leave_no_sandbox_alive_and_none_is_used_by_two_runs(tmp_path: Path) -> None:
+    service = Service(tmp_path / "service", SEED, slow=0.3)
     kills = _Kills(tmp_path, service, random.Random(SEED))
     try:
         kills.submit()
@@ -307,7 +306,7 @@ def test_j3_kills_at_random_leave_no_sandbox_alive_and_none_is_used_by_two_runs(
                 kills.submit()
             kills.ask("a runner", lambda c: c.wait_ready(60))
             before = len(service.boxes())
-            wait_until(lambda: len(service.boxes()) > before, "another sandbox to be taken", 60)  # noqa: B023
+            wait_until(lambda: len(service.boxes()) > before, "another sandbox to be made", 60)  # noqa: B023
             time.sleep(kills.chance.uniform(0.0, 1.0))
             kills.kill()
         for batch in range(1, kills.batches + 1):
@@ -317,9 +316,11 @@ def test_j3_kills_at_random_leave_no_sandbox_alive_and_none_is_used_by_two_runs(
             wait_until(lambda: log.leases() == [], "every lease to be released", 60)
             recorded = list(log.read(stream="leases"))
             assert log.verify() == []
+        boxes = service.boxes()
     finally:
         end_system(kills.config)
-    _account(service.boxes(), recorded, kills)
+        service.stop()
+    _account(boxes, recorded, kills)
 
 
 def _account(boxes: list[dict[str, Any]], recorded: list[Any], kills: _Kills) -> None:
