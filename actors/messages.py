@@ -11,7 +11,7 @@ incarnation that it is meant for: an address may be given to another actor later
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import orjson
 
@@ -24,10 +24,11 @@ from trinity_es.events.vocabulary import AdapterPublished, PayloadRef, RunResult
 
 __all__ = [
     "LIMIT", "AdaptersLoadResult", "CancelUnits", "Configure", "CoordinatorUp", "CoordinatorWaits", "EndedRunners",
-    "Endpoints", "GroupJoinResult", "Heartbeat", "JoinGroup", "LeaseLost", "LoadAdapters", "LoadWeights",
-    "OutcomeReport", "Parcel", "QueryActivity", "ReplaceRunner", "Reply", "Request", "Retire", "Retired", "RunUnits",
-    "RunnerActivity", "RunnerDied", "RunnerStatus", "Servers", "StartCoordinator", "StartRunner", "StoreGone",
-    "UnitAssignment", "UnitOutcome", "WeightsLoadResult", "Where", "WhereReply", "pack", "unpack",
+    "Endpoints", "GroupJoinResult", "Heartbeat", "JoinGroup", "LeaseChange", "LeaseLost", "LeaseReply",
+    "LeaseReport", "LoadAdapters", "LoadWeights", "OutcomeReport", "Parcel", "QueryActivity", "ReplaceRunner",
+    "Reply", "Request", "Retire", "Retired", "RunUnits", "RunnerActivity", "RunnerDied", "RunnerStatus", "Servers",
+    "StartCoordinator", "StartRunner", "StoreGone", "UnitAssignment", "UnitOutcome", "WeightsLoadResult", "Where",
+    "WhereReply", "pack", "unpack",
 ]
 
 LIMIT = 128 * 1024
@@ -329,6 +330,40 @@ class OutcomeReport:
     """The end of the log as the runner knew it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseChange:
+    """What a run tells of a lease (`events/vocabulary/leases.py`)."""
+
+    lease: str
+    what: Literal["taken", "held", "renewed", "released", "left"]
+    """`left`: it does not release it itself, for `reason`."""
+    batch_id: BatchId
+    submission: str
+    unit: Unit
+    run: int
+    provider: str = ""
+    """Of `taken`, as the three below."""
+    args: dict[str, Any] = field(default_factory=dict)
+    ttl: float = 0.0
+    """Also of `renewed`."""
+    creation_timeout: float = 0.0
+    handle: Any = None
+    """Of `held`."""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseReport:
+    """A group of changes; the runner keeps it, and sends it again, until a LeaseReply names its number."""
+
+    name: str
+    incarnation: int
+    number: int
+    changes: list[LeaseChange]
+    known: Mark | None = None
+    """The end of the log as the runner knew it."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightsLoadResult:
     """A runner's answer to LoadWeights."""
@@ -399,6 +434,16 @@ class CancelUnits:
     batch_id: BatchId
     submission: str
     units: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseReply:
+    """This group of changes is in the log."""
+
+    incarnation: int
+    number: int
+    refused: dict[str, str]
+    """Leases that may not be taken, and why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,6 +147,19 @@ def summary(event: ev.Event) -> str:
         case ev.RunnerReady():
             return (f"{event.runner} #{event.incarnation} serves version {event.model_version}, {event.places} places, "
                     f"loaded in {event.load_seconds:.1f} s")
+        case ev.LeaseTaken():
+            return (f"{event.lease} of {event.provider}, batch {event.batch_id} task {event.unit.task} run {event.run} "
+                    f"attempt {event.unit.attempt} on {event.runner} #{event.incarnation}")
+        case ev.LeaseHeld():
+            return f"{event.lease} is {event.handle}"
+        case ev.LeaseRenewed():
+            return f"{event.lease}, until {clock(event.expires)}"
+        case ev.LeaseOrphaned():
+            return f"{event.lease}: {event.reason}"
+        case ev.LeaseReleaseFailed():
+            return f"{event.lease}, try {event.tries}: {event.error}"
+        case ev.LeaseReleased():
+            return f"{event.lease}, by its {event.by}" if event.by == "owner" else f"{event.lease}, by the coordinator"
         case ev.RunnerFailed() | ev.RunnerLost():
             return f"{event.runner} #{event.incarnation}: {event.reason}"
         case ev.RunnerQuarantined():

@@ -30,6 +30,7 @@ from trinity_es.actors.coordinator.delivery.outputs import Outputs, build_output
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineThread
 from trinity_es.actors.coordinator.delivery.retention import Retention
 from trinity_es.actors.coordinator.fleet.batch_stalls import Stalls
+from trinity_es.actors.coordinator.fleet.lease_releases import LeaseReleases
 from trinity_es.actors.coordinator.fleet.servers import LOOK_SECONDS
 from trinity_es.actors.coordinator.handlers.wiring import Handlers
 from trinity_es.actors.coordinator.log_session import LogSession
@@ -44,6 +45,7 @@ from trinity_es.actors.messages import (
     GroupJoinResult,
     Heartbeat,
     LeaseLost,
+    LeaseReport,
     OutcomeReport,
     Parcel,
     Reply,
@@ -149,8 +151,8 @@ class Coordinator(BaseActor):
         self.handlers = Handlers(
             config, self.live, self.pipeline, self.retention, self.outputs, self, guardian=self.guardian,
             in_hand=RequestsInHand(Path(config.system.log_dir) / f"in-hand-{store}.json", life), end=session.end,
-            alive=self.alive, epoch=session.lease.epoch, trouble=lambda: session.trouble,
-            refuses=lambda: session.failure is not None,
+            releases=LeaseReleases(self.post), alive=self.alive, epoch=session.lease.epoch,
+            trouble=lambda: session.trouble, refuses=lambda: session.failure is not None,
         )
         self.unwritten.router = self.handlers.router
         self.fleet = self.handlers.fleet
@@ -261,6 +263,7 @@ class Coordinator(BaseActor):
                 return
             self.handlers.in_hand.let_go()
             self.handlers.routes.look()
+            self.handlers.leases.look()
         self.session.end_turn()
 
     def crashed(self, error: BaseException) -> None:
@@ -298,7 +301,9 @@ class Coordinator(BaseActor):
     def on_Retire(self, message: Retire, sender: Any) -> None:
         """Write what is queued and give the lease back; batches that are open stay open."""
         self.retiring_since = self.retiring_since or self.now()
-        busy = self.running and (self.outputs.busy() or not self.pipeline.closed(self.close_problem))
+        busy = self.running and (
+            self.outputs.busy() or self.handlers.leases.is_busy() or not self.pipeline.closed(self.close_problem)
+        )
         if busy and self.now() - self.retiring_since < OUTPUT_SECONDS:
             self.after(0.05, "retire", lambda: self.on_Retire(message, sender))
             return
@@ -410,6 +415,15 @@ class Coordinator(BaseActor):
         """Take a group of outcomes of a runner that knows nothing which the log has not."""
         if self.running:
             self.handlers.batches.check_finalize(self.fleet.on_outcomes(message))
+
+    def on_LeaseReport(self, message: LeaseReport, sender: Any) -> None:
+        if self.running:
+            self.witnesses.admit(message.known, message.name, lambda: self.leases_changed(message, sender))
+
+    def leases_changed(self, message: LeaseReport, sender: Any) -> None:
+        """Take what runs tell of their leases, of a runner that knows nothing which the log has not."""
+        if self.running:
+            self.handlers.leases.on_report(message, sender)
 
     def on_AdaptersLoadResult(self, message: AdaptersLoadResult, sender: Any) -> None:
         if self.running:

@@ -24,8 +24,10 @@ from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.adapters import Adapters, current_adapters, evolve_adapters, evolve_loaded
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.experience_queue import QueueState, evolve_queue, load_queue
+from trinity_es.projections.leases import OpenLeases, evolve_leases
 from trinity_es.projections.runner import Lives, RunnerLife, RunnerState, Weights, evolve_lives, evolve_weights
 from trinity_es.projections.servers import Servers, evolve_servers
+from trinity_es.projections.tables.open_leases import read_open
 from trinity_es.projections.tables.read_models import delivered_batches, open_batches, other_streams
 from trinity_es.projections.tables.runner_history import runner_states
 
@@ -52,6 +54,7 @@ class Loaded:
     adapters: Adapters
     loaded_adapters: set[str]
     servers: Servers
+    leases: OpenLeases
 
 
 def load_state(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Loaded:
@@ -60,6 +63,7 @@ def load_state(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Lo
         found = open_batches(connection)
         states = runner_states(connection)
         delivered = delivered_batches(connection, queue_capacity)
+        leases = read_open(connection)
     queue = load_queue(log, delivered, queue_capacity)
     versions = other_streams(log)
     batches: dict[BatchId, BatchState] = {}
@@ -81,7 +85,7 @@ def load_state(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Lo
     return Loaded(
         batches=batches, versions=versions, tasks=tasks, lives=lives, queue=queue, attempt_times=times,
         weights=Weights() if published is None else evolve_weights(Weights(), published),
-        adapters=adapters, loaded_adapters=_loaded(log, adapters), servers=_servers(log),
+        adapters=adapters, loaded_adapters=_loaded(log, adapters), servers=_servers(log), leases=leases,
     )
 
 
@@ -201,7 +205,7 @@ class LiveState:
         self.weights, self.adapters = loaded.weights, loaded.adapters
         self.loaded_adapters = loaded.loaded_adapters
         """Those that some engine had: one that never had any is not waited for."""
-        self.lives, self.servers = loaded.lives, loaded.servers
+        self.lives, self.servers, self.leases = loaded.lives, loaded.servers, loaded.leases
         """Of runners: the newest of each that the log had when it was read, and all that were recorded since."""
         self.queue, self.attempt_times = loaded.queue, loaded.attempt_times
 
@@ -244,6 +248,8 @@ class LiveState:
                     evolve_adapters(self.adapters, event)
                 elif isinstance(event, ev.ServerAdded | ev.ServerRemoved):
                     evolve_servers(self.servers, event)
+                elif event.stream == ev.LeaseTaken.stream:
+                    evolve_leases(self.leases, event)
                 elif isinstance(event, ev.PaceMeasured):
                     self.attempt_times = event
                 elif event.stream == ev.RunnerStarted.stream:

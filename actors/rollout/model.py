@@ -29,6 +29,7 @@ from trinity_es.actors.openai_clients import Endpoint
 from trinity_es.actors.rollout.conversations import Message, plain_messages
 from trinity_es.actors.rollout.graders import Graders
 from trinity_es.actors.rollout.history import Remembering
+from trinity_es.actors.rollout.leases import RunLeases
 from trinity_es.events.errors import DataError, EngineError, WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.json_values import NotPlain, plain
@@ -117,6 +118,8 @@ class Model(Remembering):
         """What the engine said to the last request of this run's OpenAI clients, where that was an error."""
         self.workflow_state: dict[str, Any] = {}
         """What the workflow told of itself: see `set_workflow_state`."""
+        self.leases = RunLeases()
+        """What this run holds open outside of the system."""
 
     @property
     def tokenizer(self) -> Tokenizer:

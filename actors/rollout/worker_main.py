@@ -29,6 +29,7 @@ from typing import Any, TypeVar, cast
 from trinity_es.actors.engines.interface import Engine, Sampling
 from trinity_es.actors.openai_clients import Endpoint
 from trinity_es.actors.plugins import resolve
+from trinity_es.actors.rollout.leases import RunLeases
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.worker_protocol import LENGTH, frame
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
@@ -141,6 +142,20 @@ class _RemoteTokenizer:
         return int(self._call("__len__"))
 
 
+class _RemoteLeases(RunLeases):
+    """The leases of a run, whose runner records them."""
+
+    def __init__(self, model: _RemoteModel) -> None:
+        super().__init__()
+        self._model = model
+
+    def report(self, lease: str, what: str, **more: Any) -> Future[None]:
+        return self._model.remote("leases", "told", (lease, what, more))
+
+    def close(self) -> None:
+        """Leave that to the runner, which knows that the run is over however it ends."""
+
+
 class _RemoteEngine:
     """What is known here of an engine."""
 
@@ -178,6 +193,7 @@ class _RemoteModel(Model):
         self._link, self._number, self._seen = link, link.number, engine
         self._tokenizer = _RemoteTokenizer(self)
         self._endpoint: Endpoint | None = None
+        self.leases = _RemoteLeases(self)
 
     @property
     def tokenizer(self) -> Any:

@@ -330,7 +330,7 @@ class _Worker:
 
 async def _done(model: Model, what: str, name: str, arguments: bytes) -> Any:
     """Return what a call of the worker's gives; of a tokenizer's attribute whether it is a method, or its value."""
-    target = model if what == "model" else model.tokenizer
+    target = {"model": model, "leases": model.leases}.get(what) or model.tokenizer
     value = getattr(target, name)
     if what == "attribute":
         return callable(value), None if callable(value) else value

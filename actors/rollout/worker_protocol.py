@@ -8,7 +8,8 @@
 To the runner:
 - `ready`: it can play
 - `imported`: an `import` was tried
-- `call, number, call number, index, what, name, arguments`: call a method of the model `index`, or of its tokenizer
+- `call, number, call number, index, what, name, arguments`: call a method of the model `index`, of its tokenizer, or
+  of its leases
 - `done, number, execution, experiences, engine_dead`: the run is over
 
 `number` counts the runs of one worker: what a run that is over still says or is told is thrown away.

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from trinity_es.actors.engines.interface import Engine
 from trinity_es.actors.plugins import resolve
 from trinity_es.actors.rollout.engine_loop import Limits, unit_context
+from trinity_es.actors.rollout.leases import LeaseRecorder, RunLeases
 from trinity_es.actors.rollout.model import Model, OpenAIServer
 from trinity_es.actors.rollout.result import (
     OutOfTime,
@@ -127,11 +128,12 @@ class WorkflowRunner:
         return {**told["workflow_state"], **{name: told[name] for name in names}}
 
     async def execute(
-        self, task: Task, batch_id: BatchId, runs: range, *, timeout: float | None = None
+        self, task: Task, batch_id: BatchId, runs: range, *, timeout: float | None = None,
+        leases: LeaseRecorder | None = None,
     ) -> UnitResult:
         """Run these runs of a task. Never raises but for cancellation: a failure is part of the result.
 
-        `timeout`: seconds that it may take, instead of those of this runner.
+        `timeout`: seconds that it may take, instead of those of this runner. `leases` records those that it takes.
         """
         task.batch_id = batch_id
         out = UnitResult(model_version=self.engine.model_version, timeout=timeout or self.timeout)
@@ -149,6 +151,9 @@ class WorkflowRunner:
                         async with AsyncExitStack() as over:
                             models = [self._model(self.engine, task, part.start), *self._auxiliary_models(task)]
                             row["state"] = models[0].workflow_state
+                            if leases is not None:
+                                models[0].leases = RunLeases(leases, part.start)
+                            over.callback(models[0].leases.close)
                             for model in models:
                                 await over.enter_async_context(aclosing(model))
                             if portable is not None:

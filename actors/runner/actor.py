@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from concurrent.futures import Future
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -21,6 +22,7 @@ from trinity_es.actors.plugins import look_in
 from trinity_es.actors.run_activity import runner_state
 from trinity_es.actors.runner.adapters import AdaptersLoaded
 from trinity_es.actors.runner.engine_thread import EngineThread
+from trinity_es.actors.runner.lease_reports import LeaseReports
 from trinity_es.actors.runner.outbox import Key, Outbox, key_of
 from trinity_es.actors.runner.reporting import failed
 from trinity_es.events.store.log_end import Mark, told_less
@@ -36,12 +38,16 @@ ASK_SECONDS = 5.0
 """Interval between two requests for another life in this slot."""
 HANG_SHARE = 0.8
 """Share of `system.hang_timeout` after which a workflow that lets nobody else on the loop is failed by its runner."""
+LEASE_SECONDS = 0.1
+"""How long what runs tell of their leases waits for more of it, where nobody waits for that."""
 GIVE_UP_SECONDS = 30.0
 """How long a runner that is to end waits for the coordinator to have the outcome of the unit that it ends for."""
 
 
 class Runner(BaseActor):
     """See the module. Started by the guardian with StartRunner."""
+
+    lease_waited_for = False
 
     # --- messages ---------------------------------------------------------------------------------------------------
     def on_StartRunner(self, message: messages.StartRunner, sender: Any) -> None:
@@ -68,6 +74,7 @@ class Runner(BaseActor):
         self.state, self.reason = "started", ""
         self.load_seconds = 0.0
         self.outbox = Outbox(self.name, self.incarnation)
+        self.leases = LeaseReports(self.name, self.incarnation)
         self.loading: int | None = None
         self.known: Mark | None = None
         self.beats = 0
@@ -83,6 +90,8 @@ class Runner(BaseActor):
         """Meet a coordinator to report to: tell it who this is and what it has, and all that was never acknowledged."""
         self.coordinator, self.epoch = message.coordinator, message.epoch
         self.announce()
+        for leases in self.leases.due(self.now(), anew=True):
+            self.tell(leases)
         for group in self.outbox.due(self.now(), anew=True):
             self.tell(group)
 
@@ -114,6 +123,8 @@ class Runner(BaseActor):
             return
         if self.beats % ANNOUNCE_BEATS == 0:
             self.announce()
+        for leases in self.leases.due(now):
+            self.tell(leases)
         for group in self.outbox.due(now):
             self.tell(group)
 
@@ -212,8 +223,33 @@ class Runner(BaseActor):
         self.announce()
 
     def report(self, outcomes: list[messages.UnitOutcome]) -> None:
-        """Tell the coordinator of a group that is safe in the payload store."""
+        """Tell the coordinator of a group that is safe in the payload store, and of leases before that."""
+        self.send_leases()
         self.tell(self.outbox.put(outcomes, self.known, self.now()))
+
+    def lease_changed(self, change: messages.LeaseChange, recorded: Future[None]) -> None:
+        """Tell the coordinator of a lease: at once where somebody waits, else in a moment."""
+        self.leases.put(change, recorded)
+        if change.what == "taken":
+            self.lease_waited_for = True
+        elif not self.has_timer("leases"):
+            self.after(LEASE_SECONDS, "leases", self.send_leases)
+
+    def after_message(self) -> None:
+        """Send, with all that came in this turn, what somebody waits for."""
+        if self.lease_waited_for:
+            self.send_leases()
+
+    def send_leases(self) -> None:
+        """Send what was told of leases since the last time."""
+        self.lease_waited_for = False
+        self.cancel("leases")
+        for group in self.leases.gathered(self.known, self.now()):
+            self.tell(group)
+
+    def on_LeaseReply(self, message: messages.LeaseReply, sender: Any) -> None:
+        if message.incarnation == self.incarnation:
+            self.leases.acknowledge(message)
 
     def give_up(self, key: Key, reason: str) -> None:
         """Fail a unit that can't be ended, and end this life for it: the others in it are attempted again, unblamed."""

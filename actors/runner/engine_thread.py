@@ -37,6 +37,7 @@ from trinity_es.actors.rollout.worker_pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
 from trinity_es.actors.run_activity import RunActivity
 from trinity_es.actors.runner.adapters import serve_adapters
+from trinity_es.actors.runner.lease_reports import UnitLeases
 from trinity_es.actors.runner.outbox import Key
 from trinity_es.actors.runner.reporting import failed, in_parts, runs_of, written
 from trinity_es.actors.serving.engine_server import EngineServer
@@ -64,7 +65,6 @@ LAST_WORDS_SECONDS = 1.0
 """How long a runner with a dead engine may take to hand in what is finished."""
 LATE_SECONDS = 5.0
 """How long a run may go on beyond its timeout, while the loop runs, before the runner is ended for it."""
-
 
 _P = ParamSpec("_P")
 
@@ -320,7 +320,8 @@ class EngineThread:
                 told = self.secrets.reveal(orjson.loads(data))
                 task = task_from_dict(told, batch_id=item.batch_id, task_id=item.unit.task)
                 assert self.workflows is not None  # no unit comes before this runner is ready
-                done = await self.workflows.execute(task, item.batch_id, runs, timeout=item.timeout or None)
+                leases, limit = UnitLeases(self.owner, item), item.timeout or None
+                done = await self.workflows.execute(task, item.batch_id, runs, timeout=limit, leases=leases)
             except asyncio.CancelledError:
                 raise
             except BaseException as e:
@@ -368,8 +369,7 @@ class EngineThread:
         pauses = Backoff(*FULL_SECONDS)
         while True:
             try:
-                outcomes: list[UnitOutcome]
-                outcomes = await self.loop.run_in_executor(self.storing, written, group, self.payloads)
+                done: list[UnitOutcome] = await self.loop.run_in_executor(self.storing, written, group, self.payloads)
             except LogUnavailable as e:
                 if not self.trouble:
                     self.log.error("payloads not written, trying again: %s", e)
@@ -379,7 +379,7 @@ class EngineThread:
             if self.trouble:
                 self.log.warning("payloads are written again")
                 self.trouble = ""
-            return outcomes
+            return done
 
     def open_payloads(self) -> PayloadStore:
         """Return the payload store.

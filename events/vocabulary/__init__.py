@@ -3,22 +3,24 @@
 Events are facts in the past tense, frozen, plain JSON, and never change; a new shape is a new `schema_version` with an
 upcaster in `codec.py`. The docstring of a class is its line in docs/EVENTS.md, made from these files, and the string
 under a field is that field's. Each class names its stream: `system`, `clock`, `weights`, `pace`, `runner/<runner>`,
-`adapter/<adapter>`, `tasksets`, `taskset/<taskset>`, `batch/<id>`, `experiences`, `queue`, `output/<output>`,
-`answers`.
+`adapter/<adapter>`, `tasksets`, `taskset/<taskset>`, `batch/<id>`, `leases`, `experiences`, `queue`,
+`output/<output>`, `answers`.
 """
 
 from __future__ import annotations
 
-from trinity_es.events.vocabulary import base, batch, delivery, system
-from trinity_es.events.vocabulary.base import *  # noqa: F403  # each of the four says what it exports
+from trinity_es.events.vocabulary import base, batch, delivery, leases, system
+from trinity_es.events.vocabulary.base import *  # noqa: F403  # each of the five says what it exports
 from trinity_es.events.vocabulary.batch import *  # noqa: F403
 from trinity_es.events.vocabulary.delivery import *  # noqa: F403
+from trinity_es.events.vocabulary.leases import *  # noqa: F403
 from trinity_es.events.vocabulary.system import *  # noqa: F403
 
 __all__ = ["EVENTS", "RUNNER_LIFE"]
 __all__ += base.__all__
 __all__ += batch.__all__
 __all__ += delivery.__all__
+__all__ += leases.__all__
 __all__ += system.__all__
 
 EVENTS: dict[str, type[base.Event]] = {

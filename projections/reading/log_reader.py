@@ -19,11 +19,13 @@ from trinity_es.events.processes import process_lives, seen_from_here
 from trinity_es.events.store.log import EventLog, Head, Recorded
 from trinity_es.events.store.payloads import PayloadStore, open_payloads
 from trinity_es.events.store.positions_by_time import clock_note
+from trinity_es.events.store.type_index import RARE
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.freed_payloads import EXPERIENCES, freed_at
+from trinity_es.projections.leases import OpenLease
 from trinity_es.projections.reading.overview import Distributions, Overview, distributions, summarize
-from trinity_es.projections.tables import read_models, runner_history, serve_answers
+from trinity_es.projections.tables import open_leases, read_models, runner_history, serve_answers
 from trinity_es.projections.tables.batch_list import SORTS, BatchRow, count_batches, read_batches
 from trinity_es.projections.tables.experience_usage import Usage, read_usage
 from trinity_es.projections.tables.read_models import Totals
@@ -36,9 +38,12 @@ from trinity_es.projections.why.situation import Followed, read_situation
 if TYPE_CHECKING:
     from trinity_es.events.experience import Experience
 
-__all__ = ["Log", "canonical", "open_log", "recomputed_result"]
+__all__ = ["NOTABLE", "Log", "canonical", "open_log", "recomputed_result"]
 
 T = TypeVar("T")
+
+NOTABLE = tuple(name for name in RARE if ev.EVENTS[name].stream != ev.LeaseTaken.stream)
+"""Types of events of which a run has few, however many sandboxes it uses."""
 
 
 def open_log(url: str) -> Log:
@@ -139,6 +144,10 @@ class Log:
         """(stream of a batch, how many of its delivered experiences this version made), the newest first."""
         return self._read(lambda c: runner_history.batches_made_by(c, version, limit))
 
+    def leases(self) -> list[OpenLease]:
+        """Return what runs hold open outside of the system: every lease that is not released, the oldest first."""
+        return list(self._read(open_leases.read_open).values())
+
     def usage(self) -> Usage:
         """Return how often what train batches delivered was used."""
         return self._read(read_usage)
@@ -178,7 +187,7 @@ class Log:
             coordinator_starts=sum(1 for _ in self.rare(["CoordinatorStarted"])),
             model_version=self.model_version(), losses=self.losses(),
             stalls=self.rare(["StallDetected"], limit=recent, descending=True),
-            recent=list(self.rare(limit=recent, descending=True)),
+            recent=list(self.rare(NOTABLE, limit=recent, descending=True)),
         )
 
     def distributions(self, batch_ids: Sequence[BatchId] | None = None, last: int = 20) -> Distributions:

@@ -40,7 +40,7 @@ from trinity_es.events.store import schema
 from trinity_es.events.store.log import EventLog, Recorded
 from trinity_es.events.values import BatchId, BatchLifecycleState
 from trinity_es.projections.run import mean_reward
-from trinity_es.projections.tables import experience_usage, runner_history, serve_answers
+from trinity_es.projections.tables import experience_usage, open_leases, runner_history, serve_answers
 
 __all__ = [
     "ReadModels", "Totals", "delivered_batches", "next_delivered", "open_batches", "other_streams", "projectors",
@@ -96,7 +96,7 @@ losses = Table(
     sqlite_with_rowid=False,
 )
 
-_METADATA = (_metadata, runner_history.metadata, experience_usage.metadata)
+_METADATA = (_metadata, runner_history.metadata, experience_usage.metadata, open_leases.metadata)
 
 
 def _tables() -> Iterator[Table]:
@@ -105,9 +105,9 @@ def _tables() -> Iterator[Table]:
 
 
 class ReadModels:
-    """All read models: a row a batch (its latest submission), an answer; and a row for each life of a runner,
-    publication and load of weights, delivery of a batch, version that made some of it, use of some of it, failed task,
-    and reason of a loss."""
+    """All read models: a row a batch (its latest submission), an answer, an open lease; and a row for each life of a
+    runner, publication and load of weights, delivery of a batch, version that made some of it, use of some of it,
+    failed task, and reason of a loss."""
 
     name, version = "read_models", 5
 
@@ -158,6 +158,8 @@ class ReadModels:
                 runner_history.apply(connection, item)
             elif item.stream == serve_answers.STREAM:
                 serve_answers.apply(connection, item.event)
+            elif item.stream == ev.LeaseTaken.stream:
+                open_leases.apply(connection, item)
         for stream in list(changes):
             _flush(connection, changes, stream)
 

@@ -69,7 +69,9 @@ class SimWorkflows:
         self.engine_dead: str | None = None
         self.limits = Limits()
 
-    async def execute(self, task: Any, batch_id: Any, runs: range, *, timeout: float | None) -> UnitResult:
+    async def execute(
+        self, task: Any, batch_id: Any, runs: range, *, timeout: float | None, leases: Any
+    ) -> UnitResult:
         key = (batch_id, task.task_id, runs[0])
         tries = world().executions[key] = world().executions.get(key, 0) + 1
         fate = Random(zlib.crc32(f"{world().seed} {key} {tries}".encode()))

@@ -18,6 +18,7 @@ from trinity_es.events.errors import CommitMismatch, ConcurrencyError, Fenced, L
 from trinity_es.events.store.log import Committed, Head, Lease, Recorded, Write
 from trinity_es.events.store.log_end import Claim, Mark
 from trinity_es.events.values import BatchId
+from trinity_es.projections.leases import OpenLeases, evolve_leases
 from trinity_es.projections.runner import Lives, Weights, evolve_lives, newest_life
 
 ENDED = frozenset({"FINALIZED", "ABORTED"})
@@ -262,6 +263,14 @@ def next_delivered(log: LogDouble, after: int) -> tuple[BatchId, int] | None:
         if isinstance(row.event, ev.BatchFinalized) and row.event.result["batch_type"] == "train":
             return row.event.result["batch_id"], row.position
     return None
+
+
+def read_open(log: LogDouble) -> OpenLeases:
+    """As `projections.tables.open_leases.read_open`."""
+    leases: OpenLeases = {}
+    for row in log.read(stream="leases"):
+        evolve_leases(leases, row.event)
+    return leases
 
 
 def runner_states(log: LogDouble) -> dict[str, tuple[int, str]]:

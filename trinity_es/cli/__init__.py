@@ -46,6 +46,7 @@ _COMMANDS = {
     "replay": ("batches", "Compute a batch's state from the log, at any moment."),
     "diff": ("diff", "What changed in a batch, or differs between two logs?"),
     "runners": ("runners_weights_usage", "How often did each runner die, and what did it cost?"),
+    "leases": ("leases", "Which sandboxes and sessions do runs hold open?"),
     "weights": ("runners_weights_usage", "Which weights were published, and who had them when?"),
     "usage": ("runners_weights_usage", "Was any experience used twice?"),
     "prompts": ("prompts", "Which prompts were tried, which never?"),

@@ -207,6 +207,10 @@ def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, w
         if output["error"] is not None:
             yield (f"output {output['output']} can't be written and is tried again: {output['error']}; batches go on, "
                    "and what it lacks is kept for it")
+    failing = live.get("leases", {})
+    for lease in failing.get("first_failing", []):
+        yield (f"lease {lease['lease']} of {lease['provider']} could not be released in {lease['tries']} tries, and is "
+               f"tried again: {lease['error']}; mend what it names; `trinity-es leases` lists all {failing['failing']}")
     of_servers = config.explorer.rollout_model.engine_type == "http" and "servers" in live
     if of_servers and not any(s["wanted"] for s in live["servers"]):
         yield f"there is no server, so nothing is generated: {ADD_SERVER}"

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from trinity_es.events.values import BatchLifecycleState, BatchType, FailureKind
+from trinity_es.projections.leases import OpenLease
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.batch_list import BatchRow
 from trinity_es.projections.tables.read_models import Totals
@@ -27,6 +28,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 RUNNER_STATES = ("starting", "running", "lost", "failed", "quarantined", "retired")
 """Of a runner's last life. `starting`: it lives, and its engine is not ready yet."""
+LEASE_STATES = ("taken", "held", "orphaned")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,7 @@ class _Facts:
     experiences_dropped: int
     stalls: int
     coordinators: int
+    leases: list[OpenLease]
 
     def sum_of(self, name: str) -> int:
         return sum(getattr(t, name) for t in self.totals)
@@ -132,6 +135,11 @@ METRICS: tuple[Metric, ...] = (
          lambda f: f.coordinators),
     _one("counter", "trinity_es_stalls_total", "Times that nothing moved in a batch for longer than usual.",
          lambda f: f.stalls),
+    Metric(name="trinity_es_leases", kind="gauge", labels=("state",),
+           read=lambda f: (((state,), float(sum(e.state == state for e in f.leases))) for state in LEASE_STATES),
+           help="Leases that are not released; `orphaned`: their run is over."),
+    _one("gauge", "trinity_es_leases_failing", "Leases that could not be released yet, and are tried again.",
+         lambda f: sum(bool(e.error) for e in f.leases)),
     _one("gauge", "trinity_es_log_head_position", "Position of the last event: how many events the log has.",
          lambda f: f.position),
     _one("gauge", "trinity_es_last_event_timestamp_seconds", "When the last event was recorded, in unix seconds.",
@@ -190,15 +198,18 @@ def _facts(log: Log, now: float) -> _Facts:
         attempts_failed={why: count for (what, why), count in losses.items() if what == "attempt"},
         experiences_dropped=sum(count for (what, _), count in losses.items() if what == "experience"),
         stalls=sum(1 for _ in log.rare(["StallDetected"])),
-        coordinators=sum(1 for _ in log.rare(["CoordinatorStarted"])),
+        coordinators=sum(1 for _ in log.rare(["CoordinatorStarted"])), leases=log.leases(),
     )
+
+
+_STATES = {"trinity_es_runners": RUNNER_STATES, "trinity_es_leases": LEASE_STATES}
 
 
 def describe() -> Iterator[tuple[str, str, str, str]]:
     """(name, type, labels with their values, meaning) of every metric."""
     values = {"type": get_args(BatchType), "state": tuple(BatchLifecycleState), "kind": get_args(FailureKind)}
     for metric in METRICS:
-        known = values | ({"state": RUNNER_STATES} if metric.name == "trinity_es_runners" else {})
+        known = values | {"state": _STATES.get(metric.name, values["state"])}
         labels = "; ".join(f"`{label}`: {', '.join(known[label])}" for label in metric.labels)
         yield metric.name, metric.kind, labels, metric.help
 

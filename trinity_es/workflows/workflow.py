@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trinity_es.actors.rollout.graders import GRADER_BYTES, GRADER_SECONDS
+from trinity_es.actors.rollout.leases import Lease
 from trinity_es.events.errors import WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
@@ -96,6 +97,19 @@ class Workflow:
         raise NotImplementedError(f"{type(self).__name__} says is_async and has no run_async()")
 
     # --- for subclasses ---------------------------------------------------------------------------------------------
+    def lease(
+        self, provider: str, args: Mapping[str, Any] | None = None, *, ttl: float = 3600.0,
+        creation_timeout: float = 60.0,
+    ) -> Lease:
+        """Return what this run is to hold open outside of the system, a sandbox or a session, for `async with`, or
+        `with` where the workflow is sync (docs/LEASES.md).
+
+        `provider` is a "module:Class" built with `args`, which are recorded. What it makes may live `ttl` seconds
+        without being renewed; making it takes at most `creation_timeout`. However the run ends, it is released. Raises
+        WorkflowError for arguments that can't be recorded.
+        """
+        return Lease(self.model.leases, provider, args, ttl=ttl, creation_timeout=creation_timeout)
+
     def prompt_messages(self) -> list[dict[str, Any]]:
         """Return the task's prompt as chat messages, with its system prompt and the beginning of the answer, if any."""
         prompt = self.task.task_desc

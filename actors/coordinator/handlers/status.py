@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from trinity_es.actors.commands import CommandRequest, GetStatus
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
+from trinity_es.actors.coordinator.fleet.leases import LeaseFleet
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.fleet.servers import ServerFleet
 from trinity_es.actors.coordinator.handlers.batches import BatchHandlers
@@ -26,13 +27,14 @@ class StatusHandlers:
     def __init__(
         self, live: LiveState, registry: RunnerRegistry, outputs: Outputs, router: Responder, *, batches: BatchHandlers,
         queue: ExperienceQueue, routes: RouteHandlers, epoch: int, trouble: Callable[[], str | None],
-        refuses: Callable[[], bool], servers: ServerFleet,
+        refuses: Callable[[], bool], servers: ServerFleet, leases: LeaseFleet,
     ) -> None:
         """`trouble` says what keeps the log from being written now; `refuses`, whether who wants something written is
         refused for that, and not left waiting."""
         self._live, self._registry, self._outputs, self._router = live, registry, outputs, router
         self._batches, self._queue, self._routes = batches, queue, routes
         self._epoch, self._trouble, self._refuses, self._servers = epoch, trouble, refuses, servers
+        self._leases = leases
 
     def handlers(self) -> list[Handled]:
         """Return what is handled here."""
@@ -70,5 +72,6 @@ class StatusHandlers:
                 "refuses": self._refuses(),
                 "proxies": self._routes.urls(),
                 "servers": self._servers.status(),
+                "leases": self._leases.status(),
             },
         )

@@ -10,6 +10,7 @@ from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineThrea
 from trinity_es.actors.coordinator.delivery.retention import Retention
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
+from trinity_es.actors.coordinator.fleet.leases import LeaseFleet, Releases
 from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.fleet.servers import ServerFleet
@@ -40,12 +41,12 @@ class Handlers:
 
     def __init__(
         self, config: Settings, live: LiveState, pipeline: PipelineThread, retention: Retention, outputs: Outputs,
-        actor: TimerHost, *, guardian: Any, in_hand: RequestsInHand, end: Callable[[], Mark | None] = lambda: None,
-        alive: Iterable[str] = (), epoch: int = 0, trouble: Callable[[], str | None] = lambda: None,
-        refuses: Callable[[], bool] = lambda: False,
+        actor: TimerHost, *, guardian: Any, in_hand: RequestsInHand, releases: Releases,
+        end: Callable[[], Mark | None] = lambda: None, alive: Iterable[str] = (), epoch: int = 0,
+        trouble: Callable[[], str | None] = lambda: None, refuses: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`end`: the end of the log, as it may be told. `alive`: runners that have a process. `epoch`: of the
-        coordinator. `trouble`, `refuses`: see StatusHandlers.
+        """`releases`: releases leases. `end`: the end of the log, as it may be told. `alive`: runners that have a
+        process. `epoch`: of the coordinator. `trouble`, `refuses`: see StatusHandlers.
         """
         self.in_hand = in_hand
         registry = RunnerRegistry(live, actor)
@@ -61,6 +62,7 @@ class Handlers:
         of_others = config.rollout.servers is not None
         weights = WeightLoading(registry, rolling)
         self.fleet = RunnerLifecycle(registry, weights, dispatcher, most, servers=of_others)
+        self.leases = LeaseFleet(registry, actor, releases)
         self.queue = ExperienceQueue(config.buffer.queue, live, router, actor, registry.clock)
         self.scheduler = SchedulerHandlers(config, live, dispatcher, dynamic_timeout, router, actor)
         self.trainer = TrainerHandlers(config, live, router, actor, self.queue, retention)
@@ -75,7 +77,7 @@ class Handlers:
         self.servers = ServerFleet(config.rollout.servers, registry, guardian, proxied=config.mode == "serve")
         self.status = StatusHandlers(
             live, registry, outputs, router, batches=self.batches, queue=self.queue, routes=self.routes, epoch=epoch,
-            trouble=trouble, refuses=refuses, servers=self.servers,
+            trouble=trouble, refuses=refuses, servers=self.servers, leases=self.leases,
         )
         router.connect(
             row

@@ -39,7 +39,7 @@ def _events_of(cls: type[Event]) -> st.SearchStrategy[Event]:
             return st.dictionaries(texts, plain, max_size=3)
         if annotation == list[dict[str, Any]] | None:
             return st.none() | st.lists(st.dictionaries(texts, plain, max_size=3), max_size=3)
-        return st.from_type(annotation)
+        return plain if annotation is Any else st.from_type(annotation)
 
     return st.builds(cls, **{f.name: resolve(hints[f.name]) for f in fields(cls)})
 

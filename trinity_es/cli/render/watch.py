@@ -26,7 +26,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogError, LogUnavailable
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import batch_stream
-from trinity_es.projections.reading.log_reader import Log
+from trinity_es.projections.reading.log_reader import NOTABLE, Log
 from trinity_es.projections.tables.batch_list import BatchRow
 from trinity_es.projections.tables.runner_history import RunnerIncarnation
 from trinity_es.projections.why.situation import Followed
@@ -105,7 +105,7 @@ def look(log: Log, now: float | None = None, events: int = 12, followed: Followe
     streams = {batch_stream(row.batch_id) for row in out.going_on}
     stalled = log.rare(["StallDetected"], after=first, limit=100, descending=True)
     out.stalls = list(islice((r for r in stalled if r.stream in streams), 5))
-    out.last = list(log.rare(limit=events, descending=True))[::-1]
+    out.last = list(log.rare(NOTABLE, limit=events, descending=True))[::-1]
     _measure(log, out)
     return out
 

@@ -1,0 +1,103 @@
+"""The decisions about leases: what a run tells, what its end makes of them, what came of releasing one.
+
+Pure: leases and batches as they were folded, and the time -> events. A lease lives no longer than the attempt that took
+it; who released it, or has to, is in the log before anything is done about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from trinity_es.actors.message_sizes import shortened
+from trinity_es.actors.messages import LeaseChange
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import WorkflowError
+from trinity_es.events.values import BatchId
+from trinity_es.projections.batch import BatchState
+from trinity_es.projections.leases import OpenLease
+from trinity_es.projections.runner import RunnerLife, RunnerState
+
+__all__ = ["changed", "orphans", "over", "released"]
+
+
+def over(batch: BatchState | None, life: RunnerLife | None, change: LeaseChange | ev.LeaseTaken) -> str:
+    """Return why the attempt of a lease is over; empty while it plays.
+
+    `batch`: the open one of its id, if any; `life`: of its runner.
+    """
+    unit = change.unit
+    if life is None or life.state.gone or life.state is RunnerState.RETIRED:
+        return "its runner is gone"
+    if batch is None or batch.submission != change.submission:
+        return "its batch ended"
+    flight = batch.flights.get((unit.task, unit.run_id_base))
+    if flight is None or (flight.runner, flight.incarnation, flight.unit) != (life.name, life.incarnation, unit):
+        return "its attempt is over"
+    return ""
+
+
+def changed(
+    lease: OpenLease | None, change: LeaseChange, runner: str, incarnation: int, ended: str, now: float
+) -> list[ev.Event]:
+    """Take what a run tells of a lease (None: none of its key is open). What comes twice, or late, changes nothing.
+
+    `ended`: why its attempt is over (`over`); `now`: unix seconds. Raises WorkflowError for one that may not be taken.
+    """
+    key = change.lease
+    match change.what:
+        case "taken" if lease is None:
+            if ended:
+                raise WorkflowError(f"no lease for a run that is over: {ended}")
+            return [ev.LeaseTaken(
+                lease=key, batch_id=change.batch_id, submission=change.submission, unit=change.unit, run=change.run,
+                runner=runner, incarnation=incarnation, provider=change.provider, args=change.args, ttl=change.ttl,
+                expires=now + change.ttl, creation_timeout=change.creation_timeout,
+            )]
+        case "held" if lease is not None and not lease.held:
+            return [ev.LeaseHeld(lease=key, handle=change.handle)]
+        case "renewed" if lease is not None and not lease.orphaned:
+            return [ev.LeaseRenewed(lease=key, expires=now + change.ttl)]
+        case "released" if lease is not None:
+            return [ev.LeaseReleased(lease=key, by="owner")]
+        case "left" if lease is not None and not lease.orphaned:
+            return [ev.LeaseOrphaned(lease=key, reason=shortened(change.reason))]
+    return []
+
+
+def orphans(
+    leases: Iterable[OpenLease], batches: Mapping[BatchId, BatchState],
+    lives: Mapping[tuple[str, int], RunnerLife], now: float,
+) -> list[ev.Event]:
+    """Return which of these leases nobody will release: their attempt is over, or they were not renewed in time.
+
+    `batches`: the open ones, by id.
+    """
+    events: list[ev.Event] = []
+    for lease in leases:
+        taken = lease.taken
+        if lease.orphaned:
+            continue
+        reason = over(batches.get(taken.batch_id), lives.get((taken.runner, taken.incarnation)), taken)
+        if not reason and lease.expires < now:
+            reason = "it expired: it was not renewed"
+        if reason:
+            events.append(ev.LeaseOrphaned(lease=taken.lease, reason=reason))
+    return events
+
+
+def released(lease: OpenLease | None, error: str, tries: int, now: float) -> list[ev.Event]:
+    """Take what came of a try at releasing an orphaned lease; `tries`: of those that failed, with this one.
+
+    Nothing is recorded where it has to be tried again and there is no news: a failure that is known, whose number of
+    tries is no power of two; or a success that proves nothing, for a creation that nobody heard the end of may still
+    come through.
+    """
+    if lease is None:
+        return []  # its owner was faster
+    key = lease.taken.lease
+    if error:
+        news = error != lease.error or tries & (tries - 1) == 0
+        return [ev.LeaseReleaseFailed(lease=key, error=error, tries=tries)] if news else []
+    if not lease.held and now < lease.taken_at + lease.taken.creation_timeout:
+        return []
+    return [ev.LeaseReleased(lease=key, by="coordinator")]

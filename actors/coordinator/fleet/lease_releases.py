@@ -1,0 +1,80 @@
+"""Releasing leases in processes of their own (`release_main.py`): one for what is due of one provider."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+import orjson
+
+from trinity_es.actors.reports import clean_text
+from trinity_es.actors.system_key import FILE_VARIABLE, KEY_VARIABLE
+from trinity_es.projections.leases import OpenLease
+
+__all__ = ["LeaseReleases"]
+
+RELEASE_SECONDS = 60.0
+"""How long one release may take."""
+START_SECONDS = 60.0
+"""How long such a process may take on top of that: to start, to import, and for its turn where many are released."""
+
+Done = Callable[[dict[str, str]], None]
+
+
+class LeaseReleases:
+    """Starts the processes. `post` runs a callable in the actor's loop."""
+
+    def __init__(self, post: Callable[[Callable[[], None]], None]) -> None:
+        self._post = post
+
+    def start(self, leases: Sequence[OpenLease], done: Done) -> None:
+        """Release these leases of one provider; `done` is called in the actor's loop with an error, or "", of each."""
+
+        def work() -> None:
+            try:
+                found = released(leases)
+            except Exception as e:  # a provider is tried again only when its process has ended
+                found = {lease.taken.lease: f"{type(e).__name__}: {e}" for lease in leases}
+            self._post(lambda: done(found))
+
+        # A thread for each: PDEATHSIG comes when the thread ends that started a process.
+        threading.Thread(target=work, name="lease release", daemon=True).start()
+
+
+def released(
+    leases: Sequence[OpenLease], seconds: float = RELEASE_SECONDS, more_seconds: float = START_SECONDS
+) -> dict[str, str]:
+    """Release these leases of one provider in a process; returns an error for each, empty where it was released."""
+    given = {"seconds": seconds, "leases": [
+        {"lease": e.taken.lease, "provider": e.taken.provider, "args": e.taken.args, "handle": e.handle} for e in leases
+    ]}
+    # As a worker: it finds the user's modules where this process does, and has no business with the system's key.
+    main = "trinity_es.actors.coordinator.release_main"
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {main} import main; main()"
+    environment = {k: v for k, v in os.environ.items() if k not in (KEY_VARIABLE, FILE_VARIABLE)}
+    said, trouble = b"", ""
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env=environment,
+        )
+    except OSError as e:
+        trouble = f"no process could be started to release it: {e}"
+    else:
+        try:
+            said, _ = process.communicate(orjson.dumps(given), timeout=seconds + more_seconds)
+            trouble = f"the process that was to release it ended with status {process.returncode}"
+        except subprocess.TimeoutExpired:
+            process.kill()
+            said, _ = process.communicate()
+            trouble = f"the process that was to release it had not ended after {seconds + more_seconds:g} s"
+    answers: dict[str, str] = {}
+    for line in said.splitlines():
+        with contextlib.suppress(orjson.JSONDecodeError, KeyError):  # it was cut off
+            answer = orjson.loads(line)
+            answers[answer["lease"]] = clean_text(answer["error"])
+    return {e.taken.lease: answers.get(e.taken.lease, trouble) for e in leases}

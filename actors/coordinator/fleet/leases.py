@@ -1,0 +1,135 @@
+"""The leases that runs took: recorded, and released for runs that can't.
+
+Whatever ends an attempt is an event of its batch, or of its runner; the turn that records it records as well which
+leases nobody will release (`look`). When that is durable, processes of their own release them (`lease_releases.py`),
+again after pauses that double, until the providers are content. An owner that is still there after all, and releases
+its lease too, does no harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from trinity_es.actors.coordinator.decisions import leases as decisions
+from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
+from trinity_es.actors.coordinator.ports import TimerHost
+from trinity_es.actors.messages import LeaseReply, LeaseReport
+from trinity_es.events.errors import InvalidEvent, WorkflowError
+from trinity_es.events.values import batch_stream
+from trinity_es.projections.leases import OpenLease
+
+__all__ = ["LeaseFleet", "Releases"]
+
+LOOK_SECONDS = 1.0
+"""Interval between two looks at what expired and what is to be released."""
+PAUSE_SECONDS = 1.0, 300.0
+"""Pause before a release that failed is tried again: the first, and the longest."""
+MOST_TOLD = 5
+"""Maximum of leases that could not be released and are told one by one."""
+
+
+class Releases(Protocol):
+    """Releases leases of one provider, and tells an error, or none, of each."""
+
+    def start(self, leases: Sequence[OpenLease], done: Callable[[dict[str, str]], None]) -> None: ...
+
+
+class LeaseFleet:
+    """See the module."""
+
+    def __init__(self, registry: RunnerRegistry, actor: TimerHost, releases: Releases) -> None:
+        self._registry, self._live, self._actor, self._releases = registry, registry.live, actor, releases
+        self._busy: set[str] = set()
+        """Providers that have a process now."""
+        self._tries: dict[str, int] = {}
+        """Tries that failed, of leases that are to be tried again."""
+        self._due: dict[str, float] = {}
+        """When they are, unix seconds."""
+
+    # --- what runs tell ---------------------------------------------------------------------------------------------
+    def on_report(self, message: LeaseReport, address: Any) -> None:
+        """Record a group of changes; answered when it is durable."""
+        live, refused = self._live, dict[str, str]()
+        for change in message.changes:
+            life = live.lives.get((message.name, message.incarnation))
+            ended = decisions.over(live.batches.get(change.batch_id), life, change)
+            try:
+                live.record(*decisions.changed(
+                    live.leases.get(change.lease), change, message.name, message.incarnation, ended,
+                    self._registry.clock(),
+                ))
+            except (WorkflowError, InvalidEvent) as e:
+                refused[change.lease] = e.message
+        self._registry.send_later(address, LeaseReply(message.incarnation, message.number, refused))
+        live.then(self.release_due)
+
+    # --- what is to be released -------------------------------------------------------------------------------------
+    def look(self) -> None:
+        """Record, at the end of a turn, which leases nobody will release since what it did."""
+        if not self._live.leases:
+            return
+        touched = {write.stream for write in self._live.turn.writes}
+        if any(stream.startswith("runner/") for stream in touched):
+            self.look_at(self._live.leases.values())
+        elif any(stream.startswith("batch/") for stream in touched):
+            self.look_at(e for e in self._live.leases.values() if batch_stream(e.taken.batch_id) in touched)
+        if not self._actor.has_timer("leases"):
+            self._actor.after(LOOK_SECONDS, "leases", self._tick)
+
+    def look_at(self, leases: Any) -> None:
+        """Record which of these leases nobody will release, and have them released when that is durable."""
+        live = self._live
+        found = decisions.orphans(list(leases), live.batches, live.lives, self._registry.clock())
+        live.record(*found)
+        if found:
+            live.then(self.release_due)
+
+    def _tick(self) -> None:
+        self.look_at(self._live.leases.values())
+        self._live.then(self.release_due)
+
+    def release_due(self) -> None:
+        """Begin to release what is due, a process for each provider that has none."""
+        now = self._registry.clock()
+        due: dict[str, list[OpenLease]] = {}
+        for key, lease in self._live.leases.items():
+            provider = lease.taken.provider
+            if lease.orphaned and provider not in self._busy and self._due.get(key, 0.0) <= now:
+                due.setdefault(provider, []).append(lease)
+        for provider, leases in due.items():
+            self._busy.add(provider)
+            self._releases.start(leases, lambda found, provider=provider: self._released(provider, found))  # type: ignore[misc]  # binds the loop's value
+
+    def _released(self, provider: str, found: dict[str, str]) -> None:
+        """Take what came of a process."""
+        self._busy.discard(provider)
+        now = self._registry.clock()
+        for key, error in found.items():
+            lease = self._live.leases.get(key)
+            tries = max(self._tries.get(key, 0), lease.tries if lease is not None else 0) + bool(error)
+            self._live.record(*decisions.released(lease, error, tries, now))
+            if lease is None or key not in self._live.leases:
+                self._tries.pop(key, None)
+                self._due.pop(key, None)
+            elif error:
+                first, most = PAUSE_SECONDS
+                self._tries[key], self._due[key] = tries, now + min(most, first * 2.0 ** min(tries - 1, 30))
+            else:  # a creation may still come through
+                self._due[key] = lease.taken_at + lease.taken.creation_timeout
+        self._live.then(self.release_due)
+
+    def is_busy(self) -> bool:
+        """Return True while something is released, or is about to be for the first time."""
+        waiting = (key for key, lease in self._live.leases.items() if lease.orphaned and key not in self._due)
+        return bool(self._busy) or any(waiting)
+
+    # --- what is told -----------------------------------------------------------------------------------------------
+    def status(self) -> dict[str, Any]:
+        """Return how many are open, and some of those that could not be released, as plain JSON."""
+        leases = self._live.leases.values()
+        failing = [lease for lease in leases if lease.error]
+        return {
+            "open": len(leases), "orphaned": sum(bool(lease.orphaned) for lease in leases), "failing": len(failing),
+            "first_failing": [lease.as_dict() for lease in failing[:MOST_TOLD]],
+        }

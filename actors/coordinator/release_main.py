@@ -1,0 +1,61 @@
+"""A process that releases leases for runs that can't, with the providers that the log names.
+
+It reads one JSON document from stdin (`seconds`, and `leases`: `lease`, `provider`, `args`, `handle` of each), and
+writes a line of JSON for each lease that it tried (`lease`, `error`). It is a process of its own since a provider is a
+user's code: what hangs, or ends its process, ends no coordinator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import sys
+from typing import Any, BinaryIO
+
+import orjson
+
+from trinity_es.actors.lease_providers import build_provider
+from trinity_es.events.processes import end_with_parent
+
+__all__ = ["main"]
+
+AT_ONCE = 32
+"""Maximum of releases that go on at the same time."""
+
+
+def main() -> None:
+    """Release what stdin names."""
+    end_with_parent(int(sys.argv[1]))
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what a provider prints is no answer
+    given = orjson.loads(sys.stdin.buffer.read())
+    asyncio.run(_release_all(given["leases"], given["seconds"], answers))
+
+
+async def _release_all(leases: list[dict[str, Any]], seconds: float, answers: BinaryIO) -> None:
+    room = asyncio.Semaphore(AT_ONCE)
+
+    async def one(lease: dict[str, Any]) -> None:
+        async with room:
+            try:
+                error = ""
+                provider = build_provider(lease["provider"], lease["args"])
+                await asyncio.wait_for(_release(provider, lease), seconds)
+            except TimeoutError:
+                error = f"it had not ended after {seconds:g} s"
+            except BaseException as e:
+                error = f"{type(e).__name__}: {e}"
+        answers.write(orjson.dumps({"lease": lease["lease"], "error": error.encode(errors="replace").decode()}) + b"\n")
+
+    await asyncio.gather(*(one(lease) for lease in leases))
+    os._exit(0)  # whatever a provider left running, which the end of the loop would wait for
+
+
+async def _release(provider: Any, lease: dict[str, Any]) -> None:
+    if inspect.iscoroutinefunction(provider.release):
+        await provider.release(lease["lease"], lease["handle"])
+        return
+    done = await asyncio.to_thread(provider.release, lease["lease"], lease["handle"])
+    if inspect.isawaitable(done):
+        await done

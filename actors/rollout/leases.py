@@ -1,0 +1,254 @@
+"""What a run holds open outside of the system, a sandbox or a session, as a lease in the log.
+
+A `Lease` is a context manager of a workflow's. Entering it, the run tells that it takes a lease under a key that it
+chose, waits until that is in the log, and only then has the provider (`actors/lease_providers.py`) make the thing, in
+the workflow's own process. Leaving it, the run has the provider release it. Whatever keeps it from that, the run's end
+tells (`RunLeases.close`), or the runner's: the coordinator then has it released
+(`actors/coordinator/fleet/leases.py`).
+
+Without a system (`recorder` is None) nothing is recorded, and all else is the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, Protocol, Self
+
+from trinity_es.actors.lease_providers import build_provider, recordable
+from trinity_es.events.errors import StartupError, WorkflowError
+
+__all__ = ["Lease", "LeaseRecorder", "RunLeases"]
+
+RENEWALS = 3
+"""How often a lease is renewed within its time to live."""
+SHORTEST_TTL = 5.0
+"""Minimum of seconds that a lease may live: renewals are events."""
+
+_log = logging.getLogger(__name__)
+
+
+class LeaseRecorder(Protocol):
+    """Takes what runs tell of their leases, from any thread; the future is done when it is in the log."""
+
+    def report(self, *, lease: str, what: Any, run: int, **more: Any) -> Future[None]: ...
+
+
+class RunLeases:
+    """The leases of one run: what its workflow tells of them goes to the recorder, until the run is over."""
+
+    def __init__(self, recorder: LeaseRecorder | None = None, run: int = 0) -> None:
+        self._recorder, self._run = recorder, run
+        self._open: set[str] = set()
+        self._over = False
+
+    def report(self, lease: str, what: str, **more: Any) -> Future[None]:
+        """Tell; of a lease that is taken the future is done when that is in the log, of all else at once.
+
+        Raises WorkflowError for one that is taken when the run is over.
+        """
+        done: Future[None] = Future()
+        if what == "taken" and self._over:
+            raise WorkflowError("the run is over: it can take no lease")
+        if self._recorder is not None and (what == "taken" or lease in self._open):
+            (self._open.discard if what in ("released", "left") else self._open.add)(lease)
+            recorded = self._recorder.report(lease=lease, what=what, run=self._run, **more)
+            if what == "taken":
+                return recorded
+        done.set_result(None)
+        return done
+
+    async def told(self, lease: str, what: str, more: Mapping[str, Any]) -> None:
+        """`report`, for a worker process, which waits for the answer."""
+        await asyncio.wrap_future(self.report(lease, what, **more))
+
+    def close(self) -> None:
+        """End the run: what it did not release is left to the coordinator."""
+        self._over = True
+        for lease in list(self._open):
+            self.report(lease, "left", reason="its run ended without releasing it")
+
+
+class Lease:
+    """One lease of a workflow's: `async with`, or `with` in a sync workflow.
+
+    `key`, `handle` and `provider`, the live instance, are there within. What `create` raises comes out of entering. An
+    error of `release` fails nothing: the coordinator tries again.
+    """
+
+    def __init__(
+        self, leases: RunLeases, provider: str, args: Mapping[str, Any] | None = None, *, ttl: float = 3600.0,
+        creation_timeout: float = 60.0,
+    ) -> None:
+        """Raise WorkflowError for what can't be recorded."""
+        if not (ttl >= SHORTEST_TTL and 0.0 < creation_timeout <= ttl):
+            raise WorkflowError(f"a lease has ttl {ttl} and creation_timeout {creation_timeout}: ttl is at least "
+                                f"{SHORTEST_TTL:g} s, and creation_timeout more than 0 and at most that")
+        self._leases, self._path = leases, provider
+        self._args = self._recordable("the arguments of a lease's provider", dict(args or {}))
+        self.ttl, self.creation_timeout = float(ttl), float(creation_timeout)
+        self.key = f"es-{uuid.uuid4().hex}"
+        self.provider: Any = None
+        self.handle: Any = None
+        self._until = 0.0
+        """When nothing may come of making it any more, monotonic seconds."""
+        self._renewing: Callable[[], object] = lambda: None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @staticmethod
+    def _recordable(what: str, value: Any) -> Any:
+        try:
+            return recordable(what, value)
+        except ValueError as e:
+            raise WorkflowError(str(e)) from None
+
+    def _take(self) -> Future[None]:
+        """Tell that it is taken, of a provider that there is."""
+        self._until = time.monotonic() + self.creation_timeout
+        return self._leases.report(
+            self.key, "taken", provider=self._path, args=self._args, ttl=self.ttl,
+            creation_timeout=self.creation_timeout,
+        )
+
+    def _time_left(self) -> float:
+        """Seconds that making it may take. Raises StartupError: what would be made now, nobody would look for."""
+        left = self._until - time.monotonic()
+        if left <= 0.0:
+            raise self._late()
+        return left
+
+    def _late(self) -> StartupError:
+        return StartupError(f"{self._path} made nothing within {self.creation_timeout:g} s (creation_timeout)")
+
+    def _made(self, handle: Any) -> None:
+        self.handle = self._recordable(f"the handle of lease provider {self._path}", handle)
+        self._leases.report(self.key, "held", handle=self.handle)
+
+    def _left(self, reason: str, error: BaseException) -> None:
+        _log.warning("lease %s of %s %s: %r", self.key, self._path, reason, error)
+        with contextlib.suppress(WorkflowError):  # the run is over: its end has told
+            self._leases.report(self.key, "left", reason=f"it {reason}: {type(error).__name__}: {error}")
+
+    def _renewed(self) -> None:
+        self._leases.report(self.key, "renewed", ttl=self.ttl)
+
+    # --- in an async workflow ---------------------------------------------------------------------------------------
+    async def __aenter__(self) -> Self:
+        self.provider = await asyncio.to_thread(build_provider, self._path, self._args)  # it may import for long
+        try:
+            await asyncio.wrap_future(self._take())
+            left = self._time_left()
+            try:
+                making = _called_async(self.provider.create, self.key, self.ttl)
+                self._made(await asyncio.wait_for(making, left))
+            except TimeoutError as e:
+                raise self._late() from e
+        except BaseException as e:
+            self._left("could not be made", e)
+            raise
+        if hasattr(self.provider, "renew"):
+            self._renewing = asyncio.create_task(self._renew_async()).cancel
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._renewing()
+        try:
+            await _called_async(self.provider.release, self.key, self.handle)
+        except BaseException as e:
+            self._left("could not be released by its run", e)
+            if not isinstance(e, Exception):
+                raise
+        else:
+            await asyncio.wrap_future(self._leases.report(self.key, "released"))
+
+    async def _renew_async(self) -> None:
+        while True:
+            await asyncio.sleep(self.ttl / RENEWALS)
+            try:
+                await _called_async(self.provider.renew, self.key, self.handle, self.ttl)
+                self._renewed()
+            except Exception as e:
+                _log.warning("lease %s could not be renewed, and is tried again: %r", self.key, e)
+
+    # --- in a sync workflow -----------------------------------------------------------------------------------------
+    def __enter__(self) -> Self:
+        if _in_loop():
+            raise WorkflowError("a lease taken by `with` would stop the event loop that runs here: use `async with`")
+        self.provider = build_provider(self._path, self._args)
+        try:
+            self._take().result()
+            self._time_left()
+            self._made(self._called(self.provider.create, self.key, self.ttl))
+        except BaseException as e:
+            self._left("could not be made", e)
+            self._close_loop()
+            raise
+        if hasattr(self.provider, "renew"):
+            over = threading.Event()
+            self._renewing = over.set
+            threading.Thread(target=self._renew, args=(over,), name="lease", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._renewing()
+        try:
+            self._called(self.provider.release, self.key, self.handle)
+        except BaseException as e:
+            self._left("could not be released by its run", e)
+            if not isinstance(e, Exception):
+                raise
+        else:
+            self._leases.report(self.key, "released").result()
+        finally:
+            self._close_loop()
+
+    def _renew(self, over: threading.Event) -> None:
+        while not over.wait(self.ttl / RENEWALS):
+            try:
+                renewed = self.provider.renew(self.key, self.handle, self.ttl)
+                if inspect.isawaitable(renewed):
+                    asyncio.run(_awaited(renewed))
+                self._renewed()
+            except Exception as e:
+                _log.warning("lease %s could not be renewed, and is tried again: %r", self.key, e)
+
+    def _called(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Return what a method of the provider gives; async ones run on one loop of this lease's own."""
+        found = call(*args)
+        if not inspect.isawaitable(found):
+            return found
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        return self._loop.run_until_complete(_awaited(found))
+
+    def _close_loop(self) -> None:
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = None
+
+
+def _in_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+async def _called_async(call: Callable[..., Any], *args: Any) -> Any:
+    """Return what a method of a provider gives: an async one on this loop, another one in a thread."""
+    if inspect.iscoroutinefunction(call):
+        return await call(*args)
+    found = await asyncio.to_thread(call, *args)
+    return await found if inspect.isawaitable(found) else found

@@ -1,0 +1,101 @@
+"""What runs tell of their leases, on its way into the log.
+
+Changes go out in numbered groups, in their order, and a group is kept, and given out again, until the coordinator says
+that it is in the log. A lease that is taken is waited for, so it goes at once, with all that was told before it; the
+rest waits a moment for company.
+"""
+
+from __future__ import annotations
+
+import functools
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from trinity_es.actors.message_sizes import grouped
+from trinity_es.actors.messages import LeaseChange, LeaseReply, LeaseReport, UnitAssignment
+from trinity_es.events.errors import WorkflowError
+from trinity_es.events.store.log_end import Mark
+
+if TYPE_CHECKING:
+    from trinity_es.actors.runner.actor import Runner
+
+__all__ = ["LeaseReports", "UnitLeases"]
+
+RESEND_SECONDS = 5.0
+"""How long a group may stay unacknowledged before it is sent again."""
+
+
+class LeaseReports:
+    """The groups of one life of a runner (see the module). Pure, with the time as an argument."""
+
+    def __init__(self, name: str, incarnation: int) -> None:
+        self.name, self.incarnation = name, incarnation
+        self._number = 0
+        self._waiting: list[LeaseChange] = []
+        self._futures: dict[str, Future[None]] = {}
+        """Of leases that are taken and not in the log yet."""
+        self._unacked: dict[int, LeaseReport] = {}
+        self._sent: dict[int, float] = {}
+
+    def put(self, change: LeaseChange, recorded: Future[None]) -> None:
+        """Have a change sent with the next group; `recorded` is done when a lease that is taken is in the log."""
+        self._waiting.append(change)
+        if change.what == "taken":
+            self._futures[change.lease] = recorded
+        else:
+            recorded.set_result(None)
+
+    def gathered(self, known: Mark | None, now: float) -> list[LeaseReport]:
+        """Return what waits, as groups to be sent now."""
+        if not self._waiting:
+            return []
+        changes, self._waiting = self._waiting, []
+        groups = []
+        for part in grouped(changes, lambda c: 400 + len(orjson.dumps([c.args, c.handle, c.reason]))):
+            self._number += 1
+            group = LeaseReport(self.name, self.incarnation, self._number, part, known)
+            self._unacked[self._number], self._sent[self._number] = group, now
+            groups.append(group)
+        return groups
+
+    def due(self, now: float, *, anew: bool = False) -> list[LeaseReport]:
+        """Return the groups to send again: those that stayed unacknowledged, all of them (`anew`) to a new coordinator.
+        """
+        numbers = [n for n in self._unacked if anew or now - self._sent[n] > RESEND_SECONDS]
+        self._sent.update(dict.fromkeys(numbers, now))
+        return [self._unacked[n] for n in numbers]
+
+    def acknowledge(self, reply: LeaseReply) -> None:
+        """Forget a group that is in the log, and tell who waits. One that is named twice is fine."""
+        group = self._unacked.pop(reply.number, None)
+        if group is None:
+            return
+        del self._sent[reply.number]
+        for change in group.changes:
+            future = self._futures.pop(change.lease, None) if change.what == "taken" else None
+            if future is None:
+                continue
+            if change.lease in reply.refused:
+                future.set_exception(WorkflowError(reply.refused[change.lease]))
+            else:
+                future.set_result(None)
+
+
+class UnitLeases:
+    """Takes what the runs of one attempt tell of their leases (a `LeaseRecorder`), from any thread."""
+
+    def __init__(self, owner: Runner, item: UnitAssignment) -> None:
+        self._owner, self._item = owner, item
+
+    def report(self, *, lease: str, what: Any, run: int, **more: Any) -> Future[None]:
+        """Have the runner tell its coordinator."""
+        item = self._item
+        change = LeaseChange(
+            lease=lease, what=what, batch_id=item.batch_id, submission=item.submission, unit=item.unit, run=run, **more
+        )
+        recorded: Future[None] = Future()
+        recorded.set_running_or_notify_cancel()  # from here on it can't be cancelled, and any answer fits
+        self._owner.post(functools.partial(self._owner.lease_changed, change, recorded))
+        return recorded

@@ -1,0 +1,88 @@
+"""What a run holds open outside of the system, a sandbox or a session: taken, renewed, released."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from trinity_es.events.values import BatchId
+from trinity_es.events.vocabulary.base import Event, Unit
+
+__all__ = ["LeaseHeld", "LeaseOrphaned", "LeaseReleaseFailed", "LeaseReleased", "LeaseRenewed", "LeaseTaken"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseTaken(Event):
+    """An attempt is about to have something made: from here on it is released, whatever becomes of the attempt."""
+
+    stream: ClassVar[str] = "leases"
+    lease: str
+    """Its key, chosen before the thing exists: the provider labels it so, and finds it by that."""
+    batch_id: BatchId
+    submission: str
+    unit: Unit
+    """The attempt that it belongs to; it ends with that at the latest."""
+    run: int
+    """Of that unit; the first, where the workflow does several itself."""
+    runner: str
+    incarnation: int
+    provider: str
+    """As "module:Class": what makes and releases it."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """With which the provider is built."""
+    ttl: float
+    """Seconds that it may live without being renewed."""
+    expires: float
+    """Unix seconds: `ttl` after it was taken."""
+    creation_timeout: float
+    """Seconds after which nothing comes of making it any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseHeld(Event):
+    """The provider made it, and says what it is."""
+
+    stream: ClassVar[str] = "leases"
+    lease: str
+    handle: Any
+    """The provider's own name for it, as plain JSON."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRenewed(Event):
+    """Its owner had the provider prolong it."""
+
+    stream: ClassVar[str] = "leases"
+    lease: str
+    expires: float
+    """Unix seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseOrphaned(Event):
+    """Its owner releases it no more: the coordinator has it released from here on."""
+
+    stream: ClassVar[str] = "leases"
+    lease: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseReleaseFailed(Event):
+    """The provider could not release it; it is tried again. Recorded when the error changes, and ever more rarely."""
+
+    stream: ClassVar[str] = "leases"
+    lease: str
+    error: str
+    tries: int
+    """Since it was orphaned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseReleased(Event):
+    """It is there no more."""
+
+    stream: ClassVar[str] = "leases"
+    lease: str
+    by: Literal["owner", "coordinator"]
+    """The run that took it, or the coordinator, which has it released for an owner that can't."""

@@ -1,0 +1,57 @@
+"""The leases that are not released, as a table: the fold of the stream `leases`.
+
+Part of the read models (`projections.tables.read_models`): changed in the transaction of each append, a row for each
+that is open, so that a coordinator finds them at once however many there ever were.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import orjson
+from sqlalchemy import BigInteger, Column, Connection, MetaData, String, Table, Text, delete, insert, inspect, select
+
+from trinity_es.events.store.log import Recorded
+from trinity_es.projections.leases import OpenLease, OpenLeases, evolve_leases
+
+__all__ = ["NAME", "apply", "metadata", "read_open"]
+
+NAME = "rm_lease"
+
+metadata = MetaData()
+
+_table = Table(
+    NAME,
+    metadata,
+    Column("lease", String(255), primary_key=True),
+    Column("position", BigInteger, nullable=False),  # of its LeaseTaken
+    Column("data", Text, nullable=False),  # the `OpenLease` as JSON
+)
+_C = _table.c
+
+
+def apply(connection: Connection, item: Recorded) -> None:
+    """Apply one more event of the stream `leases`, in the transaction that appends it."""
+    key = item.event.lease  # type: ignore[attr-defined]  # every event of this stream has it
+    row = connection.execute(select(_table).where(_C.lease == key)).one_or_none()
+    leases = {} if row is None else {key: _lease(row.data)}
+    evolve_leases(leases, item.event)
+    connection.execute(delete(_table).where(_C.lease == key))
+    if key in leases:
+        data = orjson.dumps(asdict(leases[key]), option=orjson.OPT_SORT_KEYS).decode()
+        position = item.position if row is None else row.position
+        connection.execute(insert(_table), [{"lease": key, "position": position, "data": data}])
+
+
+def _lease(data: str) -> OpenLease:
+    from pydantic import TypeAdapter  # here, not above: who reads no lease needs none
+
+    return TypeAdapter(OpenLease).validate_python(orjson.loads(data))
+
+
+def read_open(connection: Connection) -> OpenLeases:
+    """Return every lease that is not released, in the order in which they were taken; {} in a log of before leases."""
+    if not inspect(connection).has_table(_table.name):
+        return {}
+    rows = connection.execute(select(_C.lease, _C.data).order_by(_C.position))
+    return {row.lease: _lease(row.data) for row in rows}

@@ -1,0 +1,340 @@
+"""What a run holds open outside of the system is a lease in the log, and is released however the run ends (J3)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import trinity_es
+from tests.helpers.handmade import cli
+from tests.helpers.sandboxes import AsyncUses, Service, Uses
+from tests.helpers.systems import StartSystem, events, kill_all, kill_system, pid_of, scripted
+from trinity_es import Task, Workflow, connect
+from trinity_es.client.rollout_client import RolloutClient
+from trinity_es.client.teardown import end_system
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import AlreadyRunning, StartupError, TrinityError
+from trinity_es.system import lifecycle, running_system
+from trinity_es.testing import wait_until
+
+_log = logging.getLogger(__name__)
+KILLS = int(os.environ.get("TRINITY_ES_LEASE_KILLS", "8"))
+SEED = int(os.environ.get("TRINITY_ES_LEASE_SEED", "1"))
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    one = Service(tmp_path / "service", SEED)
+    yield one
+    one.stop()
+
+
+def uses(service: Service, seconds: float, cls: type[Workflow] = Uses, **args: Any) -> Task:
+    return Task(workflow=cls, workflow_args={"url": service.url, "seconds": seconds, **args})
+
+
+def types_of(client: RolloutClient) -> list[str]:
+    return [r.type for r in client.log.read(stream="leases")]
+
+
+def holds(service: Service, n: int = 1) -> list[dict[str, Any]]:
+    """So many sandboxes are alive, and used."""
+    wait_until(lambda: len([b for b in service.alive() if b["users"]]) >= n, f"{n} sandboxes to be used", 30)
+    return service.alive()
+
+
+def all_released(client: RolloutClient, service: Service, seconds: float = 30) -> None:
+    wait_until(lambda: client.log.leases() == [], "every lease to be released, by the log", seconds)
+    assert service.alive() == []
+
+
+@pytest.mark.parametrize("cls", [Uses, AsyncUses])
+def test_a_run_takes_holds_and_releases(start_system: StartSystem, service: Service, cls: type[Workflow]) -> None:
+    client = start_system()
+    client.submit_batch(batch_id=1, tasks=[uses(service, 0.2, cls)], batch_type="train")
+    assert client.finalize_train_batch(1, timeout=60)["finished_task_count"] == 1
+    assert client.batch(1).statuses[0].ok, client.batch(1).statuses[0].message
+    assert types_of(client) == ["LeaseTaken", "LeaseHeld", "LeaseReleased"]
+    [taken], [held] = events(client, ev.LeaseTaken), events(client, ev.LeaseHeld)
+    assert (taken.batch_id, taken.unit.task, taken.unit.attempt, taken.run) == (1, 0, 1, 0)
+    [box] = service.boxes()
+    assert (box["key"], box["handle"]) == (taken.lease, held.handle)
+    assert [e.by for e in events(client, ev.LeaseReleased)] == ["owner"]
+    assert box["ended"] is not None
+    assert client.log.verify() == []
+
+
+def test_runs_that_share_an_attempt_have_each_their_own(start_system: StartSystem, service: Service) -> None:
+    client = start_system()
+    task = uses(service, 0.2)
+    task.repeat_times = 3
+    client.submit_batch(batch_id=1, tasks=[task], batch_type="train")
+    client.finalize_train_batch(1, timeout=60)
+    assert sorted(e.run for e in events(client, ev.LeaseTaken)) == [0, 1, 2]
+    assert [len(box["users"]) for box in service.boxes()] == [1, 1, 1]
+    assert types_of(client).count("LeaseReleased") == 3
+
+
+@pytest.mark.parametrize("how", ["raise", "exit"])
+def test_a_run_that_fails_leaves_nothing(start_system: StartSystem, service: Service, how: str) -> None:
+    """An error releases on its way out; of a process that ended the coordinator releases it."""
+    client = start_system(explorer={"max_retry_times": 1})
+    client.submit_batch(batch_id=1, tasks=[uses(service, 5.0, how=how)], batch_type="train")
+    client.finalize_train_batch(1, timeout=60)
+    all_released(client, service)
+    assert [len(box["users"]) for box in service.boxes()] == [1, 1], "each attempt had its own"
+    by = "owner" if how == "raise" else "coordinator"
+    assert [e.by for e in events(client, ev.LeaseReleased)] == [by, by]
+    assert client.log.verify() == []
+
+
+@pytest.mark.parametrize("cls", [Uses, AsyncUses])
+def test_a_run_that_takes_too_long_leaves_nothing(
+    start_system: StartSystem, service: Service, cls: type[Workflow]
+) -> None:
+    client = start_system(explorer={"max_retry_times": 0, "max_timeout": 2.5})
+    client.submit_batch(batch_id=1, tasks=[uses(service, 60.0, cls)], batch_type="train")
+    client.finalize_train_batch(1, timeout=60)
+    all_released(client, service)
+    assert len(service.boxes()) == 1
+
+
+def test_a_batch_that_is_given_up_leaves_nothing(start_system: StartSystem, service: Service) -> None:
+    client = start_system()
+    client.submit_batch(batch_id=1, tasks=[uses(service, 60.0), uses(service, 60.0, AsyncUses)], batch_type="train")
+    holds(service, 2)
+    client.abort_batch(1, reason="not wanted")
+    all_released(client, service)
+    assert client.log.verify() == []
+
+
+def test_what_a_killed_runner_held_is_released_and_the_next_attempt_has_its_own(
+    start_system: StartSystem, service: Service
+) -> None:
+    client = start_system()
+    client.submit_batch(batch_id=1, tasks=[uses(service, 3.0), uses(service, 3.0, AsyncUses)], batch_type="train")
+    first = {box["handle"] for box in holds(service, 2)}
+    os.kill(pid_of(client, "runner-0"), signal.SIGKILL)
+    assert client.finalize_train_batch(1, timeout=60)["finished_task_count"] == 2
+    assert all(s.ok for s in client.batch(1).statuses.values())
+    all_released(client, service)
+    boxes = service.boxes()
+    assert len(boxes) == 4
+    assert all(len(box["users"]) == 1 for box in boxes)
+    orphaned = {e.lease for e in events(client, ev.LeaseOrphaned)}
+    assert orphaned == {box["key"] for box in boxes if box["handle"] in first}
+    read = client.log.read
+    commits = {t: {r.commit_id for r in read(types=[t])} for t in ("AttemptFailed", "LeaseOrphaned")}
+    assert commits["LeaseOrphaned"] <= commits["AttemptFailed"], "one transaction with what ended their attempts"
+
+
+def test_a_killed_coordinator_costs_no_lease(start_system: StartSystem, service: Service) -> None:
+    client = start_system()
+    client.submit_batch(batch_id=1, tasks=[uses(service, 3.0)], batch_type="train")
+    holds(service)
+    os.kill(pid_of(client, "coordinator"), signal.SIGKILL)
+    assert client.finalize_train_batch(1, timeout=60)["finished_task_count"] == 1
+    assert [r.type for r in client.log.read(stream="leases")] == ["LeaseTaken", "LeaseHeld", "LeaseReleased"]
+    assert [e.by for e in events(client, ev.LeaseReleased)] == ["owner"]
+
+
+def test_when_everything_died_what_it_held_is_released_by_the_next_system(
+    start_system: StartSystem, service: Service
+) -> None:
+    client = start_system()
+    client.submit_batch(batch_id=1, tasks=[uses(service, 600.0), uses(service, 600.0, AsyncUses)], batch_type="train")
+    held = {box["handle"] for box in holds(service, 2)}
+    kill_system(client)
+    assert {box["handle"] for box in service.alive()} == held
+    again = start_system()
+    wait_until(lambda: not held & {box["handle"] for box in service.alive()}, "the sandboxes of the dead to end", 30)
+    again.abort_batch(1, reason="enough")
+    all_released(again, service)
+
+
+def test_a_system_that_is_stopped_in_order_releases_what_its_runs_hold(
+    start_system: StartSystem, service: Service
+) -> None:
+    client = start_system()
+    client.submit_batch(batch_id=1, tasks=[uses(service, 600.0), uses(service, 600.0, AsyncUses)], batch_type="train")
+    holds(service, 2)
+    client.shutdown()
+    assert service.alive() == []
+    with trinity_es.open_log(client.config.store.url) as log:
+        assert log.leases() == []
+
+
+def test_a_release_that_fails_is_tried_again_and_told(start_system: StartSystem, service: Service) -> None:
+    client = start_system(explorer={"max_retry_times": 0})
+    url = client.config.store.url
+    service.refuse(True)
+    client.submit_batch(batch_id=1, tasks=[uses(service, 0.1)], batch_type="train")
+    client.finalize_train_batch(1, timeout=60)
+    assert client.batch(1).statuses[0].ok, "that is nothing that the run did wrong"
+    wait_until(lambda: len(events(client, ev.LeaseReleaseFailed)) >= 2, "two tries to be recorded")
+    [lease] = client.log.leases()
+    assert "could not be released by its run" in lease.orphaned
+    assert "the service is out of order" in lease.error
+    told = client.status()["leases"]
+    assert (told["open"], told["orphaned"], told["failing"]) == (1, 1, 1)
+    status = cli("status", "--log", url)
+    assert status.exit_code == 1
+    assert f"lease {lease.taken.lease}" in status.stdout
+    assert "out of order" in cli("leases", "--log", url).stdout
+    [row] = json.loads(cli("leases", "--log", url, "--json").stdout)
+    assert (row["state"], row["batch_id"], row["task"], row["attempt"]) == ("orphaned", 1, 0, 1)
+    service.refuse(False)
+    all_released(client, service)
+    assert client.status()["leases"]["open"] == 0
+    assert client.log.verify() == []
+
+
+def test_a_lease_is_renewed_while_its_run_plays_and_expires_where_nobody_does(
+    start_system: StartSystem, service: Service
+) -> None:
+    """A worker that is stopped is not dead, and renews nothing."""
+    client = start_system()
+    client.submit_batch(batch_id=1, tasks=[uses(service, 60.0, ttl=6.0)], batch_type="train")
+    [box] = holds(service)
+    wait_until(lambda: len(events(client, ev.LeaseRenewed)) >= 2, "two renewals", 30)
+    assert service.alive()[0]["renewed"] >= 2
+    runner = psutil.Process(pid_of(client, "runner-0"))
+    [worker] = [p for p in runner.children(recursive=True) if p.name() == "worker"]
+    worker.suspend()
+    all_released(client, service)
+    [orphaned] = events(client, ev.LeaseOrphaned)
+    assert orphaned.reason == "it expired: it was not renewed"
+    assert client.batch(1).completed_task_count == 0, "its run goes on"
+    assert [b["handle"] for b in service.boxes()] == [box["handle"]]
+
+
+# --- kills at random --------------------------------------------------------------------------------------------------
+class _Kills:
+    """A run whose environment takes sandboxes, and the faults."""
+
+    def __init__(self, folder: Path, service: Service, chance: random.Random) -> None:
+        self.service, self.chance = service, chance
+        self.config = scripted(
+            folder,
+            explorer={"max_retry_times": 1000, "max_concurrency": 4, "rollout_model": {"engine_num": 2}},
+            system={"restarts": 10_000, "restart_pause": 0.1},
+        )
+        self.batches = 0
+        self.done: list[str] = []
+
+    def ask(self, what: str, call: Callable[[RolloutClient], Any], seconds: float = 120) -> Any:
+        """What a system says that may be gone at any moment; it is started again then."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                if running_system.find(self.config) is None:
+                    with contextlib.suppress(AlreadyRunning, StartupError):
+                        lifecycle.start(self.config)
+                with connect(self.config) as client:
+                    return call(client)
+            except (TrinityError, TimeoutError, OSError) as e:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{what}: {e!r}") from e
+                time.sleep(0.1)
+
+    def submit(self) -> None:
+        """Another batch, so that there is always something to kill."""
+        self.batches += 1
+        cls = Uses if self.batches % 2 else AsyncUses
+        tasks = [uses(self.service, self.chance.uniform(0.0, 1.2), cls) for _ in range(8)]
+        self.ask("submit", lambda c: c.submit_batch(batch_id=self.batches, tasks=tasks, batch_type="train"))
+
+    def unfinished(self) -> int:
+        with trinity_es.open_log(self.config.store.url) as log:
+            return sum(b.tasks - b.finished for b in log.batches())
+
+    def kill(self) -> None:
+        admin = running_system.find(self.config)
+        processes = running_system.processes(admin) if admin is not None else []
+        victims = self.chance.choice(["worker", "worker", "runner", "coordinator", "guardian", "all"])
+        self.done.append(victims)
+        if victims != "all":
+            pids = self._pids(victims)
+            processes = [p for p in processes if p.pid in pids] if victims != "worker" else self._workers(pids)
+            processes = self.chance.sample(processes, min(1, len(processes)))
+        kill_all(processes)
+
+    def _pids(self, what: str) -> set[int]:
+        admin = running_system.find(self.config)
+        if admin is None:
+            return set()
+        if what == "guardian":
+            return {int(admin["guardian"])}
+        try:
+            with connect(self.config) as client:
+                children = client._link.where().status.get("children", [])
+        except (TrinityError, TimeoutError, OSError):
+            return set()
+        named = "coordinator" if what == "coordinator" else "runner"
+        return {int(c["pid"]) for c in children if c["pid"] and c["name"].startswith(named)}
+
+    @staticmethod
+    def _workers(runners: set[int]) -> list[psutil.Process]:
+        found: list[psutil.Process] = []
+        for pid in runners:
+            with contextlib.suppress(psutil.Error):
+                found += [p for p in psutil.Process(pid).children(recursive=True) if p.name() == "worker"]
+        return found
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(120 + 40 * KILLS)
+def test_j3_kills_at_random_leave_no_sandbox_alive_and_none_is_used_by_two_runs(tmp_path: Path) -> None:
+    service = Service(tmp_path / "service", SEED, slow=0.3)
+    kills = _Kills(tmp_path, service, random.Random(SEED))
+    try:
+        kills.submit()
+        while len(kills.done) < KILLS:
+            while kills.unfinished() < 16:
+                kills.submit()
+            kills.ask("a runner", lambda c: c.wait_ready(60))
+            before = len(service.boxes())
+            wait_until(lambda: len(service.boxes()) > before, "another sandbox to be made", 60)  # noqa: B023
+            time.sleep(kills.chance.uniform(0.0, 1.0))
+            kills.kill()
+        for batch in range(1, kills.batches + 1):
+            done = kills.ask("finalize", lambda c: c.finalize_train_batch(batch, timeout=60), 180)  # noqa: B023
+            assert done["finished_task_count"] == 8
+        with trinity_es.open_log(kills.config.store.url) as log:
+            wait_until(lambda: log.leases() == [], "every lease to be released", 60)
+            recorded = list(log.read(stream="leases"))
+            assert log.verify() == []
+        boxes = service.boxes()
+    finally:
+        end_system(kills.config)
+        service.stop()
+    _account(boxes, recorded, kills)
+
+
+def _account(boxes: list[dict[str, Any]], recorded: list[Any], kills: _Kills) -> None:
+    """Compare what the service counted with what the log says."""
+    taken = {r.event.lease: r.recorded_at for r in recorded if isinstance(r.event, ev.LeaseTaken)}
+    released = {r.event.lease: r.recorded_at for r in recorded if isinstance(r.event, ev.LeaseReleased)}
+    by = [r.event.by for r in recorded if isinstance(r.event, ev.LeaseReleased)]
+    _log.info("%d kills (%s): %d leases, %d sandboxes, %d released by the coordinator",
+              len(kills.done), Counter(kills.done), len(taken), len(boxes), by.count("coordinator"))
+    assert taken.keys() == released.keys()
+    assert [box for box in boxes if box["key"] not in taken] == [], "made without a lease"
+    assert [box for box in boxes if box["made"] < taken[box["key"]]] == [], "made before its lease was in the log"
+    alive = [box for box in boxes if box["ended"] is None or box["ended"] > released[box["key"]]]
+    assert alive == [], "alive after their lease"
+    assert [box for box in boxes if len(box["users"]) > 1] == [], "used by two runs"
+    assert len({box["key"] for box in boxes}) == len(boxes), "two of one lease"
+    assert by.count("coordinator") >= 1, "no kill met a run with a sandbox"

@@ -1,0 +1,240 @@
+"""Leases, given what was folded, when a run tells or ends, then these events: no actor, no database."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trinity_es.actors.coordinator.decisions import leases as decisions
+from trinity_es.actors.lease_providers import MOST_BYTES, recordable
+from trinity_es.actors.messages import LeaseChange, LeaseReply
+from trinity_es.actors.runner.lease_reports import RESEND_SECONDS, LeaseReports
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import LogCorrupt, WorkflowError
+from trinity_es.events.secrets import Secret
+from trinity_es.events.values import BatchId
+from trinity_es.projections.batch import BatchState, fold
+from trinity_es.projections.leases import OpenLeases, evolve_leases
+from trinity_es.projections.runner import RunnerLife, RunnerState
+
+UNIT = ev.Unit(task=0, run_id_base=0, runs=1, attempt=1)
+NOW = 1000.0
+
+
+def batch(submission: str = "s", unit: ev.Unit = UNIT, incarnation: int = 2) -> BatchState:
+    found = fold([
+        ev.BatchSubmitted(batch_id=7, batch_type="train", repeat_times=[1], submission=submission, max_attempts=9),
+        ev.TasksDispatched(runner="runner-0", incarnation=incarnation, units=[unit], model_version=0),
+    ])
+    assert found is not None
+    return found
+
+
+def failed(state: BatchState) -> BatchState:
+    found = fold([ev.AttemptFailed(
+        task=0, run_id_base=0, failed_runs=[0], attempt=1, runner="runner-0", incarnation=2, kind="workflow",
+        message="", retry=True,
+    )], state)
+    assert found is not None
+    return found
+
+
+def life(state: RunnerState = RunnerState.READY) -> RunnerLife:
+    return RunnerLife(name="runner-0", incarnation=2, state=state)
+
+
+def change(what: Any, **more: Any) -> LeaseChange:
+    return LeaseChange(lease="es-1", what=what, batch_id=7, submission="s", unit=UNIT, run=0, **more)
+
+
+TAKEN = change("taken", provider="m:C", args={"url": "u"}, ttl=100.0, creation_timeout=60.0)
+
+
+def folded(*events: ev.Event) -> OpenLeases:
+    found: OpenLeases = {}
+    for event in events:
+        evolve_leases(found, event)
+    return found
+
+
+def taken() -> ev.LeaseTaken:
+    [event] = decisions.changed(None, TAKEN, "runner-0", 2, "", NOW)
+    assert isinstance(event, ev.LeaseTaken)
+    return event
+
+
+HELD = ev.LeaseHeld(lease="es-1", handle="box-1")
+ORPHANED = ev.LeaseOrphaned(lease="es-1", reason="r")
+STATES: dict[str, list[ev.Event]] = {
+    "none": [], "taken": [taken()], "held": [taken(), HELD], "orphaned": [taken(), ORPHANED],
+    "orphaned and held": [taken(), HELD, ORPHANED],
+}
+
+
+# --- what a run tells -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("state", "told", "then"), [
+    ("none", "taken", "LeaseTaken"), ("none", "held", ""), ("none", "renewed", ""), ("none", "released", ""),
+    ("none", "left", ""),
+    ("taken", "taken", ""),  # it was sent twice
+    ("taken", "held", "LeaseHeld"), ("taken", "left", "LeaseOrphaned"), ("taken", "released", "LeaseReleased"),
+    ("held", "held", ""), ("held", "renewed", "LeaseRenewed"), ("held", "released", "LeaseReleased"),
+    ("held", "left", "LeaseOrphaned"),
+    ("orphaned", "held", "LeaseHeld"),  # late, and the handle is of use
+    ("orphaned", "renewed", ""), ("orphaned", "left", ""), ("orphaned", "released", "LeaseReleased"),
+    ("orphaned and held", "held", ""),
+])
+def test_what_a_run_tells_is_recorded_once(state: str, told: str, then: str) -> None:
+    leases = folded(*STATES[state])
+    said = TAKEN if told == "taken" else change(told, handle="box-1", ttl=50.0, reason="r")
+    events = decisions.changed(leases.get("es-1"), said, "runner-0", 2, "", NOW + 5)
+    assert [type(e).__name__ for e in events] == ([then] if then else [])
+    folded(*STATES[state], *events)  # it follows
+    for event in events:
+        if isinstance(event, ev.LeaseRenewed):
+            assert event.expires == NOW + 55
+
+
+def test_a_lease_expires_its_time_to_live_after_it_was_taken() -> None:
+    event = taken()
+    assert (event.expires, event.unit, event.runner, event.incarnation) == (NOW + 100, UNIT, "runner-0", 2)
+    assert folded(event)["es-1"].taken_at == NOW
+
+
+@pytest.mark.parametrize(("state", "of", "why"), [
+    (batch(), life(), ""),
+    (None, life(), "its batch ended"),
+    (batch(submission="another"), life(), "its batch ended"),
+    (failed(batch()), life(), "its attempt is over"),
+    (batch(unit=ev.Unit(task=0, run_id_base=0, runs=1, attempt=2)), life(), "its attempt is over"),
+    (batch(incarnation=3), life(), "its attempt is over"),
+    (batch(), None, "its runner is gone"),
+    (batch(), life(RunnerState.LOST), "its runner is gone"),
+    (batch(), life(RunnerState.RETIRED), "its runner is gone"),
+])
+def test_a_lease_is_its_attempt_s_and_nobody_else_s(state: BatchState | None, of: RunnerLife | None, why: str) -> None:
+    assert decisions.over(state, of, TAKEN) == why
+    lives = {} if of is None else {("runner-0", 2): of}
+    open_ones: dict[BatchId, BatchState] = {} if state is None else {7: state}
+    found = decisions.orphans(folded(taken(), HELD).values(), open_ones, lives, NOW)
+    assert found == ([ev.LeaseOrphaned(lease="es-1", reason=why)] if why else [])
+    assert decisions.orphans(folded(taken(), ORPHANED).values(), open_ones, lives, NOW) == [], "said once"
+    if why:
+        with pytest.raises(WorkflowError, match=why):
+            decisions.changed(None, TAKEN, "runner-0", 2, why, NOW)
+
+
+def test_one_that_is_not_renewed_in_time_is_nobody_s() -> None:
+    leases, lives = folded(taken(), HELD), {("runner-0", 2): life()}
+    assert decisions.orphans(leases.values(), {7: batch()}, lives, NOW + 99) == []
+    [event] = decisions.orphans(leases.values(), {7: batch()}, lives, NOW + 101)
+    assert event == ev.LeaseOrphaned(lease="es-1", reason="it expired: it was not renewed")
+    evolve_leases(leases, ev.LeaseRenewed(lease="es-1", expires=NOW + 200))
+    assert decisions.orphans(leases.values(), {7: batch()}, lives, NOW + 101) == []
+
+
+# --- what came of releasing -----------------------------------------------------------------------------------------
+def test_a_creation_that_nobody_heard_the_end_of_is_looked_for_again_when_it_is_over() -> None:
+    """What was asked for may still be made after nothing was found."""
+    unknown, known = folded(taken(), ORPHANED)["es-1"], folded(taken(), HELD, ORPHANED)["es-1"]
+    assert decisions.released(unknown, "", 0, NOW + 59) == []
+    assert decisions.released(unknown, "", 0, NOW + 60) == [ev.LeaseReleased(lease="es-1", by="coordinator")]
+    assert decisions.released(known, "", 0, NOW + 1) == [ev.LeaseReleased(lease="es-1", by="coordinator")]
+    assert decisions.released(None, "", 0, NOW) == [], "its owner was faster"
+
+
+def test_failures_are_recorded_ever_more_rarely_and_when_they_change() -> None:
+    leases, recorded = folded(taken(), HELD, ORPHANED), []
+    for tries in range(1, 70):
+        error = "refused" if tries != 40 else "away"
+        for event in decisions.released(leases["es-1"], error, tries, NOW):
+            evolve_leases(leases, event)
+            recorded.append(tries)
+    assert recorded == [1, 2, 4, 8, 16, 32, 40, 41, 64]
+
+
+@pytest.mark.parametrize("events", [
+    [HELD], [taken(), taken()], [taken(), HELD, HELD], [taken(), ORPHANED, ORPHANED],
+    [taken(), ev.LeaseReleased(lease="es-1", by="coordinator")],  # it had an owner
+    [taken(), ev.LeaseReleaseFailed(lease="es-1", error="e", tries=1)],
+    [taken(), ORPHANED, ev.LeaseRenewed(lease="es-1", expires=1.0)],
+    [taken(), ev.LeaseReleased(lease="es-1", by="owner"), ORPHANED],
+])
+def test_what_can_not_follow_is_no_log_of_ours(events: list[ev.Event]) -> None:
+    with pytest.raises(LogCorrupt, match="es-1"):
+        folded(*events)
+
+
+# --- on the way -----------------------------------------------------------------------------------------------------
+def test_who_takes_waits_until_it_is_in_the_log_and_others_do_not() -> None:
+    reports, waits, goes_on = LeaseReports("runner-0", 2), Future[None](), Future[None]()
+    reports.put(TAKEN, waits)
+    reports.put(change("held", handle="box-1"), goes_on)
+    [group] = reports.gathered(None, 0.0)
+    assert [c.what for c in group.changes] == ["taken", "held"]
+    assert (waits.done(), goes_on.done()) == (False, True)
+    assert reports.gathered(None, 0.0) == []
+    reports.acknowledge(LeaseReply(2, group.number, {}))
+    assert waits.done()
+    assert waits.exception() is None
+    reports.acknowledge(LeaseReply(2, group.number, {}))  # twice
+
+
+def test_one_that_may_not_be_taken_is_an_error_where_it_was_asked_for() -> None:
+    reports, waits = LeaseReports("runner-0", 2), Future[None]()
+    reports.put(TAKEN, waits)
+    [group] = reports.gathered(None, 0.0)
+    reports.acknowledge(LeaseReply(2, group.number, {"es-1": "its batch ended"}))
+    with pytest.raises(WorkflowError, match="its batch ended"):
+        waits.result(0)
+
+
+@given(st.lists(st.sampled_from(["put", "send", "lose", "ack", "wait", "anew"]), max_size=40))
+def test_nothing_that_was_told_is_lost(steps: list[str]) -> None:
+    reports, now, told, arrived = LeaseReports("runner-0", 2), 0.0, 0, list[str]()
+    seen: set[int] = set()
+
+    def arrive(groups: list[Any]) -> None:
+        for group in groups:
+            if group.number not in seen:
+                seen.add(group.number)
+                arrived.extend(c.reason for c in group.changes)
+
+    for step in [*steps, "send", "wait", "anew"]:
+        now += RESEND_SECONDS + 1 if step == "wait" else 0.1
+        if step == "put":
+            reports.put(change("left", reason=str(told)), Future())
+            told += 1
+        elif step in ("send", "lose"):
+            groups = reports.gathered(None, now)
+            arrive(groups if step == "send" else [])
+        elif step == "ack":
+            for number in list(seen):
+                reports.acknowledge(LeaseReply(2, number, {}))
+        elif step in ("wait", "anew"):
+            arrive(reports.due(now, anew=step == "anew"))
+    assert sorted(arrived, key=int) == [str(i) for i in range(told)]
+
+
+# --- what may be recorded -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("value", "part"), [
+    ({"x": object()}, "must be plain JSON"),
+    ({"x": float("nan")}, "only finite numbers"),
+    ("x" * (MOST_BYTES + 1), "are the most"),
+    ({"api_key": "abcdefgh"}, "looks like a secret"),
+    ({"x": "sk-" + "a" * 24}, "looks like a secret"),
+    ({"x": Secret("quiet")}, "looks like a secret"),
+    ("postgresql://me:hunter22@host/db", "looks like a secret"),
+])
+def test_what_can_not_or_must_not_be_recorded_is_refused(value: Any, part: str) -> None:
+    with pytest.raises(ValueError, match=part):
+        recordable("it", value)
+
+
+def test_what_can_be_recorded_is_plain() -> None:
+    assert recordable("it", {"url": "http://host:1", "n": (1, 2)}) == {"url": "http://host:1", "n": [1, 2]}
+    assert recordable("it", "box-1") == "box-1"
+    assert recordable("it", None) is None
