@@ -22,7 +22,19 @@ from examples.grpo.taskset import write_taskset
 from examples.grpo.tiny_model import make_tiny_model
 from trinity_es.integrations.trl import Rollouts, last_checkpoint, rollout_reward
 
-__all__ = ["letters", "main"]
+__all__ = ["arguments", "letters", "main"]
+
+SETTINGS: dict[str, Any] = {
+    "max_steps": 160, "per_device_train_batch_size": 256, "num_generations": 8, "max_completion_length": 8,
+    "learning_rate": 2e-3, "lr_scheduler_type": "constant", "entropy_coef": 0.03, "loss_type": "grpo",
+    "per_device_eval_batch_size": 128, "save_steps": 10, "save_total_limit": 2, "logging_steps": 10,
+    "report_to": "none", "use_cpu": True, "bf16": False, "gradient_checkpointing": False,
+}
+
+
+def arguments(folder: Path, **settings: Any) -> GRPOConfig:
+    """Return the trainer's arguments; `settings` go before those of this example."""
+    return GRPOConfig(output_dir=str(folder / "trainer"), **{**SETTINGS, **settings})
 
 
 def letters(file: Path) -> Dataset:
@@ -43,16 +55,9 @@ def main(folder: Path, *overrides: str, **settings: Any) -> float:
     data = write_taskset(folder / "data")
     config = trinity_es.load_config(Path(__file__).with_name("config.yaml"), [
         f"model.model_path={folder}/model", f"store.url=sqlite:///{folder}/log.sqlite", *overrides])
-    rollouts = Rollouts(config, reward_fn="examples.grpo.reward:letter_share")
-    given: dict[str, Any] = {
-        "output_dir": str(folder / "trainer"), "max_steps": 160, "per_device_train_batch_size": 256,
-        "num_generations": 8, "max_completion_length": 8, "learning_rate": 2e-3, "lr_scheduler_type": "constant",
-        "entropy_coef": 0.03, "loss_type": "grpo", "per_device_eval_batch_size": 128, "save_steps": 10,
-        "save_total_limit": 2, "logging_steps": 10, "report_to": "none", "use_cpu": True, "bf16": False,
-        "gradient_checkpointing": False,
-    }
+    rollouts = Rollouts(config, reward_fn="examples.grpo.reward:letter_share", columns=["answer"])
     trainer = GRPOTrainer(
-        model=str(folder / "model"), args=GRPOConfig(**{**given, **settings}), reward_funcs=rollout_reward,
+        model=str(folder / "model"), args=arguments(folder, **settings), reward_funcs=rollout_reward,
         rollout_func=rollouts, callbacks=[rollouts], train_dataset=letters(data / "train.jsonl"),
         eval_dataset=letters(data / "eval.jsonl"),
     )

@@ -30,6 +30,7 @@ class StandInClient:
         self.acknowledged: list[tuple[str, int]] = []
         self.synced: list[int] = []
         self.failing = set(failing)
+        self.failed: dict[str, Any] = {}
         self.finalized: set[str] = set()
         self.state: dict[str, BatchLifecycleState] = {}
         self.extra: list[Experience] = []
@@ -41,7 +42,7 @@ class StandInClient:
         if batch_id not in self.submitted:
             return None
         tasks = self.submitted[batch_id]
-        runs = [[r for r in range(t.get("repeat_times", 1)) if (batch_id, n, r) not in self.failing]
+        runs = [[r for r in range(t.get("repeat_times", 1)) if (batch_id, n, r) not in self.failed[batch_id]]
                 for n, t in enumerate(tasks)]
         statuses = {
             n: Status(completed_runs=len(done), total_runs=tasks[n].get("repeat_times", 1), message=(
@@ -80,6 +81,7 @@ class StandInClient:
     def _play(self, batch_id: str, tasks: list[Task]) -> None:
         self.submitted[batch_id] = [task_to_dict(task) for task in tasks]
         self.state.pop(batch_id, None)
+        self.failed[batch_id] = set(self.failing)
         self.generated.append(batch_id)
 
     def finalize_train_batch(self, batch_id: str, *, timeout: float) -> None:

@@ -153,7 +153,7 @@ def test_a_run_that_failed_for_good_is_a_row_that_nothing_is_learned_from(
 def test_a_batch_without_any_run_is_an_error_and_is_generated_again(tmp_path: Path, client: StandInClient) -> None:
     client.failing = {("0/trl-train-0", task, run) for task in (0, 1) for run in (0, 1)}
     made, trainer = rollouts(tmp_path), StandInTrainer(ROWS)
-    with pytest.raises(WorkflowError, match="no run succeeded .finalized.*the sandbox is gone"):
+    with pytest.raises(WorkflowError, match=r"no run succeeded .finalized.*the sandbox is gone"):
         made(ASKED, trainer)
     client.failing = set()
     assert rollouts(tmp_path)(ASKED, StandInTrainer(ROWS))["reward"] == [1.0] * 4
