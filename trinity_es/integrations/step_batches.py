@@ -20,8 +20,9 @@ from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchLifecycleState, Task
 from trinity_es.projections.batch import BatchState
 
-__all__ = ["PromptRows", "Runs", "failures", "find_batch", "play_batch", "step_version"]
+__all__ = ["Mode", "PromptRows", "Runs", "failures", "find_batch", "play_batch", "step_version", "submit_batch"]
 
+Mode = Literal["train", "eval"]
 Runs = dict[tuple[int, int], list[Experience]]
 """What the runs of a batch gave, by (task, run); those that failed for good are not there."""
 ALL_TASKS = 2**31 - 1
@@ -65,17 +66,23 @@ def find_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task]) -> B
     return state
 
 
-def play_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task], mode: Literal["train", "eval"]) -> Runs:
+def submit_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task], mode: Mode) -> None:
+    """Submit a batch unless the log has it. Raises what `find_batch` does."""
+    if find_batch(client, batch_id, tasks) is not None:
+        return
+    if mode == "train":
+        client.submit_batch(batch_id=batch_id, tasks=tasks, batch_type="train")
+    else:
+        client.request(ScheduleTasks(batch_id=batch_id, tasks=client.pack(tasks)))
+
+
+def play_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task], mode: Mode) -> Runs:
     """Submit a batch unless the log has it, wait for it, and return what its runs gave.
 
-    A train batch goes through `buffer.pipeline`; an eval one, whose experiences a train batch's trainer must not get,
-    is scheduled, and does not. Raises WorkflowError where no run succeeded.
+    A train batch goes through `buffer.pipeline`; an eval one is scheduled, so that nobody trains on it, and does not.
+    Raises WorkflowError where no run succeeded.
     """
-    if find_batch(client, batch_id, tasks) is None:
-        if mode == "train":
-            client.submit_batch(batch_id=batch_id, tasks=tasks, batch_type="train")
-        else:
-            client.request(ScheduleTasks(batch_id=batch_id, tasks=client.pack(tasks)))
+    submit_batch(client, batch_id, tasks, mode)
     if mode == "train":
         _finalize(client, batch_id)
     else:

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 import torch
@@ -37,7 +37,7 @@ from trinity_es.config.config import Config, load_config
 from trinity_es.events.errors import ConfigError, DataError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
-from trinity_es.integrations.step_batches import PromptRows, Runs, find_batch, play_batch, step_version
+from trinity_es.integrations.step_batches import Mode, PromptRows, Runs, find_batch, play_batch, step_version
 from trinity_es.weights.published import current_weights
 from trinity_es.weights.shared_memory import write_memory
 
@@ -53,7 +53,6 @@ COLUMNS = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "reward", "ro
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-Mode = Literal["train", "eval"]
 
 
 def rollout_reward(reward: Sequence[float | None], **columns: Any) -> list[float | None]:
