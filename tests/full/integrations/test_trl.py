@@ -10,7 +10,6 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,11 @@ SCRIPTED = ["explorer.rollout_model.engine_type=scripted"]
 
 
 @pytest.fixture(scope="module")
-def trl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def trl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The variables with which a script finds TRL, and us."""
     folder = installed(tmp_path_factory.mktemp("trl") / "packages", *TRL, beside=True)["PYTHONPATH"]
-    yield {"PYTHONPATH": os.pathsep.join((folder, str(ROOT))), "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1",
-           "TOKENIZERS_PARALLELISM": "false"}
+    return {"PYTHONPATH": os.pathsep.join((folder, str(ROOT))), "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false"}
 
 
 def system(start_system: StartSystem, folder: Path, **sections: Any) -> Path:
@@ -120,8 +119,7 @@ def test_a_trainer_that_is_killed_with_all_parts_trains_on_each_prompt_as_planne
         finally:
             trainee.end()
         assert [kind for _, kind in killed] == kinds
-        assert {name: found[name] for name in WRONG} == {
-            **dict.fromkeys(WRONG, []), "did not start": 0}, trainee.log_end()
+        assert {name: found[name] for name in WRONG if found[name]} == {}, trainee.log_end()
         plan = found["plan"]
     assert found["starts"] > 1
     assert found["trained"] > found["steps"] == 20  # some steps were taken again
@@ -167,4 +165,4 @@ def test_trl_learns_the_letters_from_one_command(
     finally:
         trainee.end()
     assert found["reward"] >= 0.7
-    assert {name: found[name] for name in WRONG} == {**dict.fromkeys(WRONG, []), "did not start": 0}
+    assert {name: found[name] for name in WRONG if found[name]} == {}, trainee.log_end()
