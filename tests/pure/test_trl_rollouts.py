@@ -177,7 +177,8 @@ def test_an_engine_that_is_beyond_a_step_gets_its_weights_as_a_newer_version(
 def test_the_last_experience_of_a_run_is_its_row(tmp_path: Path, client: StandInClient) -> None:
     client.extra = [answer(0, 1, step=1, reward=0.5, tokens=[1, 2, 3, 7, 8, 9], prompt_length=3,
                            logprobs=[-1.0, 0.0, -2.0], action_mask=[True, False, True]),
-                    answer(1, 1, step=1, tokens=[1, 2, 3], prompt_length=3, logprobs=None, reward=0.25)]
+                    answer(1, 1, step=1, tokens=[1, 2, 3], prompt_length=3, logprobs=None, reward=0.25,
+                           truncate_status="prompt_truncated")]
     found = rollouts(tmp_path)(ASKED, StandInTrainer(ROWS))
     assert found["completion_ids"] == [[10, 20], [7, 8, 9], [11, 20], [EOS]]
     assert found["env_mask"] == [[1, 1], [1, 0, 1], [1, 1], [0]]  # what was said without a token is not learned from
