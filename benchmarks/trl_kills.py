@@ -13,7 +13,7 @@ again; what counts is what a step was last trained on, since what came of it bef
 
 `--alone` is the same trainer with TRL's own generation (its one process is killed, whatever the kind).
 
-    python -m benchmarks.trl_kills [--kills 20] [--undisturbed 5] [--seed 0] [--steps 160] [--alone] [--json FILE]
+    python -m benchmarks.trl_kills [--kills 20] [--undisturbed 5] [--seed 0] [--steps 100] [--alone] [--json FILE]
 
 It needs trl beside vLLM, `pip install trl==1.16.0`. Exit code 1 where a list has an entry, or the killed run's reward
 is below all of those that were not disturbed.
@@ -207,7 +207,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--undisturbed", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--alone", action="store_true")
     parser.add_argument("--set", action="append", default=[], help="an override of the example's config")
     parser.add_argument("--folder", type=Path, default=None)

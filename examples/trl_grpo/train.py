@@ -25,7 +25,7 @@ from trinity_es.integrations.trl import Rollouts, last_checkpoint, rollout_rewar
 __all__ = ["arguments", "letters", "main"]
 
 SETTINGS: dict[str, Any] = {
-    "max_steps": 160, "per_device_train_batch_size": 256, "num_generations": 8, "max_completion_length": 8,
+    "max_steps": 100, "per_device_train_batch_size": 256, "num_generations": 8, "max_completion_length": 8,
     "learning_rate": 2e-3, "lr_scheduler_type": "constant", "entropy_coef": 0.03, "loss_type": "grpo",
     "per_device_eval_batch_size": 128, "save_steps": 10, "save_total_limit": 2, "logging_steps": 10,
     "report_to": "none", "use_cpu": True, "bf16": False, "gradient_checkpointing": False,

@@ -15,7 +15,7 @@ import trinity_es
 from tests.helpers.trl_trainers import EOS, StandInClient, StandInTrainer, answer
 from trinity_es.errors import ConfigError, DataError, WorkflowError
 from trinity_es.integrations import trl
-from trinity_es.integrations.step_batches import step_version
+from trinity_es.integrations.step_weights import step_version
 from trinity_es.integrations.trl import Rollouts, last_checkpoint, rollout_reward
 
 ROWS = [{"prompt": "a=", "answer": "a"}, {"prompt": "b=", "answer": "b"}]

@@ -20,7 +20,7 @@ from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchLifecycleState, Task
 from trinity_es.projections.batch import BatchState
 
-__all__ = ["Mode", "PromptRows", "Runs", "failures", "find_batch", "play_batch", "step_version", "submit_batch"]
+__all__ = ["Mode", "PromptRows", "Runs", "failures", "find_batch", "play_batch", "submit_batch"]
 
 Mode = Literal["train", "eval"]
 Runs = dict[tuple[int, int], list[Experience]]
@@ -31,17 +31,8 @@ POLL_SECONDS = 4.0
 """How long one question after an eval batch stays open."""
 TELL_SECONDS = 120.0
 """Interval between two lines that say what a batch waits for."""
-STEPS = 10**6
-"""More steps than a run has: see `step_version`."""
 
 _log = logging.getLogger(__name__)
-
-
-def step_version(step: int, current: int) -> int:
-    """Return the version under which the weights of a step are served: the step, or where the engines are beyond it,
-    the smallest number from `current` on that ends with the step's six digits, since versions never go back.
-    """
-    return current + (step - current) % STEPS
 
 
 def find_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task]) -> BatchState | None:

@@ -37,9 +37,8 @@ from trinity_es.config.config import Config, load_config
 from trinity_es.events.errors import ConfigError, DataError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
-from trinity_es.integrations.step_batches import Mode, PromptRows, Runs, find_batch, play_batch, step_version
-from trinity_es.weights.published import current_weights
-from trinity_es.weights.shared_memory import write_memory
+from trinity_es.integrations.step_batches import Mode, PromptRows, Runs, find_batch, play_batch
+from trinity_es.integrations.step_weights import missing_version, publish_tensors
 
 __all__ = ["Rollouts", "last_checkpoint", "rollout_reward"]
 
@@ -140,7 +139,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
 
         def version() -> int | None:
             tasks.extend(self._tasks(asked, mode, trainer))
-            return None if find_batch(self.client, batch_id, tasks) else self._version(step)
+            return None if find_batch(self.client, batch_id, tasks) else missing_version(self.client, step)
 
         if (wanted := self._on_main(version)) is not None:
             self._serve(wanted)
@@ -231,13 +230,6 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         return {column: [row[column] for row in rows] for column in COLUMNS}
 
     # --- weights ----------------------------------------------------------------------------------------------------
-    def _version(self, step: int) -> int | None:
-        """Return the version as which the weights of a step have to be published now; None: engines have them."""
-        now = current_weights(self.client.log)
-        version = step_version(step, now.version)
-        there = not now.path or Path(now.path).is_dir()
-        return None if version == now.version and there else version
-
     def _serve(self, version: int) -> None:
         """Have the engines serve the trainer's weights; all processes call it, since the weights may be in parts."""
         trainer = self._trainer
@@ -245,14 +237,10 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         self._on_main(lambda: self._publish(version, state))
 
     def _publish(self, version: int, state: Mapping[str, Any]) -> None:
-        now = current_weights(self.client.log)
         if self.config.synchronizer.sync_method == "checkpoint":
             self.client.sync_weights(version, self._written(version, state))
-        elif version == now.version:  # they were in memory, and the machine was restarted
-            write_memory(self.config, version, state, Path(now.path))
-            self.client.weights_written_anew(version, now.path)
         else:
-            self.client.sync_weights(version, state)
+            publish_tensors(self.client, version, state)
 
     def _written(self, version: int, state: Mapping[str, Any]) -> Path:
         """Write a folder that engines load, and remove older ones; the newest are kept, as many as checkpoints."""
@@ -303,7 +291,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         """Have the engines serve what was learned."""
         if self._trainer is not None:
             step = int(state.global_step)
-            if (wanted := self._on_main(lambda: self._version(step))) is not None:
+            if (wanted := self._on_main(lambda: missing_version(self.client, step))) is not None:
                 self._serve(wanted)
 
 

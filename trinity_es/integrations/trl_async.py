@@ -33,7 +33,7 @@ from trinity_es.events.errors import ConfigError, DataError, NotRunning
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
 from trinity_es.integrations.step_batches import play_batch, submit_batch
-from trinity_es.weights.published import current_weights
+from trinity_es.integrations.step_weights import missing_version, publish_tensors, step_of
 
 __all__ = ["AsyncRollouts"]
 
@@ -80,8 +80,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         self._stopping = False
         self._moved = 0.0
         self._resumed_at: int | None = None
-        self._offset = 0
-        """Our versions less TRL's, which begins anew with each process."""
+        self._step, self._sync_steps = 0, 1
         self._client: RolloutClient | None = None
 
     @property
@@ -117,8 +116,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
             self._thread.join(STOP_SECONDS)
 
     def update_model_version(self, model_version: int) -> None:
-        """Take note of the trainer's count of its syncs, of which the last one was just published."""
-        self._offset = current_weights(self.client.log).version - model_version
+        """Do nothing: a sample's version follows from the step whose weights made it (see `_version`)."""
 
     def check_health(self, stale_after_s: float) -> None:
         """Raise RuntimeError where nothing more comes: with what the worker failed of, or what its batch waits for."""
@@ -170,7 +168,10 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         tasks = self._tasks(n)
         runs = play_batch(self.client, self._id(n), tasks, "train")
         samples = [
-            _sample(experience, (tasks[task].raw_task or {})["prompt"], n * self.batch_size + task, self._offset)
+            _sample(
+                experience, (tasks[task].raw_task or {})["prompt"], n * self.batch_size + task,
+                self._version(experience),
+            )
             for (task, _), found in runs.items() for experience in found if _trained(experience).any()
         ]
         self.metrics_queue.put({"rollout/failed_total": float(len(tasks) * self.num_generations - len(runs))})
@@ -181,6 +182,11 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         if not samples:
             self._took(None, n)
         self._moved = time.monotonic()
+
+    def _version(self, experience: Experience) -> int:
+        """Return the version of a sample as TRL counts: 1 for the weights that a process begins with."""
+        step = step_of(int(experience.info.get("model_version", 0)))
+        return 1 + (step - (self._resumed_at or 0)) // self._sync_steps
 
     def _took(self, sample: Any, batch: int | None = None) -> None:
         """Take note that the trainer has a sample, or all of a batch that had none."""
@@ -202,9 +208,10 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         """Do nothing: engines pause, with their requests kept, when they load."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
-        """Have the engines serve these tensors as the next version. Raises SyncError, which names what is wrong."""
+        """Have the engines serve these tensors as those of this step. Raises SyncError, which names what is wrong."""
         state = {name: tensor.detach().cpu() for name, tensor in iterator}
-        self.client.sync_weights(current_weights(self.client.log).version + 1, state)
+        if (version := missing_version(self.client, self._step)) is not None:
+            publish_tensors(self.client, version, state)
 
     def resume(self) -> None:
         """Do nothing: see `pause`."""
@@ -217,11 +224,13 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
     # --- the callback -----------------------------------------------------------------------------------------------
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Take note of the step that the trainer goes on from; nothing is known of one before."""
-        self._resumed_at, self._client = int(state.global_step), None
+        self._step = self._resumed_at = int(state.global_step)
+        self._sync_steps, self._client = int(getattr(args, "weight_sync_steps", 1)), None
         self._left, self._taken, self._done = {}, deque([[]]), 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Acknowledge the batches that were surely trained on."""
+        self._step = int(state.global_step)
         if not state.is_world_process_zero:
             return
         with self._changed:
@@ -250,7 +259,7 @@ def _trained(experience: Experience) -> np.ndarray[Any, Any]:
     return np.ones(count, bool) if experience.action_mask is None else np.asarray(experience.action_mask, bool)
 
 
-def _sample(experience: Experience, prompt: Any, group: int, offset: int) -> Any:
+def _sample(experience: Experience, prompt: Any, group: int, version: int) -> Any:
     """Return TRL's sample of an experience. Raises DataError where it lacks what that has."""
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
@@ -270,7 +279,7 @@ def _sample(experience: Experience, prompt: Any, group: int, offset: int) -> Any
         input_ids=np.asarray(experience.tokens, np.int64),
         completion_mask=np.concatenate([before, mask]).astype(np.int64),
         old_log_probs=np.concatenate([before, np.where(mask, experience.logprobs, 0.0)]).astype(np.float32),
-        advantage=float(advantages[0]), model_version=int(experience.info.get("model_version", 0)) - offset,
+        advantage=float(advantages[0]), model_version=version,
         group_id=group, enqueued_at=time.time(),
         metrics={"reward": float("nan") if experience.reward is None else experience.reward},
     )

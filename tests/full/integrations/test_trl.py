@@ -64,7 +64,6 @@ def test_runs_that_failed_are_in_no_baseline_and_infrastructure_is_tried_again(
     of_three = [-1.0, 0.0, 1.0, 0.0]  # by their own mean and deviation, and none for the one that failed
     of_four = [(n - 1.5) / 1.2910 for n in range(4)]
     assert made["advantages"][:8] == pytest.approx([*of_three, *of_four], abs=1e-3)
-    assert told["loss"] != []
 
 
 def test_trl_rewards_answers_itself_and_evaluates(
@@ -158,7 +157,7 @@ def test_trl_learns_the_letters_from_one_command(
     for name, value in trl.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)  # tests/conftest.py has one for all of a process
-    trainee = Trainee(tmp_path / "run", [], {"max_steps": 160})
+    trainee = Trainee(tmp_path / "run", [], {"max_steps": 100})
     try:
         kill_while_training(trainee, ["trainer"], random.Random(0), seconds=600)
         found = account(trainee, None)

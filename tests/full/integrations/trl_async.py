@@ -12,6 +12,7 @@ from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
+from accelerate import PartialState
 from datasets import Dataset
 from trl.experimental.async_grpo import async_grpo_trainer as theirs
 
@@ -44,7 +45,7 @@ class Trainer:
         worker.start()
         data = theirs.RolloutQueueDataset(
             rollout_queue=worker.rollout_buffer, model_version_fn=lambda: self.model_version,
-            check_health_fn=worker.check_health, stale_after_s=60.0, metrics=self.metrics, max_staleness=3,
+            check_health_fn=worker.check_health, stale_after_s=60.0, metrics=self.metrics, max_staleness=6,
             poll_interval_s=0.2)
         self.batches = iter(theirs.FixedCountBatcher(data, num_processes=1, microbatch_size=4))
         self.collate = theirs.DataCollatorForRollout(pad_token_id=0, num_processes=1, metrics=self.metrics)
@@ -71,6 +72,7 @@ class Trainer:
 
 
 def main(given: Any) -> Any:
+    PartialState()  # TRL's loggers want it
     config = trinity_es.load_config(given["config"])
     data = Dataset.from_list([{"prompt": f"{i}", "answer": "a"} for i in range(6)])
 

@@ -40,14 +40,14 @@ def main(given: Any) -> Any:
         rows = {column: [row[column] for row in inputs] for column in columns}
         made.append({
             **rows, "prompts": [row["prompt"][0]["content"] for row in inputs],
-            "advantages": outputs["advantages"].tolist(), "masks": outputs["tool_mask"].sum(1).tolist()})
+            "advantages": outputs["advantages"].tolist(),
+            "masks": (outputs["tool_mask"] * outputs["completion_mask"]).sum(1).tolist()})
         return outputs
 
     trainer._generate_and_score_completions = scored
     trainer.train()
     metrics = trainer.evaluate() if given.get("evaluate") else {}
-    return {"rank": trainer.accelerator.process_index, "generations": made, "metrics": metrics,
-            "loss": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]}
+    return {"rank": trainer.accelerator.process_index, "generations": made, "metrics": metrics}
 
 
 if __name__ == "__main__":
