@@ -20,7 +20,7 @@ from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchLifecycleState, Task
 from trinity_es.projections.batch import BatchState
 
-__all__ = ["Mode", "PromptRows", "Runs", "failures", "find_batch", "play_batch", "submit_batch"]
+__all__ = ["Mode", "PromptRows", "Runs", "failures", "find_batch", "play_batch", "prompt_key", "submit_batch"]
 
 Mode = Literal["train", "eval"]
 Runs = dict[tuple[int, int], list[Experience]]
@@ -132,7 +132,7 @@ class PromptRows:
             if not hasattr(data, "__getitem__"):  # a stream
                 continue
             for i, prompt in enumerate(data["prompt"]):
-                before = self._found.setdefault(_key(prompt), (name, i))
+                before = self._found.setdefault(prompt_key(prompt), (name, i))
                 if before != (name, i) and self._row(*before) != self._row(name, i):
                     raise DataError(
                         f"rows {before[1]} of {before[0]} and {i} of {name} have the same prompt and differ in "
@@ -148,7 +148,7 @@ class PromptRows:
 
     def task_row(self, prompt: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what a task of this prompt has as `raw_task`, and where it came from (`Task.index`)."""
-        found = self._found.get(_key(prompt))
+        found = self._found.get(prompt_key(prompt))
         if found is None:
             return {"prompt": prompt}, {}
         return {**self._row(*found), "prompt": prompt}, {"taskset": found[0], "index": found[1]}
@@ -163,7 +163,8 @@ def _chosen(name: str, data: Any, columns: Sequence[str] | None) -> list[str]:
     return list(columns) if columns is not None else [column for column in there if column != "prompt"]
 
 
-def _key(prompt: Any) -> bytes:
+def prompt_key(prompt: Any) -> bytes:
+    """Return a prompt, or a list of them, as bytes that tell it from others. Raises DataError for what is no JSON."""
     try:
         return orjson.dumps(prompt, option=orjson.OPT_SORT_KEYS)
     except TypeError as e:
@@ -171,4 +172,4 @@ def _key(prompt: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    return orjson.loads(_key(value))
+    return orjson.loads(prompt_key(value))

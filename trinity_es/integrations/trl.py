@@ -26,7 +26,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
-import orjson
 import torch
 from accelerate.data_loader import get_sampler
 from accelerate.utils import broadcast_object_list, gather_object
@@ -37,7 +36,7 @@ from trinity_es.config.config import Config, load_config
 from trinity_es.events.errors import ConfigError, DataError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
-from trinity_es.integrations.step_batches import Mode, PromptRows, Runs, find_batch, play_batch
+from trinity_es.integrations.step_batches import Mode, PromptRows, Runs, find_batch, play_batch, prompt_key
 from trinity_es.integrations.step_weights import missing_version, publish_tensors
 
 __all__ = ["Rollouts", "last_checkpoint", "rollout_reward"]
@@ -135,7 +134,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         tasks: list[Task] = []
         batch_id = f"{step}/{self.name}-{mode}-{call}"
         if mode == "eval":  # of any data set, perhaps by hand
-            batch_id += f"-{sha256(orjson.dumps(asked)).hexdigest()[:8]}"
+            batch_id += f"-{sha256(prompt_key(asked)).hexdigest()[:8]}"
 
         def version() -> int | None:
             tasks.extend(self._tasks(asked, mode, trainer))
