@@ -12,7 +12,12 @@ from typing import Any
 
 import pytest
 
-__all__ = ["ask", "installed"]
+__all__ = ["TRL", "ask", "installed"]
+
+TRL = ["trl==1.16.0", "datasets==5.2.0", "pandas==3.1.1", "pytz==2026.6", "multiprocess==0.70.19", "xxhash==4.1.0"]
+"""TRL, and what it imports that is not beside vLLM already. pyarrow has to be where Python has its packages: else dill
+takes its classes for a user's.
+"""
 
 INSTALL_SECONDS, ASK_SECONDS = 600, 300
 

@@ -115,6 +115,7 @@ class RolloutCoordinator:
     batch = _in_thread(RolloutClient.batch)
     why = _in_thread(RolloutClient.why)
     sync_weights = _in_thread(RolloutClient.sync_weights)
+    weights_written_anew = _in_thread(RolloutClient.weights_written_anew)
     sync_adapter = _in_thread(RolloutClient.sync_adapter)
     remove_adapter = _in_thread(RolloutClient.remove_adapter)
     get_weight = _in_thread(RolloutClient.get_weight)
@@ -141,7 +142,3 @@ class RolloutCoordinator:
         # Not the client's own: the GPU is that of this thread, not of one of the pool.
         port, make = validation.whole("master_port", master_port), self.client._publisher.make_group
         return await self._run(make, master_address, port, state_dict_meta, device=gpu_of())
-
-    async def weights_written_anew(self, version: int, path: str) -> None:
-        """Record that the current weights were lost from shared memory, and lie there again."""
-        await self._run(self.client._publisher.republish, version, path)

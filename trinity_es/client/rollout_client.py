@@ -383,6 +383,10 @@ class RolloutClient(SystemClient):
         seconds = validation.seconds("timeout", timeout) or self.config.synchronizer.sync_timeout
         return self._publisher.publish(validation.whole("version", version), weights, seconds)
 
+    def weights_written_anew(self, version: int, path: str) -> None:
+        """Record that the current weights were lost from shared memory, and lie there again."""
+        self._publisher.republish(version, path)
+
     def sync_adapter(
         self, name: str, version: int, path: str | Path, *, timeout: float | None = None
     ) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import openai
 import pytest
 
 import trinity_es
-from tests.helpers.client_packages import ask, installed
+from tests.helpers.client_packages import TRL, ask, installed
 from tests.helpers.engines import largest_difference
 from tests.helpers.serving import answers, client_of, recorded, serving
 from tests.helpers.systems import end, scripted
@@ -32,9 +32,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarn
 HERE = Path(__file__).parent
 TOLERANCE = 1e-3
 OPENENV = "openenv==0.10.0"
-TRL = ["trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0", "pandas==3.1.1", "pyarrow==26.0.1",
-       "python-dateutil==4.0.0", "pytz==2026.6", "dill==0.4.1", "multiprocess==0.70.19", "xxhash==4.1.0"]
-"""TRL, and what its client imports that is not beside vLLM already."""
 VERIFIERS = ["verifiers==0.4.0", "renderers==0.1.12"]
 CHAT: Any = [{"role": "user", "content": "c="}]
 SCHEMA: Any = {

@@ -1,0 +1,255 @@
+"""TRL's GRPOTrainer killed at random, on our engines and alone: which prompts was it trained on, and what was lost?
+
+The trainer of examples/trl_grpo (`benchmarks.trl_recorded`) notes the rows of each generation that it trains on. While
+it trains, it, a runner, the coordinator, or all of them at once are killed (-9), seeded; what was killed is started
+again, by the example's own command or by the system itself. A killed trainer takes the steps since its checkpoint
+again; what counts is what a step was last trained on, since what came of it before is gone. Then:
+
+- other prompts: steps trained on other rows than in a run that nobody disturbed; and rows of the data set that were
+  trained on more or less often than there
+- generated again: steps that were trained on anew with other tokens than before
+- submitted or run twice: batches and runs in the log that are there more than once
+- did not start: restarts of the trainer that ended with an error
+
+`--alone` is the same trainer with TRL's own generation (its one process is killed, whatever the kind).
+
+    python -m benchmarks.trl_kills [--kills 20] [--undisturbed 5] [--seed 0] [--steps 100] [--alone] [--json FILE]
+
+It needs trl beside vLLM, `pip install trl==1.16.0`. Exit code 1 where a list has an entry, or the killed run's reward
+is below all of those that were not disturbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import trinity_es
+from trinity_es import Config, load_config
+from trinity_es.client.teardown import end_system
+from trinity_es.events import vocabulary as ev
+from trinity_es.system.leftovers import leftovers
+
+__all__ = ["KINDS", "Trainee", "account", "kill_while_training", "main"]
+
+KINDS = ("trainer", "runner", "coordinator", "all")
+RESTARTS = 3
+"""Maximum of starts in a row that may end with an error before a run is given up."""
+EXAMPLE = Path(__file__).parents[1] / "examples" / "trl_grpo" / "config.yaml"
+
+
+class Trainee:
+    """A trainer in a folder, as a process that is killed and started again."""
+
+    def __init__(self, folder: Path, overrides: list[str], settings: dict[str, Any], *, alone: bool = False) -> None:
+        self.folder, self.alone, self.settings = folder, alone, settings
+        self.overrides = ["system.detach=true", *overrides]
+        folder.mkdir(parents=True, exist_ok=True)
+        self.process: subprocess.Popen[bytes] | None = None
+        self.starts, self.failed = 0, 0
+
+    @property
+    def config(self) -> Config:
+        """The config of its system."""
+        return load_config(EXAMPLE, [
+            f"model.model_path={self.folder}/model", f"store.url=sqlite:///{self.folder}/log.sqlite", *self.overrides])
+
+    def start(self) -> None:
+        """Start it, where it does not run."""
+        given = {"alone": self.alone, "overrides": self.overrides, "settings": self.settings}
+        command = [sys.executable, "-m", "benchmarks.trl_recorded", str(self.folder), json.dumps(given)]
+        with (self.folder / "trainer.log").open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        self.starts += 1
+
+    def step(self) -> int:
+        """Return the last step that this process ended; -1 before it ended one."""
+        with contextlib.suppress(OSError, ValueError):
+            pid, step = (self.folder / "beat").read_text().split()
+            if self.process is not None and int(pid) == self.process.pid:
+                return int(step)
+        return -1
+
+    def reach(self, step: int, seconds: float) -> bool:
+        """Wait until a step was ended; start the trainer again where it ended with an error. False: it is done.
+
+        Raises RuntimeError where it does not start, TimeoutError after `seconds`.
+        """
+        deadline, in_a_row = time.monotonic() + seconds, 0
+        while self.step() < step:
+            code = None if self.process is None else self.process.poll()
+            if code == 0:
+                return False
+            if self.process is None or code is not None:
+                if code is not None and code != -signal.SIGKILL:
+                    self.failed, in_a_row = self.failed + 1, in_a_row + 1
+                if in_a_row > RESTARTS:
+                    raise RuntimeError(f"the trainer does not start: {self.log_end()}")
+                self.start()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"waited {seconds} s for step {step}, last {self.step()}: {self.log_end()}")
+            time.sleep(0.02)
+        return True
+
+    def log_end(self) -> str:
+        return (self.folder / "trainer.log").read_text(errors="replace")[-3000:]
+
+    def kill(self, kind: str) -> None:
+        """End one part of it with -9, or all."""
+        victims: list[psutil.Process] = []
+        if kind in ("trainer", "all") or self.alone:
+            assert self.process is not None
+            victims = [psutil.Process(self.process.pid)]
+        if not self.alone and kind != "trainer":
+            system = leftovers(self.config)
+            victims += system if kind == "all" else [p for p in system if _title(p).lower().startswith(kind)]
+        for victim in victims:
+            with contextlib.suppress(psutil.Error):
+                victim.kill()
+        if self.process is not None and (kind in ("trainer", "all") or self.alone):
+            self.process.wait()
+
+    def end(self) -> None:
+        """End what runs."""
+        if self.process is not None and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        if not self.alone:
+            end_system(self.config)
+
+
+def _title(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def kill_while_training(
+    trainee: Trainee, kinds: list[str], chance: random.Random, *, seconds: float = 900.0
+) -> list[tuple[int, str]]:
+    """Train to the end, and kill one of `kinds` after the other on the way; returns the step of each.
+
+    `seconds`: maximum of the time until the next step that is waited for.
+    """
+    last = int(trainee.settings["max_steps"])
+    steps = sorted(chance.randrange(1, last) for _ in kinds)
+    killed = []
+    began = time.monotonic()
+    for kind, step in zip(kinds, steps, strict=True):
+        if not trainee.reach(step, seconds):
+            break
+        pace = min((time.monotonic() - began) / max(step, 1), 1.0)
+        time.sleep(chance.uniform(0.0, pace))  # anywhere in what comes next
+        trainee.kill(kind)
+        killed.append((trainee.step(), kind))
+    trainee.reach(last + 1, seconds)
+    return killed
+
+
+def account(trainee: Trainee, plan: dict[int, list[int]] | None) -> dict[str, Any]:
+    """Return what a run was trained on, and what is wrong with that against the plan: rows by step."""
+    last = int(trainee.settings["max_steps"])
+    lines = [json.loads(line) for line in (trainee.folder / "trained.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["step"] < last]  # the others are evals
+    steps = {line["step"]: line["rows"] for line in lines}
+    tokens: dict[int, set[str]] = {}
+    for line in lines:
+        tokens.setdefault(line["step"], set()).add(json.dumps([line["rows"], line["ids"], line["rewards"]]))
+    found: dict[str, Any] = {
+        "reward": json.loads((trainee.folder / "done.json").read_text())["reward"],
+        "steps": len(steps), "trained": len(lines), "starts": trainee.starts, "did not start": trainee.failed,
+        "generated again": sorted(step for step, seen in tokens.items() if len(seen) > 1),
+        "other prompts": [], "rows too often": 0, "rows too seldom": 0,
+    }
+    if plan is not None:
+        both = plan.keys() | steps.keys()
+        found["other prompts"] = sorted(step for step in both if plan.get(step) != steps.get(step))
+        planned, had = (Counter(row for rows in of.values() for row in rows) for of in (plan, steps))
+        found["rows too often"], found["rows too seldom"] = len(had - planned), len(planned - had)
+    if not trainee.alone:
+        found |= _twice(trainee.config)
+    return {**found, "plan": steps}
+
+
+def _twice(config: Config) -> dict[str, Any]:
+    submitted: Counter[str] = Counter()
+    ran: Counter[tuple[str, int, int]] = Counter()
+    with trinity_es.open_log(config.store.url) as log:
+        for recorded in log.events():
+            if isinstance(recorded.event, ev.BatchSubmitted):
+                submitted[recorded.stream] += 1
+            elif isinstance(recorded.event, ev.RunsFinished):
+                ran.update((recorded.stream, recorded.event.task, run.run) for run in recorded.event.runs)
+        problems = log.verify()
+    return {"submitted twice": [name for name, n in submitted.items() if n > 1],
+            "run twice": [list(run) for run, n in ran.items() if n > 1], "log": problems}
+
+
+WRONG = ("other prompts", "generated again", "submitted twice", "run twice", "log", "did not start")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--undisturbed", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--alone", action="store_true")
+    parser.add_argument("--set", action="append", default=[], help="an override of the example's config")
+    parser.add_argument("--folder", type=Path, default=None)
+    parser.add_argument("--json", type=Path, default=None)
+    args = parser.parse_args()
+    folder = Path(args.folder or tempfile.mkdtemp(prefix="trl-kills-")).absolute()
+    told: dict[str, Any] = {"kills": args.kills, "seed": args.seed, "steps": args.steps, "alone": args.alone}
+    rewards, plan = [], None
+    for i in range(args.undisturbed):
+        settings = {"max_steps": args.steps}
+        trainee = Trainee(
+            folder / f"undisturbed-{i}", [*args.set, f"explorer.rollout_model.seed={i}"], settings, alone=args.alone)
+        began = time.monotonic()
+        found = _run(trainee, [], random.Random(i), None)
+        plan = plan or found["plan"]
+        rewards.append(found["reward"])
+        print(f"undisturbed {i}: reward {found['reward']:.3f} in {time.monotonic() - began:.0f} s", flush=True)
+    chance = random.Random(args.seed)
+    kinds = [KINDS[i % len(KINDS)] for i in range(args.kills)]
+    chance.shuffle(kinds)
+    trainee = Trainee(folder / "killed", args.set, {"max_steps": args.steps}, alone=args.alone)
+    began = time.monotonic()
+    found = _run(trainee, kinds, chance, plan)
+    found.pop("plan")
+    told |= {"undisturbed": rewards, "killed": found, "seconds": round(time.monotonic() - began)}
+    print(json.dumps(told, indent=1))
+    if args.json is not None:
+        args.json.write_text(json.dumps(told, indent=1) + "\n")
+    if args.folder is None:
+        shutil.rmtree(folder)
+    return int(any(found.get(name) for name in WRONG) or found["reward"] < min(rewards, default=0.0))
+
+
+def _run(
+    trainee: Trainee, kinds: list[str], chance: random.Random, plan: dict[int, list[int]] | None
+) -> dict[str, Any]:
+    try:
+        killed = kill_while_training(trainee, kinds, chance)
+        return {**account(trainee, plan), "killed": killed}
+    finally:
+        trainee.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""TRL's own trainers on our engines: the real GRPOTrainer, and what AsyncGRPOTrainer does with a worker.
+
+TRL is installed beside what is there. The engines play a script, but where it says vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.trl_kills import KINDS, WRONG, Trainee, account, kill_while_training
+from tests.helpers.client_packages import TRL, ask, installed
+from tests.helpers.paths import ROOT
+from tests.helpers.systems import StartSystem, events
+from trinity_es.events import vocabulary as ev
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+
+HERE = Path(__file__).parent
+SCRIPTED = ["explorer.rollout_model.engine_type=scripted"]
+
+
+@pytest.fixture(scope="module")
+def trl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The variables with which a script finds TRL, and us."""
+    folder = installed(tmp_path_factory.mktemp("trl") / "packages", *TRL, beside=True)["PYTHONPATH"]
+    return {"PYTHONPATH": os.pathsep.join((folder, str(ROOT))), "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false"}
+
+
+def system(start_system: StartSystem, folder: Path, **sections: Any) -> Path:
+    """Start a system, and write the config with which a trainer joins it."""
+    sections = {"synchronizer": {"sync_method": "memory"}, **sections}
+    client = start_system(folder=folder, **sections)
+    engine = {"explorer": {"rollout_model": {"engine_type": "scripted"}}}
+    file = folder / "config.yaml"
+    file.write_text(json.dumps({**engine, **sections, "store": {"url": client.config.store.url}}))
+    return file
+
+
+def test_runs_that_failed_are_in_no_baseline_and_infrastructure_is_tried_again(
+    start_system: StartSystem, tmp_path: Path, trl: dict[str, str]
+) -> None:
+    rules = [{"prompt": "b=", "error": "the engine hiccuped", "times": 2}]
+    explorer = {"rollout_model": {"engine_type": "scripted", "script": {"rules": rules}},
+                "max_repeat_times_per_runner": 1}
+    config = system(start_system, tmp_path, explorer=explorer)
+    rollouts = {"workflow": "tests.helpers.trl_rewards:Flaky", "workflow_args": {"of": "a"}}
+    settings = {"max_steps": 1, "per_device_train_batch_size": 32, "num_generations": 4, "shuffle_dataset": False}
+    told = ask(HERE / "trl_step.py", trl, folder=str(tmp_path), config=str(config), rollouts=rollouts,
+               settings=settings)
+    [made] = told["generations"]
+    assert made["prompts"][:8] == ["a="] * 4 + ["b="] * 4
+    assert made["rollout_failed"] == [False, False, False, True, *[False] * 28]
+    assert made["reward"][:8] == [0.0, 1.0, 2.0, None, 0.0, 1.0, 2.0, 3.0]
+    assert made["masks"][:4] == [8, 8, 8, 0]
+    of_three = [-1.0, 0.0, 1.0, 0.0]  # by their own mean and deviation, and none for the one that failed
+    of_four = [(n - 1.5) / 1.2910 for n in range(4)]
+    assert made["advantages"][:8] == pytest.approx([*of_three, *of_four], abs=1e-3)
+
+
+def test_trl_rewards_answers_itself_and_evaluates(
+    start_system: StartSystem, tmp_path: Path, trl: dict[str, str]
+) -> None:
+    config = system(start_system, tmp_path, buffer={"pipeline": {"operators": []}})
+    settings = {"max_steps": 2, "per_device_train_batch_size": 16, "per_device_eval_batch_size": 16,
+                "num_generations": 4, "num_generations_eval": 2, "gradient_accumulation_steps": 2, "save_steps": 1}
+    told = ask(HERE / "trl_step.py", trl, folder=str(tmp_path), config=str(config), rollouts={}, settings=settings,
+               evaluate=True)
+    assert [len(g["prompts"]) for g in told["generations"]] == [32, 32, 8]
+    assert [{name.rsplit("/", 2)[0] for name in g["rollout_id"]} for g in told["generations"]][:2] == [
+        {"0/trl-train-0"}, {"1/trl-train-0"}]
+    assert [set(g["rollout_version"]) for g in told["generations"]] == [{0}, {1}, {2}]
+    assert told["metrics"]["eval_reward"] == 100.0
+
+
+def test_the_first_of_two_processes_asks_and_the_other_gets_its_part(
+    start_system: StartSystem, tmp_path: Path, trl: dict[str, str]
+) -> None:
+    config = system(start_system, tmp_path)
+    settings = {"max_steps": 2, "per_device_train_batch_size": 6, "num_generations": 4, "shuffle_dataset": False}
+    given = {"folder": str(tmp_path), "config": str(config), "settings": settings,
+             "rollouts": {"workflow": "tests.helpers.trl_rewards:Flaky", "workflow_args": {"of": "none"}}}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0",
+               "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", str(HERE / "trl_step.py"), json.dumps(given)]
+    done = subprocess.run(
+        command, env={**os.environ, **trl, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
+        check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    parts = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    for step in (0, 1):
+        rows = [part["generations"][step] for part in parts]
+        assert [name for part in rows for name in part["rollout_id"]] == [
+            f"{step}/trl-train-0/{task}/{run}" for task in range(3) for run in range(4)]
+        advantages = [value for part in rows for value in part["advantages"]]
+        assert advantages == pytest.approx([(n - 1.5) / 1.2910 for n in range(4)] * 3, abs=1e-3)  # across both
+
+
+def test_a_trainer_that_is_killed_with_all_parts_trains_on_each_prompt_as_planned(
+    tmp_path: Path, trl: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in trl.items():
+        monkeypatch.setenv(name, value)
+    settings = {"max_steps": 20, "save_steps": 3}  # of 16 an epoch
+    plan = {}
+    for folder, kinds in (("undisturbed", []), ("killed", list(KINDS))):
+        trainee = Trainee(tmp_path / folder, SCRIPTED, settings)
+        try:
+            killed = kill_while_training(trainee, kinds, random.Random(1), seconds=240)
+            found = account(trainee, plan or None)
+        finally:
+            trainee.end()
+        assert [kind for _, kind in killed] == kinds
+        assert {name: found[name] for name in WRONG if found[name]} == {}, trainee.log_end()
+        plan = found["plan"]
+    assert found["starts"] > 1
+    assert found["trained"] > found["steps"] == 20  # some steps were taken again
+
+
+def test_async_worker_and_weight_transfer_do_what_the_trainer_does_with_them(
+    start_system: StartSystem, tmp_path: Path, trl: dict[str, str]
+) -> None:
+    client = start_system(folder=tmp_path, synchronizer={"sync_method": "memory"})
+    file = tmp_path / "config.yaml"
+    file.write_text(json.dumps({
+        "explorer": {"rollout_model": {"engine_type": "scripted"}}, "synchronizer": {"sync_method": "memory"},
+        "store": {"url": client.config.store.url}}))
+    told = ask(HERE / "trl_async.py", trl, config=str(file))
+    assert told["differences"] == []
+    assert [sample[0] for step in told["first"] for sample in step] == [g for g in range(12) for _ in range(2)]
+    assert all(sample[3] == 4 for step in told["first"] for sample in step)  # tokens that are trained on
+    assert {sample[2] for step in told["first"] for sample in step} != {0.0}
+    # Each step takes a batch. Those of the steps after the checkpoint's come again as they were, and what step 3 might
+    # not have trained on; nothing that it surely has.
+    begins = told["second"][0][0][0] // 2
+    assert 1 <= begins <= 3
+    again = told["first"][begins:]
+    assert told["second"][: len(again)] == again
+    assert told["arrays"] == ["int64", "int64", "float32"]
+    assert "sample/dropped_stale_total" not in told["metrics"]
+    assert told["stopped"] == "the rollouts do not run: start() them"
+    submitted = [e.batch_id for e in events(client, ev.BatchSubmitted)]
+    assert len(submitted) == len(set(submitted))
+
+
+@pytest.mark.vllm
+def test_trl_learns_the_letters_from_one_command(
+    tmp_path: Path, trl: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in trl.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)  # tests/conftest.py has one for all of a process
+    trainee = Trainee(tmp_path / "run", [], {"max_steps": 100})
+    try:
+        kill_while_training(trainee, ["trainer"], random.Random(0), seconds=600)
+        found = account(trainee, None)
+    finally:
+        trainee.end()
+    assert found["reward"] >= 0.7
+    assert {name: found[name] for name in WRONG if found[name]} == {}, trainee.log_end()

@@ -1,0 +1,235 @@
+"""The rollout function and callback for TRL: ids, order, weights, failures. Trainer and system are stand-ins."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import trinity_es
+from tests.helpers.trl_trainers import EOS, StandInClient, StandInTrainer, answer
+from trinity_es.errors import ConfigError, DataError, WorkflowError
+from trinity_es.integrations import trl
+from trinity_es.integrations.step_weights import step_version
+from trinity_es.integrations.trl import Rollouts, last_checkpoint, rollout_reward
+
+ROWS = [{"prompt": "a=", "answer": "a"}, {"prompt": "b=", "answer": "b"}]
+ASKED = ["a=", "a=", "b=", "b="]
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> StandInClient:
+    found = StandInClient()
+    monkeypatch.setattr(trl, "connect", lambda config, *, resumed_at=None: found)
+    return found
+
+
+def rollouts(tmp_path: Path, **given: Any) -> Rollouts:
+    config = trinity_es.Config.from_dict(
+        {"explorer": {"rollout_model": {"engine_type": "scripted"}}, "synchronizer": {"sync_method": "memory"}},
+        folder=tmp_path)
+    return Rollouts(config, **{"reward_fn": "rewards:letters", **given})
+
+
+def begin(made: Rollouts, trainer: StandInTrainer, batches: int = 4, sampler: Any = None) -> None:
+    loader = SimpleNamespace(sampler=None, batch_sampler=SimpleNamespace(sampler=sampler))
+    loader = type("Loader", (), {**vars(loader), "__len__": lambda self: batches})()
+    made.on_train_begin(trainer.args, trainer.state, None, train_dataloader=loader)
+
+
+def test_a_step_is_one_batch_with_a_task_for_each_group(tmp_path: Path, client: StandInClient) -> None:
+    made, trainer = rollouts(tmp_path), StandInTrainer(ROWS)
+    found = made(ASKED, trainer)
+    [(batch_id, tasks)] = client.submitted.items()
+    assert batch_id == "0/trl-train-0"
+    assert [(t["raw_task"], t["repeat_times"]) for t in tasks] == [
+        ({"answer": "a", "prompt": "a="}, 2), ({"answer": "b", "prompt": "b="}, 2)]
+    assert tasks[1]["index"] == {"taskset": "trl-train", "index": 1}
+    assert tasks[0]["rollout_args"] == {
+        "temperature": 0.9, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "max_tokens": 8}
+    assert found["prompt_ids"] == [[1, 2]] * 4
+    assert found["completion_ids"] == [[10, 20], [10, 21], [11, 20], [11, 21]]  # by task, by run
+    assert found["logprobs"] == [[-0.5, -0.25]] * 4
+    assert found["env_mask"] == [[1, 1]] * 4
+    assert found["reward"] == rollout_reward(**found) == [1.0] * 4
+    assert found["rollout_id"][2] == "0/trl-train-0/1/0"
+
+
+def test_a_trainer_that_goes_on_gets_what_is_stored(tmp_path: Path, client: StandInClient) -> None:
+    first, killed = rollouts(tmp_path), StandInTrainer(ROWS)
+    begin(first, killed)
+    before = []
+    for _ in range(3):
+        before.append(first(ASKED, killed))
+        killed.end_step(first)
+    again, trainer = rollouts(tmp_path), StandInTrainer(ROWS)
+    trainer.state.global_step = 1
+    begin(again, trainer)
+    after = []
+    for _ in range(3):
+        after.append(again(ASKED, trainer))
+        trainer.end_step(again)
+    assert client.generated == [f"{step}/trl-train-0" for step in range(4)]
+    assert after[:2] == before[1:]
+    assert client.synced == [1, 2, 3]  # each version once
+    assert client.acknowledged[3:] == [("1/trl-train-0", 2), ("2/trl-train-0", 3), ("3/trl-train-0", 4)]
+
+
+def test_each_call_of_a_step_is_a_batch_and_evals_are_none_of_training(tmp_path: Path, client: StandInClient) -> None:
+    made, trainer = rollouts(tmp_path), StandInTrainer(ROWS, gradient_accumulation_steps=2)
+    begin(made, trainer)
+    made(ASKED, trainer)
+    made(ASKED, trainer)
+    trainer.end_step(made)
+    trainer.model.training = False
+    found = made(ASKED, trainer)
+    assert list(client.submitted)[:2] == ["0/trl-train-0", "0/trl-train-1"]
+    assert list(client.submitted)[2].startswith("1/trl-eval-0-")
+    assert found["completion_ids"] == [[10, 20], [10, 21], [11, 20], [11, 21]]
+    assert client.acknowledged == [("0/trl-train-0", 1), ("0/trl-train-1", 1)]
+    assert client.synced == [1]
+
+
+def test_a_generation_that_serves_several_steps_is_acknowledged_by_the_last(
+    tmp_path: Path, client: StandInClient
+) -> None:
+    made, trainer = rollouts(tmp_path), StandInTrainer(ROWS, steps_per_generation=2, save_steps=2)
+    begin(made, trainer)
+    made(ASKED, trainer)
+    trainer.end_step(made)
+    assert client.acknowledged == []
+    trainer.end_step(made)
+    assert client.acknowledged == [("0/trl-train-0", 2)]
+
+
+def test_checkpoints_within_a_generation_are_refused(tmp_path: Path, client: StandInClient) -> None:
+    made = rollouts(tmp_path)
+    with pytest.raises(ConfigError, match="save_steps is 3, and each generation serves 2 steps"):
+        begin(made, StandInTrainer(ROWS, steps_per_generation=2, save_steps=3))
+    trainer = StandInTrainer(ROWS, steps_per_generation=2, save_steps=2)
+    trainer.state.global_step = 3
+    with pytest.raises(ConfigError, match="the checkpoint of step 3 lies within a generation"):
+        begin(made, trainer)
+
+
+def test_other_prompts_than_those_stored_are_refused(tmp_path: Path, client: StandInClient) -> None:
+    rollouts(tmp_path)(ASKED, StandInTrainer(ROWS))
+    with pytest.raises(DataError, match="'0/trl-train-0' is in the log with other prompts"):
+        rollouts(tmp_path)(["b=", "b=", "a=", "a="], StandInTrainer(ROWS))
+    with pytest.raises(DataError, match="no groups of 2 equal ones: prompt 1 differs"):
+        rollouts(tmp_path)(["a=", "b=", "a=", "b="], StandInTrainer(ROWS))
+
+
+def test_a_run_that_failed_for_good_is_a_row_that_nothing_is_learned_from(
+    tmp_path: Path, client: StandInClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    client.failing = {("0/trl-train-0", 0, 1), ("0/trl-train-0", 1, 0), ("0/trl-train-0", 1, 1)}
+
+    def length(completions: Any, **columns: Any) -> list[float]:
+        return [7.0] * len(completions)
+
+    async def slow(completions: Any, **columns: Any) -> list[float]:
+        return [8.0] * len(completions)
+
+    trainer = StandInTrainer(ROWS, reward_funcs=[rollout_reward, length, slow])
+    found = rollouts(tmp_path)(ASKED, trainer)
+    assert found["rollout_failed"] == [False, True, True, True]
+    assert found["completion_ids"] == [[10, 20], [EOS], [EOS], [EOS]]
+    assert found["prompt_ids"] == [[1, 2], [1, 2], [EOS], [EOS]]
+    assert found["env_mask"] == [[1, 1], [0], [0], [0]]
+    columns = {"prompts": ASKED, "completions": [""] * 4, **found}
+    assert [fn.__name__ for fn in trainer.reward_funcs] == ["rollout_reward", "length", "slow"]
+    said = [trainer.reward_funcs[0](**columns), trainer.reward_funcs[1](**columns),
+            asyncio.run(trainer.reward_funcs[2](**columns))]
+    assert said == [[1.0, None, None, None], [7.0, None, None, None], [8.0, None, None, None]]
+    assert "the sandbox is gone" in caplog.text
+
+
+def test_a_batch_without_any_run_is_an_error_and_is_generated_again(tmp_path: Path, client: StandInClient) -> None:
+    client.failing = {("0/trl-train-0", task, run) for task in (0, 1) for run in (0, 1)}
+    made, trainer = rollouts(tmp_path), StandInTrainer(ROWS)
+    with pytest.raises(WorkflowError, match=r"no run succeeded .finalized.*the sandbox is gone"):
+        made(ASKED, trainer)
+    client.failing = set()
+    assert rollouts(tmp_path)(ASKED, StandInTrainer(ROWS))["reward"] == [1.0] * 4
+    assert client.generated == ["0/trl-train-0"] * 2
+
+
+def test_an_engine_that_is_beyond_a_step_gets_its_weights_as_a_newer_version(
+    tmp_path: Path, client: StandInClient
+) -> None:
+    assert [step_version(step, current) for step, current in ((3, 0), (3, 3), (3, 5), (5, 1000003), (2, 1000003))] == [
+        3, 3, 1000003, 1000005, 2000002]
+    made, trainer = rollouts(tmp_path), StandInTrainer(ROWS)
+    trainer.state.global_step = 5
+    made(ASKED, trainer)
+    trainer.state.global_step = 3  # another trainer, with an eval that was not made then
+    trainer.model.training = False
+    made(ASKED, trainer)
+    assert client.synced == [5, 1000003]
+
+
+def test_the_last_experience_of_a_run_is_its_row(tmp_path: Path, client: StandInClient) -> None:
+    client.extra = [answer(0, 1, step=1, reward=0.5, tokens=[1, 2, 3, 7, 8, 9], prompt_length=3,
+                           logprobs=[-1.0, 0.0, -2.0], action_mask=[True, False, True]),
+                    answer(1, 1, step=1, tokens=[1, 2, 3], prompt_length=3, logprobs=None, reward=0.25,
+                           truncate_status="prompt_truncated")]
+    found = rollouts(tmp_path)(ASKED, StandInTrainer(ROWS))
+    assert found["completion_ids"] == [[10, 20], [7, 8, 9], [11, 20], [EOS]]
+    assert found["env_mask"] == [[1, 1], [1, 0, 1], [1, 1], [0]]  # what was said without a token is not learned from
+    assert found["reward"] == [1.0, 0.5, 1.0, 0.25]
+    assert found["prompt_ids"][1] == [1, 2, 3]
+
+
+def test_rows_that_can_t_be_told_apart_by_their_prompts_are_refused(tmp_path: Path, client: StandInClient) -> None:
+    rows = [*ROWS, {"prompt": "a=", "answer": "A"}]
+    with pytest.raises(DataError, match="rows 0 of trl-train and 2 of trl-train have the same prompt and differ in an"):
+        rollouts(tmp_path)(ASKED, StandInTrainer(rows))
+    rollouts(tmp_path, columns=[])(ASKED, StandInTrainer(rows))
+    assert [t["raw_task"] for t in client.submitted["0/trl-train-0"]] == [{"prompt": "a="}, {"prompt": "b="}]
+    with pytest.raises(DataError, match="trl-train has no column 'truth': it has prompt, answer"):
+        rollouts(tmp_path, columns=["truth"])(ASKED, StandInTrainer(rows))
+
+
+def test_what_can_t_be_served_is_refused(tmp_path: Path, client: StandInClient) -> None:
+    with pytest.raises(ConfigError, match="operators works on rewards"):
+        rollouts(tmp_path, reward_fn=None)
+    trainer = StandInTrainer(ROWS, reward_funcs=[torch.nn.Linear(1, 1)])
+    with pytest.raises(ConfigError, match="reward_funcs has a model"):
+        rollouts(tmp_path)(ASKED, trainer)
+    trainer.reward_funcs, trainer.use_vllm = [], True
+    with pytest.raises(ConfigError, match="use_vllm"):
+        rollouts(tmp_path)(ASKED, trainer)
+    assert client.submitted == {}
+
+
+def test_a_new_process_draws_the_order_of_the_epoch_that_it_is_in(tmp_path: Path, client: StandInClient) -> None:
+    def sampler() -> Any:
+        return SimpleNamespace(num_samples=9, seed=5, generator=torch.Generator().manual_seed(5))
+
+    def order(of: Any) -> list[int]:
+        return list(torch.randperm(9, generator=of.generator).tolist())
+
+    one = sampler()
+    orders = [order(one) for _ in range(3)]
+    made, trainer, fresh = rollouts(tmp_path), StandInTrainer(ROWS), sampler()
+    trainer.state.global_step = 9  # of four steps an epoch
+    begin(made, trainer, sampler=fresh)
+    assert order(fresh) == orders[2]
+    begin(made, trainer, sampler=fresh)  # it goes on by itself
+    assert order(fresh) == order(one)
+
+
+def test_the_last_checkpoint_is_one_that_was_written_whole(tmp_path: Path) -> None:
+    assert last_checkpoint(tmp_path / "missing") is None
+    for step, text in ((9, json.dumps({"global_step": 9})), (10, json.dumps({"global_step": 10})), (20, '{"glob'),
+                       (30, None)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if text is not None:
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(text)
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")

@@ -1,0 +1,379 @@
+"""TRL's GRPOTrainer (trl 1.16) on our engines: `Rollouts` is its rollout function and a callback of it.
+
+    rollouts = Rollouts("config.yaml", reward_fn="rewards:letters")
+    trainer = GRPOTrainer(..., rollout_func=rollouts, callbacks=[rollouts], reward_funcs=rollout_reward)
+    trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))
+
+TRL asks for completions of a step's prompts. Each group of equal prompts is one task, all of them are one batch, whose
+id is made of step, mode and how often was asked in this step: a trainer that was killed and goes on at its checkpoint
+asks for the same batches again and gets what the log has. Before a batch that the log has not is submitted, the engines
+get the weights of its step. A run that failed for good, after its attempts, is a row that TRL learns nothing from and
+that counts in no group's mean; the failures of machinery never become a reward. Of several processes the first asks,
+and the others get their part of it from there.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import logging
+import math
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate.data_loader import get_sampler
+from accelerate.utils import broadcast_object_list, gather_object
+from transformers import TrainerCallback
+
+from trinity_es.client.rollout_client import RolloutClient, connect
+from trinity_es.config.config import Config, load_config
+from trinity_es.events.errors import ConfigError, DataError
+from trinity_es.events.experience import Experience
+from trinity_es.events.values import Task
+from trinity_es.integrations.step_batches import Mode, PromptRows, Runs, find_batch, play_batch, prompt_key
+from trinity_es.integrations.step_weights import missing_version, publish_tensors
+
+__all__ = ["Rollouts", "last_checkpoint", "rollout_reward"]
+
+ANSWERS = "trinity_es.integrations.answers:AnswerWorkflow"
+SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
+            "repetition_penalty": "repetition_penalty", "max_completion_length": "max_tokens"}
+"""Our names of what GRPOConfig says of sampling."""
+COLUMNS = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "reward", "rollout_failed", "rollout_version",
+           "rollout_id")
+"""What a row has: the first three go into the trainer, the fourth masks the loss, the others reach reward functions."""
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def rollout_reward(reward: Sequence[float | None], **columns: Any) -> list[float | None]:
+    """Return the rewards that the workflow gave: a reward function for GRPOTrainer. None for a run that failed."""
+    return list(reward)
+
+
+def last_checkpoint(output_dir: str | Path) -> str | None:
+    """Return the newest checkpoint of a trainer that was written whole; None where there is none.
+
+    `resume_from_checkpoint=True` takes the newest, though a trainer that was killed may have left it half written.
+    """
+    found = {}
+    for folder in Path(output_dir).glob("checkpoint-*"):
+        step = folder.name.partition("-")[2]
+        try:
+            json.loads((folder / "trainer_state.json").read_text())  # TRL writes it last
+        except (OSError, ValueError):
+            continue
+        if step.isdecimal():
+            found[int(step)] = str(folder)
+    return found[max(found)] if found else None
+
+
+class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed in part
+    """A `rollout_func` of GRPOTrainer that is its callback, too. Connects to the running system of the config's store.
+
+    - `workflow`: registered name, or "module:Class", as in a taskset; by default `single_turn` with `reward_fn`, and
+      without one a workflow that rewards nothing, for reward functions that TRL runs itself
+    - `reward_fn`: "module:name", of TRL's form or ours, run by the workflow; give GRPOTrainer `rollout_reward` then
+    - `columns`: columns of the data set that tasks get beside the prompt; None: all
+    - `reward_fn_args, workflow_args, format_args, rollout_args`: as in `Task`. Sampling is the trainer's, with
+      `rollout_args` over it
+    - `name`: of this trainer, in the ids of its batches
+
+    A run that gave several experiences is one row, its last: TRL has a row for each completion that it asked for.
+    """
+
+    def __init__(
+        self,
+        config: Config | str | Path,
+        *,
+        workflow: str | None = None,
+        reward_fn: str | None = None,
+        columns: Sequence[str] | None = None,
+        reward_fn_args: Mapping[str, Any] | None = None,
+        workflow_args: Mapping[str, Any] | None = None,
+        format_args: Mapping[str, Any] | None = None,
+        rollout_args: Mapping[str, Any] | None = None,
+        name: str = "trl",
+    ) -> None:
+        self.config = config if isinstance(config, Config) else load_config(config)
+        if workflow is None and reward_fn is None and self.config.buffer.pipeline.operators:
+            raise ConfigError(
+                "without a reward_fn or a workflow TRL rewards the answers, and buffer.pipeline.operators works on "
+                "rewards: set it to [], or name a reward_fn"
+            )
+        self.name, self._columns = name, columns
+        self._task: dict[str, Any] = {
+            "workflow": workflow or ("single_turn" if reward_fn else ANSWERS), "reward_fn": reward_fn,
+            "reward_fn_args": dict(reward_fn_args or {}), "workflow_args": dict(workflow_args or {}),
+            "format_args": dict(format_args or {}),
+        }
+        self._rollout_args = dict(rollout_args or {})
+        self._client: RolloutClient | None = None
+        self._rows: dict[Mode, PromptRows] = {}
+        self._calls: Counter[str] = Counter()
+        self._unacknowledged: list[str] = []
+        self._trainer: Any = None
+        self._several = False
+
+    # --- the rollout function ---------------------------------------------------------------------------------------
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        """Return this process's rows, in the order of its prompts. GRPOTrainer calls it."""
+        self._take_over(trainer)
+        mode: Mode = "train" if trainer.model.training else "eval"
+        asked = gather_object(prompts)
+        step = int(trainer.state.global_step)
+        call = self._calls[f"{step} {mode}"]
+        self._calls[f"{step} {mode}"] += 1
+        tasks: list[Task] = []
+        batch_id = f"{step}/{self.name}-{mode}-{call}"
+        if mode == "eval":  # of any data set, perhaps by hand
+            batch_id += f"-{sha256(prompt_key(asked)).hexdigest()[:8]}"
+
+        def version() -> int | None:
+            tasks.extend(self._tasks(asked, mode, trainer))
+            return None if find_batch(self.client, batch_id, tasks) else missing_version(self.client, step)
+
+        if (wanted := self._on_main(version)) is not None:
+            self._serve(wanted)
+        rows = self._on_main(lambda: self._played(batch_id, tasks, mode))
+        if mode == "train":
+            self._unacknowledged.append(batch_id)
+        first = trainer.accelerator.process_index * len(prompts)
+        return {column: values[first : first + len(prompts)] for column, values in rows.items()}
+
+    @property
+    def client(self) -> RolloutClient:
+        """The client of the system, in the first process; connected when it is first needed. Raises NotRunning."""
+        if self._client is None:
+            self._client = connect(self.config)
+        return self._client
+
+    def close(self) -> None:
+        """Let go of the system, which goes on."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _take_over(self, trainer: Any) -> None:
+        """Take note of the trainer, once. Raises ConfigError for one that this can't serve."""
+        if self._trainer is trainer:
+            return
+        if trainer.use_vllm:
+            raise ConfigError("GRPOConfig has use_vllm: TRL would start an engine of its own; leave it out")
+        if hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config"):
+            raise ConfigError("the trainer's model has PEFT's adapter, and whole weights are published: train those")
+        if any(isinstance(fn, torch.nn.Module) for fn in trainer.reward_funcs):
+            raise ConfigError(
+                "reward_funcs has a model, which would reward runs that failed, too: call it in a function, or have "
+                "it as an auxiliary model"
+            )
+        trainer.reward_funcs = [_sparing(fn) for fn in trainer.reward_funcs]
+        self._trainer = trainer
+
+    def _on_main(self, work: Callable[[], T]) -> T:
+        """Have the first process do this; all get what came of it, or raise what it raised."""
+        told: list[Any] = [None, None]
+        if self._trainer.accelerator.is_main_process:
+            try:
+                told = [work(), None]
+            except Exception as e:
+                if self._trainer.accelerator.num_processes == 1:
+                    raise
+                told = [None, e]
+        if self._trainer.accelerator.num_processes > 1:
+            told = broadcast_object_list(told)
+        if told[1] is not None:
+            raise told[1]
+        return told[0]  # type: ignore[no-any-return]  # it went through a broadcast
+
+    def _tasks(self, asked: list[Any], mode: Mode, trainer: Any) -> list[Task]:
+        """Return a task for each group of prompts. Raises DataError for groups that are none."""
+        group = trainer.num_generations if mode == "train" else trainer.num_generations_eval
+        wrong = next((i for i in range(len(asked)) if asked[i] != asked[i - i % group]), None)
+        if wrong is not None or len(asked) % group:
+            raise DataError(
+                f"{len(asked)} prompts are no groups of {group} equal ones: prompt {wrong} differs from its group's "
+                "first. TRL's own samplers repeat each prompt num_generations times"
+            )
+        if mode not in self._rows:
+            data = trainer.train_dataset if mode == "train" else trainer.eval_dataset
+            named = data if isinstance(data, dict) else {f"{self.name}-{mode}": data}
+            self._rows[mode] = PromptRows({k: v for k, v in named.items() if v is not None}, self._columns)
+        sampling = {ours: getattr(trainer.args, theirs) for theirs, ours in SAMPLING.items()}
+        sampling = {key: value for key, value in sampling.items() if value is not None}
+        if sampling.get("top_k") == 0:  # TRL's word for all tokens
+            sampling["top_k"] = -1
+        made = []
+        for prompt in asked[::group]:
+            raw_task, index = self._rows[mode].task_row(prompt)
+            made.append(Task(
+                **self._task, repeat_times=group, raw_task=raw_task, index=index,
+                rollout_args={**sampling, **self._rollout_args},
+            ))
+        return made
+
+    def _played(self, batch_id: str, tasks: list[Task], mode: Mode) -> dict[str, list[Any]]:
+        runs = play_batch(self.client, batch_id, tasks, mode)
+        if not self._several and any(len(found) > 1 for found in runs.values()):
+            self._several = True
+            _log.warning("batch %r: runs gave several experiences, and TRL gets the last of each", batch_id)
+        eos = int(self._trainer.processing_class.eos_token_id)
+        rows = _rows(batch_id, runs, len(tasks), int(tasks[0].repeat_times or 1), eos)
+        return {column: [row[column] for row in rows] for column in COLUMNS}
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+    def _serve(self, version: int) -> None:
+        """Have the engines serve the trainer's weights; all processes call it, since the weights may be in parts."""
+        trainer = self._trainer
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        self._on_main(lambda: self._publish(version, state))
+
+    def _publish(self, version: int, state: Mapping[str, Any]) -> None:
+        if self.config.synchronizer.sync_method == "checkpoint":
+            self.client.sync_weights(version, self._written(version, state))
+        else:
+            publish_tensors(self.client, version, state)
+
+    def _written(self, version: int, state: Mapping[str, Any]) -> Path:
+        """Write a folder that engines load, and remove older ones; the newest are kept, as many as checkpoints."""
+        folder = Path(self.config.run_dir) / f"{self.name}-weights"
+        target, half = folder / f"version_{version}", folder / f".version_{version}"
+        for path in (target, half):
+            shutil.rmtree(path, ignore_errors=True)
+        model = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        model.save_pretrained(half, state_dict=dict(state))
+        self._trainer.processing_class.save_pretrained(half)
+        half.rename(target)
+        written = sorted(folder.glob("version_*"), key=lambda path: int(path.name.partition("_")[2]))
+        for path in written[: -self.config.trainer.keep_checkpoints]:
+            shutil.rmtree(path, ignore_errors=True)
+        return target
+
+    # --- the callback -----------------------------------------------------------------------------------------------
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Connect as a trainer that is at this step, and have data go on where a new process of TRL would not."""
+        per_generation = args.steps_per_generation * args.num_iterations
+        per_step, step = args.gradient_accumulation_steps, int(state.global_step)
+        _require_whole_generations(args, per_generation, per_step)
+        loader = others["train_dataloader"]
+        epoch_steps = max(math.ceil(len(loader) / per_step), 1)
+        done = step // epoch_steps * len(loader) + step % epoch_steps * per_step
+        if done % per_generation:
+            raise ConfigError(
+                f"the checkpoint of step {step} lies within a generation, which serves {per_generation} batches of "
+                "gradients: what of it was trained on can't be told apart any more; resume from an earlier one"
+            )
+        _reach_epoch(get_sampler(loader), step // epoch_steps)
+        self._calls.clear()
+        self._unacknowledged.clear()
+        if state.is_world_process_zero:
+            self.close()
+            self._client = connect(self.config, resumed_at=step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Acknowledge the batches that are used up."""
+        if self._trainer is None or self._trainer._step % (args.steps_per_generation * args.num_iterations):
+            return
+        batches, self._unacknowledged = self._unacknowledged, []
+        if state.is_world_process_zero:
+            for batch_id in batches:
+                self.client.acknowledge(batch_id, int(state.global_step))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Have the engines serve what was learned."""
+        if self._trainer is not None:
+            step = int(state.global_step)
+            if (wanted := self._on_main(lambda: missing_version(self.client, step))) is not None:
+                self._serve(wanted)
+
+
+def _rows(batch_id: str, runs: Runs, tasks: int, group: int, eos: int) -> list[dict[str, Any]]:
+    """Return a row for each run of each task, in order, also for those that failed."""
+    rows = []
+    for task in range(tasks):
+        prompt = next((_prompt(runs[task, run][-1]) for run in range(group) if (task, run) in runs), [eos])
+        for run in range(group):
+            found = runs.get((task, run))
+            row = _failed(prompt, eos) if found is None else _row(found[-1], eos)
+            rows.append({**row, "rollout_id": f"{batch_id}/{task}/{run}"})
+    return rows
+
+
+def _prompt(experience: Experience) -> list[int]:
+    return [int(token) for token in experience.tokens[: experience.prompt_length]]
+
+
+def _failed(prompt: list[int], eos: int) -> dict[str, Any]:
+    """Return a row that nothing is learned from: TRL leaves out of a group's mean what every reward function left out.
+    """
+    return {
+        "prompt_ids": prompt, "completion_ids": [eos], "logprobs": [0.0], "env_mask": [0], "reward": None,
+        "rollout_failed": True, "rollout_version": None,
+    }
+
+
+def _row(experience: Experience, eos: int) -> dict[str, Any]:
+    ids = [int(token) for token in experience.tokens[experience.prompt_length :]]
+    given = {"reward": experience.reward, "rollout_failed": False,
+             "rollout_version": experience.info.get("model_version")}
+    if not ids:  # TRL looks at the last token of each completion
+        return {**_failed(_prompt(experience), eos), **given}
+    mask = [1] * len(ids) if experience.action_mask is None else [int(own) for own in experience.action_mask]
+    logprobs = [None] * len(ids) if experience.logprobs is None else [float(value) for value in experience.logprobs]
+    return {"prompt_ids": _prompt(experience), "completion_ids": ids, "logprobs": logprobs, "env_mask": mask, **given}
+
+
+def _sparing(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a reward function that gives runs that failed no reward, whatever this one says of their empty answer."""
+
+    def spared(said: Sequence[float | None], failed: Sequence[bool]) -> list[float | None]:
+        return [None if lost else reward for reward, lost in zip(said, failed, strict=True)]
+
+    if _is_async(fn):
+
+        @functools.wraps(fn)
+        async def call_async(**columns: Any) -> list[float | None]:
+            return spared(await fn(**columns), columns["rollout_failed"])
+
+        return call_async
+
+    @functools.wraps(fn)
+    def call(**columns: Any) -> list[float | None]:
+        return spared(fn(**columns), columns["rollout_failed"])
+
+    return call
+
+
+def _is_async(fn: Any) -> bool:
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
+
+
+def _require_whole_generations(args: Any, per_generation: int, per_step: int) -> None:
+    """Refuse checkpoints within a generation, which TRL can't go on from. Raises ConfigError."""
+    if str(getattr(args.save_strategy, "value", args.save_strategy)) != "steps" or args.save_steps < 1:
+        return
+    if args.save_steps * per_step % per_generation:
+        raise ConfigError(
+            f"save_steps is {args.save_steps}, and each generation serves {per_generation / per_step:g} steps: a "
+            "trainer that resumes within one trains on some of it twice; set save_steps to a multiple of it"
+        )
+
+
+def _reach_epoch(sampler: Any, epoch: int) -> None:
+    """Bring a new sampler of TRL to the order of this epoch: it draws a new one for each, and begins with the first.
+
+    One that was used, or is of another kind, stays as it is.
+    """
+    generator = getattr(sampler, "generator", None)
+    if generator is None or getattr(sampler, "seed", None) is None or hasattr(sampler, "set_epoch"):
+        return
+    if torch.equal(generator.get_state(), torch.Generator().manual_seed(sampler.seed).get_state()):
+        for _ in range(epoch):
+            torch.randperm(sampler.num_samples, generator=generator)

@@ -1,0 +1,285 @@
+"""TRL's AsyncGRPOTrainer (trl 1.16) on our engines: `AsyncRollouts` is its rollout worker, its weight transfer, and a
+callback of it.
+
+    rollouts = AsyncRollouts("config.yaml", dataset, reward_fn="rewards:letters")
+    trainer = AsyncGRPOTrainer(..., rollout_worker=rollouts, weight_transfer=rollouts, callbacks=[rollouts])
+
+Batches of prompts are submitted in the order of the data, some ahead of what the trainer has taken; each experience of
+theirs is a sample, with the advantage that the pipeline gave it. A batch is acknowledged when its samples were surely
+trained on; a trainer that goes on from a checkpoint gets those again that were acknowledged later or never, as they
+were. So nothing is lost, and what lay in the trainer's own queues is trained on again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import random
+import threading
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import TrainerCallback
+
+from trinity_es.client.rollout_client import RolloutClient, connect
+from trinity_es.config.config import Config, load_config
+from trinity_es.events.errors import ConfigError, DataError, NotRunning
+from trinity_es.events.experience import Experience
+from trinity_es.events.values import Task
+from trinity_es.integrations.step_batches import play_batch, submit_batch
+from trinity_es.integrations.step_weights import missing_version, publish_tensors, step_of
+
+__all__ = ["AsyncRollouts"]
+
+STEPS_BEHIND = 2
+"""How many steps of the trainer later its samples were surely trained on: it takes some ahead."""
+STOP_SECONDS = 10.0
+"""How long a worker that is stopped may take to end."""
+
+_log = logging.getLogger(__name__)
+
+
+class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed in part
+    """`RolloutWorkerProtocol` and `WeightTransferProtocol` of AsyncGRPOTrainer. The store's system must run.
+
+    - `dataset`: rows with a `prompt`; tasks get all of their columns
+    - `batch_size`: prompts a batch; `num_generations`: runs of each; `ahead`: batches that are in flight at a time
+    - `seed`: of the order, another one in each epoch; None: as the data set has it. Epochs have no end: the trainer has
+    - `name`: of this trainer, in the ids of its batches
+    - `task`: what else a `Task` has (workflow, reward_fn, rollout_args, ...)
+
+    Raises ConfigError where `synchronizer.sync_method` is checkpoint: weights come as tensors.
+    """
+
+    def __init__(
+        self, config: Config | str | Path, dataset: Any, *, batch_size: int = 8, num_generations: int = 8,
+        ahead: int = 2, seed: int | None = 0, name: str = "trl-async", **task: Any,
+    ) -> None:
+        self.config = config if isinstance(config, Config) else load_config(config)
+        if self.config.synchronizer.sync_method == "checkpoint":
+            raise ConfigError("TRL sends weights as tensors: set synchronizer.sync_method to memory or nccl")
+        self.dataset, self.batch_size, self.num_generations = dataset, batch_size, num_generations
+        self.ahead, self.seed, self.name, self._task = ahead, seed, name, {"workflow": "single_turn", **task}
+        self.rollout_buffer: queue.Queue[Any] = _Buffer(self._took)
+        self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
+        self._changed = threading.Condition()
+        self._left: dict[int, int] = {}
+        """Samples of a batch that the trainer has not taken."""
+        self._taken: deque[list[str]] = deque([[]])
+        """Batches that were taken whole, by the steps in which that was so; the newest last."""
+        self._done = 0
+        """Batches taken whole since the start."""
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._stopping = False
+        self._moved = 0.0
+        self._resumed_at: int | None = None
+        self._step, self._sync_steps = 0, 1
+        self._client: RolloutClient | None = None
+
+    @property
+    def client(self) -> RolloutClient:
+        """The client of the system; connected when it is first needed. Raises NotRunning."""
+        if self._client is None:
+            self._client = connect(self.config, resumed_at=self._resumed_at)
+        return self._client
+
+    # --- the rollout worker -----------------------------------------------------------------------------------------
+    def start(self) -> None:
+        """Begin with the first batch that the trainer's checkpoint has not used. Raises ConfigError, NotRunning."""
+        if self._resumed_at is None:
+            raise ConfigError("AsyncRollouts does not know the trainer's step: give it to the trainer's callbacks, too")
+        step, log = self._resumed_at, self.client.log
+
+        def used(n: int) -> bool:
+            state = log.current(self._id(n))
+            return state is not None and state.trained_step is not None and state.trained_step <= step
+
+        first = bisect_left(range(log.count_batches(batch_type="train")), True, key=lambda n: not used(n))
+        self._moved, self._stopping, self._error = time.monotonic(), False, None
+        self._thread = threading.Thread(target=self._work, args=(first,), name="trl-rollouts", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread that submits and waits. What is in flight stays in the log."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self.destroy()
+        if self._thread is not None:
+            self._thread.join(STOP_SECONDS)
+
+    def update_model_version(self, model_version: int) -> None:
+        """Do nothing: a sample's version follows from the step whose weights made it (see `_version`)."""
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise RuntimeError where nothing more comes: with what the worker failed of, or what its batch waits for."""
+        if self._error is not None:
+            raise RuntimeError(f"the rollouts ended: {self._error}") from self._error
+        if self._thread is None or not self._thread.is_alive():
+            raise RuntimeError("the rollouts do not run: start() them")
+        if time.monotonic() - self._moved > stale_after_s and self.rollout_buffer.empty():
+            waiting = "\n".join(str(told) for told in self.client.log.why_open())
+            raise RuntimeError(f"no rollout for {stale_after_s:g} s. {waiting}")
+
+    def _work(self, first: int) -> None:
+        try:
+            submitted = first
+            for n in itertools.count(first):
+                with self._changed:
+                    while not self._stopping and n >= first + self._done + self.ahead:
+                        self._changed.wait()
+                if self._stopping:
+                    return
+                for later in range(submitted, n + self.ahead):
+                    submit_batch(self.client, self._id(later), self._tasks(later), "train")
+                submitted = max(submitted, n + self.ahead)
+                self._deliver(n)
+        except BaseException as e:
+            if not (self._stopping and isinstance(e, NotRunning)):  # its client was closed
+                _log.exception("the rollouts ended")
+                self._error = e
+
+    def _id(self, n: int) -> str:
+        return f"{n}/{self.name}"
+
+    def _tasks(self, n: int) -> list[Task]:
+        """Return the tasks of a batch: rows `n * batch_size` and on of epochs one after the other."""
+        size, made = len(self.dataset), []
+        for i in range(n * self.batch_size, (n + 1) * self.batch_size):
+            order = list(range(size))
+            if self.seed is not None:
+                random.Random(f"{self.seed}/{i // size}").shuffle(order)
+            row = order[i % size]
+            made.append(Task(
+                **self._task, repeat_times=self.num_generations, raw_task=dict(self.dataset[row]),
+                index={"taskset": self.name, "index": row},
+            ))
+        return made
+
+    def _deliver(self, n: int) -> None:
+        """Wait for a batch, and put its samples into the buffer."""
+        tasks = self._tasks(n)
+        runs = play_batch(self.client, self._id(n), tasks, "train")
+        samples = [
+            _sample(
+                experience, (tasks[task].raw_task or {})["prompt"], n * self.batch_size + task,
+                self._version(experience),
+            )
+            for (task, _), found in runs.items() for experience in found if _trained(experience).any()
+        ]
+        self.metrics_queue.put({"rollout/failed_total": float(len(tasks) * self.num_generations - len(runs))})
+        with self._changed:
+            self._left[n] = len(samples)
+        for sample in samples:
+            self.rollout_buffer.put(sample)
+        if not samples:
+            self._took(None, n)
+        self._moved = time.monotonic()
+
+    def _version(self, experience: Experience) -> int:
+        """Return the version of a sample as TRL counts: 1 for the weights that a process begins with."""
+        step = step_of(int(experience.info.get("model_version", 0)))
+        return 1 + (step - (self._resumed_at or 0)) // self._sync_steps
+
+    def _took(self, sample: Any, batch: int | None = None) -> None:
+        """Take note that the trainer has a sample, or all of a batch that had none."""
+        n = sample.group_id // self.batch_size if batch is None else batch
+        with self._changed:
+            self._left[n] -= sample is not None
+            if self._left[n] == 0:
+                del self._left[n]
+                self._done += 1
+                self._taken[-1].append(self._id(n))
+                self._changed.notify_all()
+
+    # --- the weight transfer ----------------------------------------------------------------------------------------
+    def init_weight_transfer(self) -> None:
+        """Connect. Raises NotRunning."""
+        self.client.wait_ready()
+
+    def pause(self) -> None:
+        """Do nothing: engines pause, with their requests kept, when they load."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
+        """Have the engines serve these tensors as those of this step. Raises SyncError, which names what is wrong."""
+        state = {name: tensor.detach().cpu() for name, tensor in iterator}
+        if (version := missing_version(self.client, self._step)) is not None:
+            publish_tensors(self.client, version, state)
+
+    def resume(self) -> None:
+        """Do nothing: see `pause`."""
+
+    def destroy(self) -> None:
+        """Let go of the system, which goes on."""
+        if self._client is not None:
+            self._client.close()
+
+    # --- the callback -----------------------------------------------------------------------------------------------
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Take note of the step that the trainer goes on from; nothing is known of one before."""
+        self._step = self._resumed_at = int(state.global_step)
+        self._sync_steps, self._client = int(getattr(args, "weight_sync_steps", 1)), None
+        self._left, self._taken, self._done = {}, deque([[]]), 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Acknowledge the batches that were surely trained on."""
+        self._step = int(state.global_step)
+        if not state.is_world_process_zero:
+            return
+        with self._changed:
+            self._taken.append([])
+            used = self._taken.popleft() if len(self._taken) > STEPS_BEHIND + 1 else []
+        for batch_id in used:
+            self.client.acknowledge(batch_id, int(state.global_step))
+
+
+class _Buffer(queue.Queue[Any]):
+    """A queue that tells what was taken out of it."""
+
+    def __init__(self, took: Any) -> None:
+        super().__init__()
+        self._told = took
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        sample = super().get(block, timeout)
+        self._told(sample)
+        return sample
+
+
+def _trained(experience: Experience) -> np.ndarray[Any, Any]:
+    """Return where the loss is taken over the response: bool [R]."""
+    count = len(experience.tokens) - experience.prompt_length
+    return np.ones(count, bool) if experience.action_mask is None else np.asarray(experience.action_mask, bool)
+
+
+def _sample(experience: Experience, prompt: Any, group: int, version: int) -> Any:
+    """Return TRL's sample of an experience. Raises DataError where it lacks what that has."""
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+    mask = _trained(experience)
+    if experience.advantages is None or experience.logprobs is None:
+        raise DataError(
+            f"experience {experience.eid.uid} has no advantages or no logprobs, which a sample of TRL's has: see "
+            "buffer.pipeline.operators (grpo) and rollout_args"
+        )
+    advantages = np.unique(experience.advantages[mask])
+    if len(advantages) != 1:
+        raise DataError(f"experience {experience.eid.uid} has an advantage a token, and a sample of TRL's has one")
+    before = np.zeros(experience.prompt_length)
+    messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}]
+    return RolloutSample(
+        prompt=messages, completion=[{"role": "assistant", "content": experience.response_text or ""}],
+        input_ids=np.asarray(experience.tokens, np.int64),
+        completion_mask=np.concatenate([before, mask]).astype(np.int64),
+        old_log_probs=np.concatenate([before, np.where(mask, experience.logprobs, 0.0)]).astype(np.float32),
+        advantage=float(advantages[0]), model_version=version,
+        group_id=group, enqueued_at=time.time(),
+        metrics={"reward": float("nan") if experience.reward is None else experience.reward},
+    )
