@@ -11,7 +11,7 @@ from reasoning_gym.factory import DATASETS
 from trinity_es.config.buffer import TasksetConfig
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.values import Task, task_from_dict, task_to_dict
-from trinity_es.reasoning_gym import dataset
+from trinity_es.tasksets.reasoning_gym import dataset
 from trinity_es.tasksets.taskset import Taskset
 from trinity_es.workflows.rewards import reward_of
 

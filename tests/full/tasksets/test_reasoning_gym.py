@@ -62,7 +62,7 @@ def test_a_composite_is_one_taskset_with_tasks_of_its_families(opened: Opened) -
     families = [ast.literal_eval(task["raw_task"]["entry"])["metadata"]["source_dataset"] for task in told["tasks"]]
     assert set(families) == {"leg_counting", "spell_backward"}
     assert families.count("leg_counting") > families.count("spell_backward")
-    assert {task["reward_fn"] for task in told["tasks"]} == {"trinity_es.reasoning_gym:Score"}
+    assert {task["reward_fn"] for task in told["tasks"]} == {"trinity_es.tasksets.reasoning_gym:Score"}
     assert "<answer>answer here</answer>" in told["tasks"][0]["format_args"]["system_prompt"]
     other = opened(**{**TWO, "args": {**TWO["args"], "seed": 1000}})
     assert [task["raw_task"]["prompt"] for task in other["tasks"]] != [task["raw_task"]["prompt"]
