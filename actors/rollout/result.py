@@ -8,7 +8,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trinity_es.actors.rollout.usage import Usage
-from trinity_es.events.errors import DataError, EngineError, StartupError, TrinityError, UnknownWorkflow, WorkflowError
+from trinity_es.events.errors import (
+    DataError,
+    EngineError,
+    EnvironmentFailed,
+    StartupError,
+    TrinityError,
+    UnknownWorkflow,
+    WorkflowError,
+)
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import FailureKind, require_finite
 from trinity_es.events.vocabulary import RunResult
@@ -148,6 +156,8 @@ def classify(
         return "timeout", f"no end after {round(timeout, 3)} s ({key})" if timeout else "timed out"
     if isinstance(error, EngineError):
         return "data" if error.details.get("refused") else "infra", str(error)
+    if isinstance(error, EnvironmentFailed):
+        return error.details.get("kind", "infra"), str(error)
     if isinstance(error, StartupError):
         return "infra", str(error)
     if isinstance(error, UnknownWorkflow | DataError):

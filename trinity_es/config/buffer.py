@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from trinity_es.config.section import Args, ClassPath, FileName, ImportName, Positive, Section
+from trinity_es.environments.verifiers_tasks import PREFIX, tasks_file
 
 __all__ = [
     "BufferConfig", "DataSelectorConfig", "ExplorerInputConfig", "FormatConfig", "OperatorConfig", "PipelineConfig",
@@ -69,7 +70,7 @@ class TasksetConfig(Section):
     """Name of the taskset, in metrics and in the log; no two tasksets have the same."""
     path: Annotated[str, Field(min_length=1)]
     """JSONL file (a JSON object a line) or parquet file; or a folder of them, then `split` chooses; or a Hugging Face
-    dataset directory (`save_to_disk`)."""
+    dataset directory (`save_to_disk`); or `verifiers:NAME`, the tasks of an installed environment, which it plays."""
     split: str | None = None
     """In a folder: the file `<split>.jsonl` or `<split>.parquet`, or the dataset's split, is read."""
     ratio: float = Field(default=1.0, gt=0.0)
@@ -97,6 +98,17 @@ class TasksetConfig(Section):
     epochs: Positive | None = 1
     """Times that the whole file is read; null: without end."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _environments_own(cls, data: Any) -> Any:
+        """Have the tasks of an environment played by it."""
+        path = data.get("path") if isinstance(data, dict) else None
+        if not isinstance(path, str) or not path.startswith(PREFIX):
+            return data
+        args = data.get("workflow_args") or {}
+        own = {"env": path.removeprefix(PREFIX)}
+        return {"workflow": "verifiers", **data, "workflow_args": {**own, **args} if isinstance(args, dict) else args}
+
     @model_validator(mode="after")
     def _one_order(self) -> Self:
         if self.shuffle and self.data_selector is not None:
@@ -105,7 +117,12 @@ class TasksetConfig(Section):
 
     @property
     def file(self) -> Path:
-        """The file to read: `path`, or in it, where it is a folder, what `split` names; for a dataset a folder."""
+        """The file to read: `path`, or in it, where it is a folder, what `split` names; for a dataset a folder.
+
+        Raises ConfigError for the tasks of an environment that is not installed.
+        """
+        if self.path.startswith(PREFIX):
+            return tasks_file(self.workflow_args)
         path = Path(self.path)
         if self.split is None or not path.is_dir() or (path / "state.json").is_file():
             return path

@@ -45,7 +45,8 @@ from trinity_es.config.schema import (
 )
 from trinity_es.config.section import FileName, Positive, Section
 from trinity_es.config.yaml_file import apply_overrides, read_yaml
-from trinity_es.events.errors import ConfigError, UnknownWorkflow
+from trinity_es.environments.verifiers_tasks import PREFIX, tasks_file
+from trinity_es.events.errors import ConfigError, DataError, UnknownWorkflow
 from trinity_es.events.secrets import marked, mask
 from trinity_es.events.store.database import masked
 
@@ -107,7 +108,8 @@ class Config(Section):
         ]
         inputs = self.buffer.explorer_input
         inputs = inputs.model_copy(update={
-            group: [t.model_copy(update={"path": _absolute(t.path, folder)}) for t in getattr(inputs, group)]
+            group: [t.model_copy(update={"path": t.path if t.path.startswith(PREFIX) else _absolute(t.path, folder)})
+                    for t in getattr(inputs, group)]
             for group in ("tasksets", "eval_tasksets")
         })
         run = folder / "runs" / self.project / self.name
@@ -177,7 +179,9 @@ class Config(Section):
             for group in ("tasksets", "eval_tasksets"):
                 for i, taskset in enumerate(getattr(self.buffer.explorer_input, group)):
                     key = f"buffer.explorer_input.{group}[{i}]"
-                    if taskset.file.is_dir():
+                    if taskset.path.startswith(PREFIX):
+                        problems += _told_by(partial(tasks_file, taskset.workflow_args), f"{key}.path")
+                    elif taskset.file.is_dir():
                         if not (taskset.file / "state.json").is_file():
                             problems.append(f"{key}.path: {taskset.file} is a folder: choose <split>.jsonl in it with "
                                             f"{key}.split (or .parquet, or a dataset's split)")
@@ -237,13 +241,16 @@ def _build_problem(
     key: str, leaf: str, name: str, registered: Iterable[str], build: Callable[[], Any]
 ) -> list[str]:
     """Return what is wrong with the name `<key>.<leaf>`, or else with what it builds."""
-    found = _import_problem(f"{key}.{leaf}", name, registered)
+    return _import_problem(f"{key}.{leaf}", name, registered) or _told_by(build, key)
+
+
+def _told_by(build: Callable[[], Any], key: str) -> list[str]:
+    """Return what is wrong with what this builds."""
     try:
-        if not found:
-            build()
-    except ConfigError as e:
+        build()
+    except (ConfigError, DataError) as e:
         return [f"{key}: {e}"]
-    return found
+    return []
 
 
 def _absolute(path: str, folder: Path) -> str:

@@ -21,6 +21,7 @@ from typing import IO, Any, Protocol
 import orjson
 
 from trinity_es.config.buffer import TasksetConfig
+from trinity_es.environments.verifiers_tasks import PREFIX, made_tasks
 from trinity_es.events.errors import TasksetError
 
 __all__ = ["RowFile", "open_rows"]
@@ -39,7 +40,7 @@ class RowFile(Protocol):
 
 def open_rows(config: TasksetConfig) -> RowFile:
     """Return the file of this taskset, checked. Raises TasksetError, which names the file, and the line or row."""
-    file = config.file
+    file = made_tasks(config.workflow_args) if config.path.startswith(PREFIX) else config.file
     try:
         found: RowFile
         if file.is_dir():

@@ -61,6 +61,7 @@ class WorkflowRegistry:
 WORKFLOWS = WorkflowRegistry({
     "simple_workflow": "trinity_es.workflows.simple:SimpleWorkflow",
     "async_simple_workflow": "trinity_es.workflows.simple:AsyncSimpleWorkflow",
+    "verifiers": "trinity_es.environments.verifiers_workflow:VerifiersWorkflow",
 })
 """The registry that tasks and tasksets look names up in."""
 
