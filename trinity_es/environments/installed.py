@@ -121,8 +121,8 @@ def remove(name: str) -> Installed:
 
 def _requirement(package: str) -> tuple[str, str]:
     """Return what pip is to be told, and the name of the environment. Raises ConfigError."""
-    found = _distribution(package)
-    if Path(package).exists():
+    found = _distribution(package) if package else ""
+    if package and Path(package).exists():
         return str(Path(package).absolute()), _plain(found)
     name, _, version = package.partition("@")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[A-Za-z0-9._,-]+\])?", name):

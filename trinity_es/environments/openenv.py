@@ -59,7 +59,7 @@ class OpenEnvWorkflow(Workflow):
         observe = _given(args.get("observe"), shown)
         messages = self.opening()
         rewards: list[float] = []
-        invalid = 0
+        counts = {"turns": 0.0, "invalid_actions": 0.0}
         async with session(args) as env:
             schema = await env.action_schema()
             state = await env.reset({**(args.get("reset") or {}), **((self.task.raw_task or {}).get("reset") or {})})
@@ -69,17 +69,18 @@ class OpenEnvWorkflow(Workflow):
                 messages.append({"role": "user", "content": observe(state["observation"], schema)})
                 [answer] = await self.model.chat_async(messages)
                 messages.append({"role": "assistant", "content": answer.response_text})
+                counts["turns"] += 1
                 try:
                     state = await env.step(parse(answer.response_text or "", schema))
                 except (ValueError, _NoAction) as e:
                     if "invalid_reward" not in args:
                         raise EnvironmentFailed(f"the answer is no action: {e}", kind="workflow") from e
                     rewards.append(float(args["invalid_reward"]))
-                    invalid = 1
+                    counts["invalid_actions"] += 1
                     break
                 if state["reward"] is not None:
                     rewards.append(float(state["reward"]))
-        return self._experiences(rewards, {"turns": len(messages) // 2, "invalid_actions": float(invalid)})
+        return self._experiences(rewards, counts)
 
     def opening(self) -> list[dict[str, Any]]:
         """Return the messages before the first observation: the system prompt, and the row's prompt where it is one."""
@@ -131,7 +132,8 @@ class OpenEnvSession:
     async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return the data of the answer to a message."""
         async with _failing(self._url):
-            await self._socket.send_str(json.dumps(message))
+            with suppress(aiohttp.ClientError, ConnectionError):  # a server may say why it closes
+                await self._socket.send_str(json.dumps(message))
             answer = await asyncio.wait_for(self._socket.receive(), self._timeout)
             if answer.type is not aiohttp.WSMsgType.TEXT:
                 raise EnvironmentFailed(f"the OpenEnv server {self._url} closed the session ({answer.type.name})")
@@ -155,7 +157,7 @@ def _state(data: dict[str, Any], url: str) -> dict[str, Any]:
     return {"observation": observation, "reward": reward, "done": bool(data.get("done"))}
 
 
-class _Full(EnvironmentFailed):
+class _Full(Exception):
     """A server plays as many episodes as it can."""
 
 
@@ -185,10 +187,10 @@ async def _connected(http: aiohttp.ClientSession, url: str, timeout: float) -> A
             socket = await http.ws_connect(f"{url}/ws", max_msg_size=MESSAGE_BYTES, heartbeat=30.0)
         try:
             await OpenEnvSession(http, socket, url, timeout).ask({"type": "state"})
-        except _Full:
+        except _Full as e:
             await socket.close()
             if asyncio.get_running_loop().time() > until:
-                raise
+                raise EnvironmentFailed(f"the OpenEnv server {url} plays as many episodes as it can: {e}") from e
             await asyncio.sleep(random.uniform(0.1, 1.0))
         except BaseException:
             await socket.close()

@@ -120,9 +120,9 @@ class EnvironmentServer:
                     error = message["error"]
                     failed = EnvironmentFailed(f"{error['type']}: {error['message']}", kind="workflow")
                     asked.set_exception(failed)
-        except (asyncio.IncompleteReadError, ConnectionError) as e:
+        except (asyncio.IncompleteReadError, ConnectionError):
             if not self.ended:
-                _log.warning("the process of environment %s has ended (%s): it is started again", self.name, e)
+                _log.warning("the process of environment %s has ended: the next run starts another", self.name)
         finally:
             self._end()
         until = time.monotonic() + END_SECONDS
@@ -151,7 +151,8 @@ def environment_variables(python: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in ours}
     tool = uv()  # verifiers starts programs by it
     path = [str(python.parent), kept.get("PATH", os.defpath), *([str(Path(tool).parent)] if tool else [])]
-    return {**kept, "PATH": os.pathsep.join(path), "TOKENIZERS_PARALLELISM": "false"}
+    here = ",".join(filter(None, (kept.get("NO_PROXY"), "127.0.0.1,localhost")))  # a proxy is for the world outside
+    return {**kept, "PATH": os.pathsep.join(path), "NO_PROXY": here, "TOKENIZERS_PARALLELISM": "false"}
 
 
 # --- one for each environment and config ------------------------------------------------------------------------------

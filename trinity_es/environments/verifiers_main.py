@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import ctypes
-import hashlib
 import itertools
 import json
 import os
@@ -75,11 +75,31 @@ def write_tasks(file: str, config: str, limit: str) -> None:
 
 
 # --- episodes ---------------------------------------------------------------------------------------------------------
+def share_client(endpoints: dict[str, dict[str, str]]) -> None:
+    """Have one client ask for all runs, each at its own endpoint: `endpoints` by the id of a trace.
+
+    verifiers keeps a client, with its connections, for each address that it ever asked; each run has one of its own.
+    """
+    from verifiers.v1.clients.train import TrainClient
+    from verifiers.v1.interception import server
+
+    class Shared(TrainClient):  # type: ignore[misc]  # verifiers is not installed where types are checked
+        async def get_response(self, *args: Any, session_id: str | None = None, **more: Any) -> Any:
+            mine = copy.copy(self)
+            mine.client = self.client.with_options(**endpoints[session_id or ""])
+            return await TrainClient.get_response(mine, *args, session_id=session_id, **more)
+
+    others = server.resolve_client
+    server.resolve_client = lambda config: Shared(config) if config.type == "train" else others(config)
+
+
 class Server:
     """Plays episodes of one environment, as many at a time as it is asked for."""
 
     def __init__(self, env: Any, writer: asyncio.StreamWriter) -> None:
         self.env, self.writer = env, writer
+        self.endpoints: dict[str, dict[str, str]] = {}
+        share_client(self.endpoints)
         self.task_type = type(env.taskset).task_type()
         self.playing: dict[int, asyncio.Task[None]] = {}
 
@@ -109,17 +129,25 @@ class Server:
         from verifiers.v1.configs.client import TrainClientConfig
         from verifiers.v1.types import SamplingConfig
 
-        # By a variable, as verifiers wants it. One with this in its name goes to no program that a harness starts.
-        variable = f"TRINITY_ES_API_KEY_{hashlib.sha256(asked['token'].encode()).hexdigest()[:8]}"
-        os.environ[variable] = asked["token"]
+        # What is asked for is said by `endpoints`: what is in here is written into traces.
         client = TrainClientConfig(
-            base_url=asked["base_url"], api_key_var=variable, renderer_model_name=asked["tokenizer"],
+            base_url="http://run", api_key_var="", renderer_model_name=asked["tokenizer"],
             renderer=asked.get("renderer"),
         )
         data = self.task_type.data_type().model_validate(asked["task"])
         [slot] = self.env.slots(self.task_type(data, self.env.config.taskset.task))
         context = ModelContext(client=client, model=asked["model"], sampling=SamplingConfig())
-        episode = await self.env.run_slot(slot, context)
+        mine: list[str] = []
+
+        def begun(trace: Any) -> None:
+            mine.append(trace.id)
+            self.endpoints[trace.id] = {"base_url": asked["base_url"], "api_key": asked["token"]}
+
+        try:
+            episode = await self.env.run_slot(slot, context, on_trace=begun)
+        finally:
+            for trace in mine:
+                del self.endpoints[trace]
         return {
             "complete": bool(self.env.complete(episode)), "is_timeout": episode.is_timeout,
             "errors": [] if episode.ok else [told(e) for e in episode.errors[-1:]],
@@ -182,8 +210,6 @@ async def serve(end: socket.socket) -> None:
             await writer.drain()
             return
         async with env.serving():
-            # Else clients are kept for ever, one for each address, and each run has an address of its own.
-            env._interception = None
             server = Server(env, writer)
             writer.write(framed({"id": 0, "result": {"pid": os.getpid()}}))
             try:
