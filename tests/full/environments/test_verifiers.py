@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import orjson
 import psutil
 import pytest
+import pytest_asyncio
 
 from tests.helpers.endpoint import serving, until
 from trinity_es.actors.engines.interface import EngineConfig
@@ -28,7 +30,7 @@ from trinity_es.events.values import Task
 from trinity_es.tasksets.taskset import Taskset
 from trinity_es.testing import ScriptedEngine
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 LETTERS = Path(__file__).parent / "letters"
 KINDS = {
@@ -37,6 +39,7 @@ KINDS = {
     "EnvError": "workflow", "timeout": "timeout",
 }
 EACH = 100
+ROWS = 8
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +53,21 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
             pytest.skip(f"verifiers can't be installed here: {e}")
 
 
-@pytest.fixture
-async def runner() -> AsyncIterator[WorkflowRunner]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def runner(letters: Installed) -> AsyncIterator[WorkflowRunner]:
+    """One for all tests: to start verifiers takes seconds."""
     engine = ScriptedEngine(EngineConfig(model_path=""))
     async with serving(engine, defaults={"max_tokens": 6}) as server:
         yield WorkflowRunner(engine, server=server, defaults={"max_tokens": 6}, timeout=120)
         await close_servers()
 
 
-def tasks(**config: Any) -> list[Task]:
-    told = {"path": "verifiers:letters-env", "name": "letters", "workflow_args": {"config": {"taskset": config}}}
-    return Taskset(TasksetConfig(**told)).all()
+def tasks(*fails: str, **more: Any) -> list[Task]:
+    """Return tasks of the environment that fail in these ways."""
+    args = {"config": {"taskset": {"rows": ROWS}}}
+    found = Taskset(TasksetConfig(path="verifiers:letters-env", name="letters", workflow_args=args)).all()
+    return [replace(found[i % ROWS], raw_task={**found[i % ROWS].raw_task, "fails": how, **more})
+            for i, how in enumerate(fails)]
 
 
 async def played(runner: WorkflowRunner, asked: list[Task], at_once: int = 16) -> list[UnitResult]:
@@ -75,7 +82,7 @@ async def played(runner: WorkflowRunner, asked: list[Task], at_once: int = 16) -
 
 
 async def test_an_episode_is_an_experience_of_what_was_sampled_and_of_nothing_else(
-    letters: Installed, runner: WorkflowRunner
+    runner: WorkflowRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampled: list[tuple[bytes, bytes]] = []
     generate = runner.engine.generate
@@ -85,8 +92,8 @@ async def test_an_episode_is_an_experience_of_what_was_sampled_and_of_nothing_el
         sampled.extend((bytes(a.prompt_token_ids), bytes(a.token_ids)) for a in answers)
         return answers
 
-    runner.engine.generate = noted  # type: ignore[method-assign]
-    done = await played(runner, tasks(each=8))
+    monkeypatch.setattr(runner.engine, "generate", noted)
+    done = await played(runner, tasks(*[""] * 8))
     assert [r.failures for r in done] == [[]] * 8
     trained = []
     for [e] in (r.experiences for r in done):
@@ -103,10 +110,11 @@ async def test_an_episode_is_an_experience_of_what_was_sampled_and_of_nothing_el
     assert Counter(trained) == Counter(asked)  # each id that was sampled, once, behind what the model had read
 
 
-async def test_each_typed_error_is_a_failure_of_its_kind_and_never_a_reward(
-    letters: Installed, runner: WorkflowRunner
-) -> None:
-    asked = tasks(fails=list(KINDS), each=EACH)
+async def test_each_typed_error_is_a_failure_of_its_kind_and_never_a_reward(runner: WorkflowRunner) -> None:
+    asked = [replace(task) for task in tasks(*KINDS) * EACH]
+    for task in asked:
+        if task.raw_task["fails"] == "timeout":
+            task.raw_task["timeout"] = {"agent": 0.05}
     done = await played(runner, asked)
     assert [e for r in done for e in r.experiences] == []
     assert [r.results for r in done] == [[]] * len(asked)
@@ -114,10 +122,8 @@ async def test_each_typed_error_is_a_failure_of_its_kind_and_never_a_reward(
     assert found == dict.fromkeys(KINDS.items(), EACH)
 
 
-async def test_what_two_branches_share_is_learned_from_once_and_a_judge_never(
-    letters: Installed, runner: WorkflowRunner
-) -> None:
-    [forked, judged, silent] = await played(runner, tasks(fails=["fork", "judged", "silent"], each=1))
+async def test_what_two_branches_share_is_learned_from_once_and_a_judge_never(runner: WorkflowRunner) -> None:
+    [forked, judged, silent] = await played(runner, tasks("fork", "judged", "silent"))
     assert [r.failures for r in (forked, judged, silent)] == [[], [], []]
     assert [int(e.action_mask.sum()) for e in forked.experiences] == [6, 6]
     assert len({e.reward for e in forked.experiences}) == 1
@@ -125,21 +131,30 @@ async def test_what_two_branches_share_is_learned_from_once_and_a_judge_never(
     assert [int(e.action_mask.sum()) for e in silent.experiences] == [6]
 
 
+async def test_a_run_that_is_over_is_over_in_its_environment(runner: WorkflowRunner, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    await played(runner, tasks(""))  # it has started
+    runner.timeout = 3.0
+    try:
+        [done] = await played(runner, tasks("sleep", note=str(note)))
+    finally:
+        runner.timeout = 120
+    assert [f[1] for f in done.failures] == ["timeout"]
+    await until(lambda: note.read_text().count("over") == 1, "the episode that was cancelled to end")
+
+
 async def test_a_server_that_is_killed_fails_what_it_played_as_infra_and_another_one_goes_on(
-    letters: Installed, runner: WorkflowRunner
+    runner: WorkflowRunner
 ) -> None:
-    asked = tasks(fails=["sleep", "sleep", "sleep", "die"], each=1)
-    done = await played(runner, asked)
+    done = await played(runner, tasks("sleep", "sleep", "sleep", "die"))
     assert [f[1] for r in done for f in r.failures] == ["infra"] * 4
     assert "has ended" in done[0].failures[0][2]
-    for task in asked:
-        task.raw_task["fails"] = ""
-    again = await played(runner, asked)
+    again = await played(runner, tasks(*[""] * 4))
     assert [len(r.experiences) for r in again] == [1] * 4
 
 
 async def test_nothing_outlives_who_asked(letters: Installed, runner: WorkflowRunner) -> None:
-    [child] = tasks(fails=["child"], each=1)
+    [child] = tasks("child")
     [done] = await played(runner, [child])
     assert done.failures == []
     server = await server_of(letters, PROGRAM, environment_config(child.workflow_args))
@@ -151,29 +166,18 @@ async def test_nothing_outlives_who_asked(letters: Installed, runner: WorkflowRu
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in (playing, started, watcher))
 
 
-async def test_a_run_that_is_over_is_over_in_its_environment(
-    letters: Installed, runner: WorkflowRunner, tmp_path: Path
-) -> None:
-    note = tmp_path / "note"
-    await played(runner, tasks(each=1, note=str(note)))  # it has started
-    runner.timeout = 2.0
-    [done] = await played(runner, tasks(each=1, fails=["sleep"], note=str(note)))
-    assert [f[1] for f in done.failures] == ["timeout"]
-    await until(lambda: note.read_text().count("over") == 2, "the episode that was cancelled to end")
-
-
-def test_the_tasks_are_the_environments(letters: Installed) -> None:
-    found = tasks(each=3)
-    assert [t.raw_task["prompt"] for t in found] == [f"{i}: write an e" for i in range(3)]
+async def test_the_tasks_are_the_environments(letters: Installed) -> None:
+    found = tasks(*[""] * ROWS)
+    assert [t.raw_task["prompt"] for t in found] == [f"{i}: write an e" for i in range(ROWS)]
     assert {t.workflow for t in found} == {"verifiers"}
     assert found[0].workflow_args["env"] == "letters-env"
+    endless = {"env": "letters-env", "config": {"taskset": {"rows": 0}}}
     with pytest.raises(TasksetError, match="have no end"):
-        tasks(endless=True)
-    limited = {"env": "letters-env", "tasks": 5, "config": {"taskset": {"endless": True}}}
-    assert len(made_tasks(limited).read_text().splitlines()) == 5
+        made_tasks(endless)
+    assert len(made_tasks({**endless, "tasks": 5}).read_text().splitlines()) == 5
 
 
-def test_a_check_shows_a_task_token_by_token(letters: Installed) -> None:
+async def test_a_check_shows_a_task_token_by_token(letters: Installed) -> None:
     command = [sys.executable, "-m", "trinity_es.cli", "env", "check", "letters_env", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr

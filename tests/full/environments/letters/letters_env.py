@@ -6,6 +6,7 @@ A task may fail where it is told to, and in the way it is told to.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -31,10 +32,8 @@ class LettersData(vf.TaskData):
 
 
 class LettersConfig(vf.TasksetConfig):
-    fails: list[str] = [""]  # noqa: RUF012
-    each: int = 4
-    note: str = ""
-    endless: bool = False
+    rows: int = 4
+    """0: there is no end."""
 
 
 class LettersTask(vf.Task[LettersData]):
@@ -57,16 +56,11 @@ class LettersTask(vf.Task[LettersData]):
 class LettersTaskset(vf.Taskset[LettersTask, LettersConfig]):
     @property
     def INFINITE(self) -> bool:  # type: ignore[override]
-        return self.config.endless
+        return self.config.rows == 0
 
     def load(self) -> Iterator[LettersTask]:
-        number = 0
-        while self.config.endless or number < self.config.each * len(self.config.fails):
-            fails = self.config.fails[number % len(self.config.fails)]
-            limit = vf.TaskTimeout(agent=0.05) if fails == "timeout" else vf.TaskTimeout()
-            data = LettersData(prompt=f"{number}: write an e", fails=fails, note=self.config.note, timeout=limit)
-            yield LettersTask(data, self.config.task)
-            number += 1
+        for number in itertools.islice(itertools.count(), self.config.rows or None):
+            yield LettersTask(LettersData(prompt=f"{number}: write an e"), self.config.task)
 
 
 class Talk(vf.Harness[vf.HarnessConfig]):
@@ -89,7 +83,7 @@ class Talk(vf.Harness[vf.HarnessConfig]):
         how = data.fails
         said: list[Any] = [{"role": "user", "content": data.prompt}]
         async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
-            for turn in range(1 if how == "silent" else 2):
+            for turn in range(2 if how in ("", "fork", "judged") else 1):
                 answer = await client.chat.completions.create(model=model, messages=said)
                 text = answer.choices[0].message.content
                 # A history that is changed is another branch.
