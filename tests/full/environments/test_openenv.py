@@ -61,8 +61,10 @@ class Server:
                 assert time.monotonic() < until, "waited for the server"
                 time.sleep(0.05)
 
-    def lines(self) -> Counter[str]:
-        return Counter(self.note.read_text().split())
+    def open(self) -> int:
+        """Return how many episodes have begun and are not over."""
+        lines = Counter(self.note.read_text().split())
+        return lines["begun"] - lines["over"]
 
 
 @contextmanager
@@ -75,9 +77,10 @@ def serving(python: str, folder: Path, sessions: int = 64) -> Iterator[Server]:
         server.process.wait()
 
 
-@pytest.fixture
-def server(python: str, tmp_path: Path) -> Iterator[Server]:
-    with serving(python, tmp_path) as one:
+@pytest.fixture(scope="module")
+def server(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One for all tests that leave it alive: to start it takes seconds."""
+    with serving(python, tmp_path_factory.mktemp("server")) as one:
         yield one
 
 
@@ -107,7 +110,7 @@ async def test_an_episode_is_one_conversation_and_its_reward_the_sum_of_its_step
         assert [m["content"] for m in e.messages if m["role"] == "assistant"] == ["free"] * 3
         assert f'"guess {number}"' in e.messages[1]["content"]
         assert bytes(e.tokens[e.prompt_length :][e.action_mask].tolist()) == b"free" * 3
-    await until(lambda: server.lines() == {"begun": 8, "over": 8}, "each session to be closed")
+    await until(lambda: server.open() == 0, "each session to be closed")
 
 
 async def test_a_server_without_room_is_waited_for(python: str, tmp_path: Path) -> None:
@@ -120,7 +123,7 @@ async def test_a_server_without_room_is_waited_for(python: str, tmp_path: Path) 
     ({"reset": {"fails": "raise"}}, "workflow", "the game broke"),
     ({"reset": {"fails": "no reward"}}, "workflow", "gave no reward"),
     ({"reset": {"fails": "hang"}, "answer_timeout": 0.5}, "timeout", "did not answer in time"),
-    ({"parser": "json:loads"}, "workflow", "no action"),
+    ({"parser": f"{__name__}:no_action"}, "workflow", "no action: what is e?"),
     ({"parser": f"{__name__}:unknown_fields"}, "workflow", "VALIDATION_ERROR"),
 ])
 async def test_what_fails_is_a_failure_of_its_kind(
@@ -130,7 +133,11 @@ async def test_what_fails_is_a_failure_of_its_kind(
     assert done.experiences == []
     assert [f[1] for f in done.failures] == [kind]
     assert said in done.failures[0][2]
-    await until(lambda: server.lines()["over"] == 1, "the session to be closed")
+    await until(lambda: server.open() == 0, "the session to be closed")
+
+
+def no_action(text: str, schema: dict[str, Any]) -> dict[str, Any]:
+    raise ValueError(f"what is {text}?")
 
 
 def unknown_fields(text: str, schema: dict[str, Any]) -> dict[str, Any]:
@@ -143,20 +150,31 @@ async def test_what_an_answer_that_is_no_action_gives_the_task_may_say(server: S
     assert [(e.reward, e.metrics["invalid_actions"]) for e in done.experiences] == [(-1.0, 1.0)]
 
 
-async def test_each_failure_of_the_server_a_hundred_times_and_none_a_reward(server: Server, tmp_path: Path) -> None:
-    broken = await played(
-        runner_that_says("e"), *(task(server, i, {"fails": "raise"}) for i in range(EACH)))
-    (tmp_path / "refuse").touch()
-    refused = await played(runner_that_says("e"), *(task(server, i) for i in range(EACH)))
-    server.process.kill()
-    server.process.wait()
-    gone = await played(runner_that_says("e"), *(task(server, i) for i in range(EACH)))
+async def test_each_failure_of_a_server_a_hundred_times_and_none_a_reward(python: str, tmp_path: Path) -> None:
+    with serving(python, tmp_path) as server:
+        broken, refused, gone = await failures(server)
     for done, kind in ((broken, "workflow"), (refused, "infra"), (gone, "infra")):
         assert [e for r in done for e in r.experiences] == []
         assert Counter(f[1] for r in done for f in r.failures) == {kind: EACH}
 
 
-async def test_a_server_killed_in_a_step_fails_its_episodes_as_infra(server: Server) -> None:
+async def failures(server: Server) -> list[list[UnitResult]]:
+    broken = await played(
+        runner_that_says("e"), *(task(server, i, {"fails": "raise"}) for i in range(EACH)))
+    server.note.with_name("refuse").touch()
+    refused = await played(runner_that_says("e"), *(task(server, i) for i in range(EACH)))
+    server.process.kill()
+    server.process.wait()
+    gone = await played(runner_that_says("e"), *(task(server, i) for i in range(EACH)))
+    return [broken, refused, gone]
+
+
+async def test_a_server_killed_in_a_step_fails_its_episodes_as_infra(python: str, tmp_path: Path) -> None:
+    with serving(python, tmp_path) as server:
+        await killed_in_a_step(server)
+
+
+async def killed_in_a_step(server: Server) -> None:
     engine = ScriptedEngine(EngineConfig(model_path="", options={"response": "e", "latency_seconds": 0.2}))
     runner = WorkflowRunner(engine, defaults={"max_tokens": 40}, timeout=60)
     done = await played(runner, task(server, 0), task(server, 1, {"fails": "die"}), task(server, 2))
@@ -171,4 +189,4 @@ async def test_the_session_of_a_run_that_is_cut_off_is_closed(server: Server) ->
     runner = runner_that_says("e", timeout=1.5)
     [done] = await played(runner, task(server, 0, {"fails": "hang"}))
     assert [f[1] for f in done.failures] == ["timeout"]
-    await until(lambda: server.lines()["over"] == 1, "the session to be closed")
+    await until(lambda: server.open() == 0, "the session to be closed")
