@@ -11,11 +11,13 @@ import pytest
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.result import classify
+from trinity_es.cli.commands import env
 from trinity_es.config.config import Config
 from trinity_es.environments import installed
 from trinity_es.environments.openenv import action_of
 from trinity_es.environments.verifiers_workflow import failure_of
 from trinity_es.events.errors import ConfigError, EnvironmentFailed, WorkflowError, error_from_dict, error_to_dict
+from trinity_es.events.experience import Experience
 from trinity_es.testing import ScriptedEngine
 
 
@@ -150,3 +152,19 @@ def test_one_line_names_an_environment_as_its_taskset(folder: Path, tmp_path: Pa
         {**told, "buffer": {"explorer_input": {"tasksets": [{**line, "path": "verifiers:wordle"}]}}})
     with pytest.raises(ConfigError, match="trinity-es env install wordle"):
         missing.check()
+
+
+# --- a check ----------------------------------------------------------------------------------------------------------
+def test_a_check_shows_each_token_and_which_of_them_the_model_wrote(capsys: pytest.CaptureFixture[str]) -> None:
+    experience = Experience(
+        tokens=[7, 8, 9, 10], prompt_length=2, action_mask=[False, True], logprobs=[0.0, -0.25], reward=0.5,
+        metrics={"share": 0.5}, messages=[{"role": "user", "content": "\x1b[31mred"}])
+    assert env.tokens(experience) == [
+        {"at": 0, "id": 7, "sampled": False, "logprob": None}, {"at": 1, "id": 8, "sampled": False, "logprob": None},
+        {"at": 2, "id": 9, "sampled": False, "logprob": None}, {"at": 3, "id": 10, "sampled": True, "logprob": -0.25}]
+    env.show([experience], [(0, "infra", "the process has ended")])
+    shown = capsys.readouterr().out
+    assert "reward 0.5, 4 tokens, 1 of them sampled" in shown
+    assert "3      10       -0.2500" in shown
+    assert "FAILED (infra): the process has ended" in shown
+    assert "\x1b" not in shown

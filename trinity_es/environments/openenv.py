@@ -236,4 +236,4 @@ def shown(observation: dict[str, Any], schema: dict[str, Any]) -> str:
 
 
 def _given(name: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
-    return default if name is None else resolve(name, {}, "function")  # type: ignore[no-any-return]
+    return default if name is None else resolve(name, {}, "function")

@@ -31,6 +31,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+__all__ = ["main"]
+
 LEAVING_SECONDS = 10.0
 """How long an environment may take to give back what it holds, once nobody asks for it any more."""
 TASKS_AT_MOST = 1_000_000

@@ -46,7 +46,7 @@ class VerifiersWorkflow(Workflow):
         endpoint = self.model.openai_endpoint()
         episode = await server.ask({"run": {
             "task": self.task.raw_task, "base_url": endpoint.base_url, "token": endpoint.token, "model": endpoint.model,
-            "tokenizer": args.get("tokenizer") or await asyncio.to_thread(_tokenizer, self.model.tokenizer),
+            "tokenizer": args.get("tokenizer") or _tokenizer(self.model.tokenizer),
             "renderer": args.get("renderer"),
         }})
         failure = failure_of(episode)
@@ -56,7 +56,7 @@ class VerifiersWorkflow(Workflow):
 
     def _experiences(self, traces: list[dict[str, Any]], environment: str) -> list[Experience]:
         trained = [t for t in traces if t["trainable"] and t["ok"]]
-        found = []
+        found: list[Experience] = []
         for trace in trained:
             if not math.isfinite(trace["reward"]):
                 raise WorkflowError(f"the environment gave the reward {trace['reward']}: a number is expected")
@@ -105,8 +105,9 @@ def _tokenizer(tokenizer: Any) -> str:
     if save is None:
         raise WorkflowError("the model's tokenizer has no folder: name one as workflow_args.tokenizer")
     if tokenizer not in _saved:
-        _saved[tokenizer] = tempfile.TemporaryDirectory(prefix="trinity-es-tokenizer-")
-        save(_saved[tokenizer].name)
+        folder = tempfile.TemporaryDirectory(prefix="trinity-es-tokenizer-")
+        save(folder.name)
+        _saved[tokenizer] = folder
     return str(_saved[tokenizer].name)
 
 

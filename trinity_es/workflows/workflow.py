@@ -62,6 +62,7 @@ WORKFLOWS = WorkflowRegistry({
     "simple_workflow": "trinity_es.workflows.simple:SimpleWorkflow",
     "async_simple_workflow": "trinity_es.workflows.simple:AsyncSimpleWorkflow",
     "verifiers": "trinity_es.environments.verifiers_workflow:VerifiersWorkflow",
+    "openenv": "trinity_es.environments.openenv:OpenEnvWorkflow",
 })
 """The registry that tasks and tasksets look names up in."""
 

@@ -15,10 +15,9 @@ from trinity_es.environments import installed as environments
 from trinity_es.environments.installed import Installed
 from trinity_es.events.experience import Experience
 from trinity_es.run import single_task
-from trinity_es.run.single_task import PlayedTask
 from trinity_es.text import plain
 
-__all__ = ["env"]
+__all__ = ["env", "show", "tokens"]
 
 SHOWN = 2000
 """Maximum number of tokens that are shown of an experience to a person."""
@@ -106,9 +105,9 @@ def check(
         played = asyncio.run(single_task.play(settings, task, runs=1, folder=Path(folder)))
     if as_json:
         print_json({**{k: v for k, v in played.as_dict().items() if k != "folder"},
-                    "tokens": [_tokens(e) for e in played.experiences]})
+                    "tokens": [tokens(e) for e in played.experiences]})
     else:
-        _show(played)
+        show(played.experiences, played.failures)
     if played.failures:
         raise typer.Exit(1)
 
@@ -138,7 +137,7 @@ def _line(one: Installed) -> str:
     return f"{one.name}  {', '.join(f'{n} {v}' for n, v in one.versions.items())}  {one.folder}"
 
 
-def _tokens(e: Experience) -> list[dict[str, Any]]:
+def tokens(e: Experience) -> list[dict[str, Any]]:
     """Return an experience token by token: `logprob` is null where the model only read it."""
     ids, first = e.tokens.tolist(), e.prompt_length
     mask = e.action_mask.tolist() if e.action_mask is not None else [True] * (len(ids) - first)
@@ -150,9 +149,10 @@ def _tokens(e: Experience) -> list[dict[str, Any]]:
     ]
 
 
-def _show(played: PlayedTask) -> None:
-    for e in played.experiences:
-        rows = _tokens(e)
+def show(experiences: list[Experience], failures: list[tuple[int, str, str]]) -> None:
+    """Print what came of a task, token by token."""
+    for e in experiences:
+        rows = tokens(e)
         sampled = sum(row["sampled"] for row in rows)
         print(f"experience {e.eid.step}: reward {e.reward:g}, {len(rows)} tokens, {sampled} of them sampled"
               + (f", {e.truncate_status}" if e.truncate_status else ""))
@@ -162,5 +162,5 @@ def _show(played: PlayedTask) -> None:
         for row in rows[:SHOWN]:
             print(f"  {row['at']:<6} {row['id']:<8} " + (f"{row['logprob']:.4f}" if row["sampled"] else ""))
         print("  " + "  ".join(f"{plain(k)} = {v:g}" for k, v in sorted((e.metrics or {}).items())))
-    for _, kind, message in played.failures:
-        print(f"FAILED ({kind}): {plain(message, 2000)}")
+    for _, kind, why in failures:
+        print(f"FAILED ({kind}): {plain(why, 2000)}")
