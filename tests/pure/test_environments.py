@@ -81,6 +81,16 @@ async def test_only_ids_that_this_run_sampled_are_learned_from_each_of_them_once
             model.experiences_of_ids([(tokens, answers, [])])
 
 
+async def test_of_equal_ids_those_are_meant_that_were_sampled_there() -> None:
+    model = Model(ScriptedEngine(EngineConfig(model_path="", options={"response": "ee"})))
+    await model.generate_async([65], max_tokens=2)
+    await model.generate_async([65, 101], max_tokens=1)
+    ids = [65, 101, 101]
+    for begin in (1, 2):
+        [e] = model.experiences_of_ids([(ids, [(begin, 3)], [])])
+        assert e.prompt_length == begin
+
+
 # --- OpenEnv ----------------------------------------------------------------------------------------------------------
 ONE = {"required": ["guess"], "properties": {"guess": {"type": "string"}}}
 NUMBER = {"required": ["at"], "properties": {"at": {"type": "integer"}}}
