@@ -61,6 +61,7 @@ WALLS = {
     "trinity_es/audit/whatif": "trinity_es trinity_es/config trinity_es/audit",
     "trinity_es/client": "trinity_es trinity_es/config trinity_es/workflows trinity_es/system trinity_es/weights",
     "trinity_es/serve": "trinity_es trinity_es/config trinity_es/system trinity_es/client",
+    "trinity_es/integrations": "trinity_es trinity_es/config trinity_es/workflows trinity_es/weights trinity_es/client",
     "trinity_es/run": "trinity_es trinity_es/config trinity_es/workflows trinity_es/tasksets trinity_es/system "
                       "trinity_es/weights trinity_es/telemetry trinity_es/client trinity_es/serve",
     "trinity_es/dashboard": "trinity_es trinity_es/audit trinity_es/telemetry",
@@ -257,6 +258,7 @@ FORBIDDEN = {
     "trinity_es/audit/whatif": "run.sync_policy",
     "trinity_es/client": "run.explorer",
     "trinity_es/serve": "run.explorer",
+    "trinity_es/integrations": "run.explorer",
     "trinity_es/run": "audit.export",
     "trinity_es/dashboard": "cli.render.tables",
     "trinity_es/dashboard/pages": "cli.render.tables",
