@@ -45,7 +45,7 @@ class ByteTokenizer:
         """Write it as transformers loads it, for clients that make token ids themselves."""
         shown = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or b >= 174]
         others = {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in shown)}
-        bytes_alone = {
+        bytes_alone: dict[str, Any] = {
             "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
             "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
             "post_processor": None, "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True,

@@ -21,7 +21,15 @@ __all__ = ["env", "show", "tokens"]
 
 SHOWN = 2000
 """Maximum number of tokens that are shown of an experience to a person."""
-env = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Install environments of others, and try them.")
+HELP = """Install environments of verifiers, each in a Python environment of its own, and try them.
+
+\b
+Examples:
+  trinity-es env install gsm8k-v1
+  trinity-es env list --json
+  trinity-es env check gsm8k-v1 --config train.yaml
+"""
+env = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=HELP)
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="As `trinity-es env list` shows it.")]
 
 
