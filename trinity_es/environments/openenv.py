@@ -175,8 +175,7 @@ async def session(args: dict[str, Any]) -> AsyncIterator[OpenEnvSession]:
         finally:
             with suppress(Exception):  # who is gone closed it
                 async with asyncio.timeout(CLOSE_SECONDS):
-                    await socket.send_str('{"type": "close"}')
-                    await socket.close()
+                    await socket.close()  # which ends the session there
 
 
 async def _connected(http: aiohttp.ClientSession, url: str, timeout: float) -> Any:
