@@ -6,7 +6,7 @@ TrinityError
 ├── BatchNotFound, RunnerNotFound, WeightNotFound, AnswerNotFound             there is no such thing (KeyError)
 ├── BatchAlreadyActive, BatchTypeMismatch, AnswerDelivered                       not in this state (ValueError)
 ├── FinalizeTimeout, TakeTimeout, WaitTimeout                                nothing is lost, ask again (TimeoutError)
-├── PipelineError, WorkflowError, GraderError, EngineError, SyncError                     what ran failed
+├── PipelineError, WorkflowError, GraderError, EngineError, EnvironmentFailed, SyncError  what ran failed
 ├── NotRunning, AlreadyRunning, StartupError, WrongKey, VersionMismatch, RequestRefused    the system
 └── LogError
     ├── LogUnavailable (LogReplaced), LogRewound                               the log can't be written, or trusted
@@ -28,9 +28,10 @@ from typing import Any
 
 __all__ = [
     "AlreadyRunning", "AnswerDelivered", "AnswerNotFound", "BatchAlreadyActive", "BatchNotFound", "BatchTypeMismatch",
-    "CommitMismatch", "ConcurrencyError", "ConfigError", "CorruptPayload", "DataError", "EngineError", "Fenced",
-    "FinalizeTimeout", "GraderError", "InvalidEvent", "LogCorrupt", "LogError", "LogNotFound", "LogReplaced",
-    "LogRewound", "LogTooNew", "LogUnavailable", "NotALog", "NotFinite", "NotRunning", "PayloadNotFound",
+    "CommitMismatch", "ConcurrencyError", "ConfigError", "CorruptPayload", "DataError", "EngineError",
+    "EnvironmentFailed", "Fenced", "FinalizeTimeout", "GraderError", "InvalidEvent", "LogCorrupt", "LogError",
+    "LogNotFound", "LogReplaced", "LogRewound", "LogTooNew", "LogUnavailable", "NotALog", "NotFinite", "NotRunning",
+    "PayloadNotFound",
     "PipelineError", "RequestRefused", "RunnerNotFound", "StartupError", "SyncError", "TakeTimeout",
     "TaskNotSerializable", "TasksetError", "TrinityError", "UnknownWorkflow", "VersionMismatch", "WaitTimeout",
     "WeightNotFound", "WorkflowError", "WrongKey", "error_from_dict", "error_to_dict",
@@ -217,6 +218,13 @@ class StartupError(TrinityError):
 
 class EngineError(TrinityError):
     """An inference engine refused or failed."""
+
+
+class EnvironmentFailed(TrinityError):
+    """An environment ended a task without a result. No reward comes of it: the run is attempted again.
+
+    `details["kind"]` is the kind of this failure: `infra` (also where it is not there), `timeout` or `workflow`.
+    """
 
 
 class SyncError(TrinityError):

@@ -41,6 +41,25 @@ class ByteTokenizer:
         text = "".join(f"{m['content']}\n" for m in messages)
         return self.encode(text) if kwargs.get("tokenize", True) else text
 
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write it as transformers loads it, for clients that make token ids themselves."""
+        shown = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or b >= 174]
+        others = {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in shown)}
+        bytes_alone: dict[str, Any] = {
+            "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+            "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+            "post_processor": None, "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True,
+                                                "use_regex": True},
+            "model": {"type": "BPE", "vocab": {others.get(b, chr(b)): b for b in range(256)}, "merges": []},
+        }
+        template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+        files = {
+            "tokenizer": bytes_alone, "config": {"model_type": "gpt2"},
+            "tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template},
+        }
+        for name, content in files.items():
+            (Path(folder) / f"{name}.json").write_text(json.dumps(content))
+
 
 _SCRIPT: dict[str, Any] = {
     "load_seconds": 0.0,

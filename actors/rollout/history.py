@@ -17,9 +17,12 @@ from trinity_es.actors.engines.interface import Completion
 from trinity_es.actors.rollout.conversations import Conversing, Message
 from trinity_es.actors.rollout.turns import Turn, Turns
 from trinity_es.actors.rollout.usage import Usage
+from trinity_es.events.errors import WorkflowError
 from trinity_es.events.experience import Experience
 
 __all__ = ["Remembering"]
+
+KeptIds = tuple[Sequence[int], Sequence[tuple[int, int]], Sequence[Message]]
 
 
 class Remembering(Conversing):
@@ -91,6 +94,36 @@ class Remembering(Conversing):
             learned = {turn, *free.intersection(turn.chain())}
             free -= learned
             found.append(experience if len(learned) == 1 else self._joined(experience, turn, learned))
+        return found
+
+    def experiences_of_ids(self, sequences: Sequence[KeptIds]) -> list[Experience]:
+        """Return the experiences of sequences that a client of this run put together.
+
+        Each is its ids, where in them (begin, end) answers lie, and the messages that they are. Answers must be those
+        of this run, id by id as they were sampled, and are learned from once: what two sequences share is masked in the
+        second, and one in which nothing is left is left out. What follows the last answer is cut off. Raises
+        WorkflowError for ids that this run did not sample.
+        """
+        found, given = list[Experience](), set[Turn]()
+        for tokens, answers, messages in sequences:
+            if not answers:
+                continue
+            first, last = answers[-1]
+            turn = self.turns.ending(tokens[:last], first)
+            chain = {(t.begin, len(t.tokens)): t for t in turn.chain()} if turn else {}
+            for first, last in answers:
+                if (first, last) not in chain:
+                    raise WorkflowError(
+                        f"a sequence of {len(tokens)} ids has {first} to {last - 1} as an answer, which this run did "
+                        "not sample there: what is learned from must be asked for by this run's endpoint"
+                    )
+            learned = [chain[answer] for answer in answers if chain[answer] not in given]
+            if turn is not None and learned:
+                given.update(learned)
+                experience = self.sampled(turn, None, None, learned)
+                experience.messages = list(messages)
+                experience.truncate_status = "response_truncated" if turn.cut else None
+                found.append(experience)
         return found
 
     def forget(self) -> None:

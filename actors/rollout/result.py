@@ -11,6 +11,7 @@ from trinity_es.actors.rollout.usage import Usage
 from trinity_es.events.errors import (
     DataError,
     EngineError,
+    EnvironmentFailed,
     GraderError,
     StartupError,
     TrinityError,
@@ -162,6 +163,8 @@ def classify(
         return "timeout", f"no end after {round(timeout, 3)} s ({key})" if timeout else "timed out"
     if isinstance(error, EngineError):
         return "data" if error.details.get("refused") else "infra", str(error)
+    if isinstance(error, EnvironmentFailed):
+        return error.details.get("kind", "infra"), str(error)
     if isinstance(error, StartupError):
         return "infra", str(error)
     if isinstance(error, UnknownWorkflow | DataError):

@@ -129,6 +129,12 @@ class Turns:
                 return next((t for t in reversed(same) if not t.followed), same[-1])
         return None
 
+    def ending(self, tokens: Sequence[int], begin: int) -> Turn | None:
+        """Return the turn of these very tokens, of which those from `begin` on were sampled; None: there is none."""
+        ids = np.asarray(tokens, dtype=np.int32)
+        turns = self._by_length.get(len(ids), {}).get(_hash(ids), ())
+        return next((t for t in reversed(turns) if t.begin == begin and np.array_equal(t.tokens, ids)), None)
+
     def answered(
         self, rendered: str | None, prompt: Sequence[int], sampled: Sequence[int], logprobs: Numbers | None, text: str,
         info: Mapping[str, Any] | None = None, before: Turn | None = None, cut: bool = False,

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
-from typer.main import get_command_from_info
+from typer.main import get_command, get_command_from_info
 from typer.models import CommandInfo
 
 from trinity_es.events.errors import ConfigError, LogRewound, TrinityError
@@ -56,6 +56,7 @@ _COMMANDS = {
     "what-if": ("whatif", "Recorded batches under other settings."),
     "regenerate": ("regenerate", "A recorded rollout once more, token by token."),
     "workflows": ("workflows", "Which workflows and rewards come with the package?"),
+    "env": ("env", "Install environments of others, and try them."),
     "doctor": ("doctor", "Is what a run needs here?"),
 }
 """Commands by name: the module of `commands/` that has each, and its line in the list."""
@@ -74,6 +75,8 @@ class _Group(TyperGroup):
             return None
         module, line = _COMMANDS[cmd_name]
         function = getattr(import_module(f"trinity_es.cli.commands.{module}"), cmd_name.replace("-", "_"))
+        if isinstance(function, typer.Typer):  # commands of its own
+            return get_command(function)
         return get_command_from_info(
             CommandInfo(name=cmd_name, callback=function, short_help=line), pretty_exceptions_short=True,
             rich_markup_mode=None,

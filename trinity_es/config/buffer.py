@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from trinity_es.config.section import Args, FileName, ImportName, Positive, Section
+from trinity_es.environments.verifiers_tasks import PREFIX, tasks_file
 
 __all__ = [
     "BufferConfig", "DataSelectorConfig", "ExplorerInputConfig", "FormatConfig", "OperatorConfig", "PipelineConfig",
@@ -71,7 +72,8 @@ class TasksetConfig(Section):
     path: Annotated[str, Field(min_length=1)]
     """JSONL file (a JSON object a line) or parquet file; or a folder of them, then `split` chooses; or a Hugging Face
     dataset directory (`save_to_disk`). `hub:owner/name`: a dataset of the Hugging Face hub.
-    `reasoning_gym:leg_counting`: the tasks of a family of reasoning-gym, scored by its own scorer."""
+    `reasoning_gym:leg_counting`: the tasks of a family of reasoning-gym, scored by its own scorer. `verifiers:NAME`:
+    the tasks of an installed environment, which it plays."""
     split: str | None = None
     """In a folder: the file `<split>.jsonl` or `<split>.parquet`, or the dataset's split, is read. Of a dataset of the
     hub: its split, which is required."""
@@ -108,6 +110,17 @@ class TasksetConfig(Section):
     epochs: Positive | None = 1
     """Times that the whole file is read; null: without end."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _environments_own(cls, data: Any) -> Any:
+        """Have the tasks of an environment played by it."""
+        path = data.get("path") if isinstance(data, dict) else None
+        if not isinstance(path, str) or not path.startswith(PREFIX):
+            return data
+        args = data.get("workflow_args") or {}
+        own = {"env": path.removeprefix(PREFIX)}
+        return {"workflow": "verifiers", **data, "workflow_args": {**own, **args} if isinstance(args, dict) else args}
+
     @model_validator(mode="after")
     def _one_order(self) -> Self:
         if self.shuffle and self.data_selector is not None:
@@ -133,14 +146,21 @@ class TasksetConfig(Section):
         return self
 
     @property
-    def kind(self) -> Literal["file", "hub", "reasoning_gym"]:
+    def kind(self) -> Literal["file", "hub", "reasoning_gym", "verifiers"]:
         """Kind of source that `path` names."""
-        start = self.path.partition(":")[0] if ":" in self.path else ""
-        return "hub" if start == "hub" else "reasoning_gym" if start == "reasoning_gym" else "file"
+        match self.path.partition(":"):
+            case [("hub" | "reasoning_gym" | "verifiers") as kind, ":", _]:
+                return kind
+        return "file"
 
     @property
     def file(self) -> Path:
-        """The file to read: `path`, or in it, where it is a folder, what `split` names; for a dataset a folder."""
+        """The file to read: `path`, or in it, where it is a folder, what `split` names; for a dataset a folder.
+
+        Raises ConfigError for the tasks of an environment that is not installed.
+        """
+        if self.kind == "verifiers":
+            return tasks_file(self.workflow_args)
         path = Path(self.path)
         if self.split is None or not path.is_dir() or (path / "state.json").is_file():
             return path

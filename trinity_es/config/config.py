@@ -46,7 +46,8 @@ from trinity_es.config.schema import (
 )
 from trinity_es.config.section import FileName, Positive, Section
 from trinity_es.config.yaml_file import apply_overrides, read_yaml
-from trinity_es.events.errors import ConfigError, UnknownWorkflow
+from trinity_es.environments.verifiers_tasks import tasks_file
+from trinity_es.events.errors import ConfigError, DataError, UnknownWorkflow
 from trinity_es.events.secrets import marked, mask
 from trinity_es.events.store.database import masked
 
@@ -213,6 +214,8 @@ class Config(Section):
 
 def _taskset_problem(key: str, taskset: TasksetConfig) -> list[str]:
     """Return what is wrong with where a taskset is read from, as far as this machine alone can tell."""
+    if taskset.kind == "verifiers":
+        return _told_by(partial(tasks_file, taskset.workflow_args), f"{key}.path")
     if taskset.kind != "file":
         package, extra = ("datasets",) * 2 if taskset.kind == "hub" else ("reasoning_gym", "reasoning-gym")
         missing = importlib.util.find_spec(package) is None
@@ -251,13 +254,16 @@ def _build_problem(
     key: str, leaf: str, name: str, registered: Iterable[str], build: Callable[[], Any]
 ) -> list[str]:
     """Return what is wrong with the name `<key>.<leaf>`, or else with what it builds."""
-    found = _import_problem(f"{key}.{leaf}", name, registered)
+    return _import_problem(f"{key}.{leaf}", name, registered) or _told_by(build, key)
+
+
+def _told_by(build: Callable[[], Any], key: str) -> list[str]:
+    """Return what is wrong with what this builds."""
     try:
-        if not found:
-            build()
-    except ConfigError as e:
+        build()
+    except (ConfigError, DataError) as e:
         return [f"{key}: {e}"]
-    return found
+    return []
 
 
 def _absolute(path: str, folder: Path) -> str:

@@ -21,6 +21,7 @@ from typing import IO, Any, Protocol
 import orjson
 
 from trinity_es.config.buffer import TasksetConfig
+from trinity_es.environments.verifiers_tasks import made_tasks
 from trinity_es.events.errors import TasksetError
 
 __all__ = ["RowFile", "check_columns", "check_prompts", "open_file", "plain", "table_row"]
@@ -39,7 +40,7 @@ class RowFile(Protocol):
 
 def open_file(config: TasksetConfig) -> RowFile:
     """Return the file of this taskset, checked. Raises TasksetError, which names the file, and the line or row."""
-    file = config.file
+    file = made_tasks(config.workflow_args) if config.kind == "verifiers" else config.file
     try:
         found: RowFile
         if file.is_dir():

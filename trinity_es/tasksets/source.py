@@ -31,7 +31,7 @@ def open_source(
         _require_same(config, recorded)
     rows: RowFile
     match config.kind:
-        case "file":
+        case "file" | "verifiers":
             return open_file(config), None
         case "hub":
             rows = HubRows(config, None if recorded is None else recorded.revision)

@@ -71,6 +71,8 @@ WORKFLOWS = WorkflowRegistry({
     "code_workflow": f"{_HERE}.code:CodeWorkflow",
     "async_code_workflow": f"{_HERE}.code:AsyncCodeWorkflow",
     "react_workflow": f"{_HERE}.react:ReActWorkflow",
+    "verifiers": "trinity_es.environments.verifiers_workflow:VerifiersWorkflow",
+    "openenv": "trinity_es.environments.openenv:OpenEnvWorkflow",
 })
 """The registry that tasks and tasksets look workflows up in."""
 

@@ -1,0 +1,124 @@
+"""An environment of verifiers: two turns of a model, in this process, rewarded by how many of its letters are an "e".
+
+A task may fail where it is told to, and in the way it is told to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import verifiers.v1 as vf
+
+__all__ = ["LettersEnv", "LettersTaskset", "Talk"]
+
+RAISED = {e.__name__: e for e in (
+    vf.ProviderError, vf.SandboxError, vf.TunnelError, vf.InterceptionError, vf.HarnessError)}
+
+
+class LettersData(vf.TaskData):
+    fails: str = ""
+    """The type of the error to end with, or what else goes wrong."""
+    note: str = ""
+    """A file that a line is appended to when an episode begins."""
+
+
+class LettersConfig(vf.TasksetConfig):
+    rows: int = 4
+    """0: there is no end."""
+
+
+class LettersTask(vf.Task[LettersData]):
+    @vf.reward
+    async def share(self, trace: vf.Trace) -> float:
+        if self.data.fails == "TaskError":
+            raise ValueError("the rubric is broken")
+        said = [n.message.content or "" for n in trace.nodes if n.sampled]
+        return sum(text.count("e") for text in said) / max(sum(map(len, said)), 1)
+
+    @vf.metric
+    async def turns(self, trace: vf.Trace) -> float:
+        return float(trace.num_turns)
+
+    @classmethod
+    def toolsets(cls, config: Any) -> list[vf.Toolset]:
+        return []
+
+
+class LettersTaskset(vf.Taskset[LettersTask, LettersConfig]):
+    @property
+    def INFINITE(self) -> bool:  # type: ignore[override]
+        return self.config.rows == 0
+
+    def load(self) -> Iterator[LettersTask]:
+        for number in itertools.islice(itertools.count(), self.config.rows or None):
+            yield LettersTask(LettersData(prompt=f"{number}: write an e"), self.config.task)
+
+
+class Talk(vf.Harness[vf.HarnessConfig]):
+    APPENDS_SYSTEM_PROMPT = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any,
+        **more: Any,
+    ) -> vf.ProgramResult:
+        noted(data, "begun")
+        try:
+            await self.talk(data, ctx.model, endpoint, secret)
+        finally:
+            noted(data, "over")
+        return vf.ProgramResult(exit_code=1 if data.fails == "exit" else 0, stdout="", stderr="")
+
+    async def talk(self, data: Any, model: str, endpoint: str, secret: str) -> None:
+        how = data.fails
+        said: list[Any] = [{"role": "user", "content": data.prompt}]
+        async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
+            for turn in range(2 if how in ("", "fork", "judged") else 1):
+                answer = await client.chat.completions.create(model=model, messages=said)
+                text = answer.choices[0].message.content
+                # A history that is changed is another branch.
+                said += [{"role": "assistant", "content": f"{text}, said he" if how == "fork" else text},
+                         {"role": "user", "content": f"and on, {turn}"}]
+        if how in ("timeout", "sleep"):
+            await asyncio.sleep(600)
+        if how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "child":
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        if how in RAISED:
+            raise RAISED[how](f"injected {how}")
+        if how == "plain":
+            raise RuntimeError("a harness that breaks")
+
+
+def noted(data: Any, what: str) -> None:
+    if data.note:
+        with Path(data.note).open("a") as f:
+            f.write(f"{data.idx} {os.getpid()} {what}\n")
+
+
+class LettersEnvConfig(vf.EnvConfig):
+    agent: vf.AgentConfig = vf.AgentConfig()
+    judge: vf.AgentConfig = vf.AgentConfig()
+
+
+class LettersEnv(vf.Env[LettersEnvConfig]):
+    async def setup(self, agents: Any) -> None:
+        agents.judge.trainable = False
+
+    async def run(self, task: Any, agents: Any) -> None:
+        await agents.agent.run(task)
+        if task.data.fails == "EnvError":
+            raise RuntimeError("the game is over before it is over")
+        if task.data.fails == "judged":
+            await agents.judge.run(task)

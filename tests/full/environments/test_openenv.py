@@ -1,0 +1,192 @@
+"""Episodes with a real OpenEnv server, in an environment of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.client_packages import installed
+from tests.helpers.endpoint import until
+from trinity_es.actors.engines.interface import EngineConfig
+from trinity_es.actors.rollout.result import UnitResult
+from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
+from trinity_es.events.values import Args, Task
+from trinity_es.testing import ScriptedEngine
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+
+OPENENV = "openenv==0.10.0"
+SERVER = Path(__file__).with_name("openenv_server.py")
+WORKFLOW = "trinity_es.environments.openenv:OpenEnvWorkflow"
+EACH = 100
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return installed(tmp_path_factory.mktemp("openenv") / "venv", OPENENV)["PYTHON"]
+
+
+class Server:
+    """An OpenEnv server in a process of its own."""
+
+    def __init__(self, python: str, note: Path, sessions: int) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.note, self.url = note, f"http://127.0.0.1:{self.port}"
+        note.touch()
+        self.command = [python, "-I", str(SERVER), str(self.port), str(sessions), str(note)]
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self.command)
+        until = time.monotonic() + 120
+        while True:
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=2).close()
+                return
+            except (OSError, urllib.error.URLError):
+                assert self.process.poll() is None, "the server ended"
+                assert time.monotonic() < until, "waited for the server"
+                time.sleep(0.05)
+
+    def open(self) -> int:
+        """Return how many episodes have begun and are not over."""
+        lines = Counter(self.note.read_text().split())
+        return lines["begun"] - lines["over"]
+
+
+@contextmanager
+def serving(python: str, folder: Path, sessions: int = 64) -> Iterator[Server]:
+    server = Server(python, folder / "note", sessions)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One for all tests that leave it alive: to start it takes seconds."""
+    with serving(python, tmp_path_factory.mktemp("server")) as one:
+        yield one
+
+
+def runner_that_says(text: str, **more: Any) -> WorkflowRunner:
+    engine = ScriptedEngine(EngineConfig(model_path="", options={"response": text}))
+    return WorkflowRunner(engine, defaults={"max_tokens": 40}, **{"timeout": 60, **more})
+
+
+def task(server: Server, number: int = 0, reset: dict[str, Any] | None = None, **args: Any) -> Task:
+    return Task(
+        workflow=WORKFLOW, task_id=number, raw_task={"prompt": "Guess.", "reset": {"seed": number, **(reset or {})}},
+        workflow_args=Args({"url": server.url, **args}))
+
+
+async def played(runner: WorkflowRunner, *asked: Task) -> list[UnitResult]:
+    return await asyncio.gather(*(runner.execute(one, 7, range(1)) for one in asked))
+
+
+async def test_an_episode_is_one_conversation_and_its_reward_the_sum_of_its_steps(server: Server) -> None:
+    runner = runner_that_says("free")
+    done = await played(runner, *(task(server, i) for i in range(8)))
+    assert [r.failures for r in done] == [[]] * 8
+    for number, result in enumerate(done):
+        [e] = result.experiences
+        assert e.reward == 6.0
+        assert e.metrics == {"turns": 3.0, "invalid_actions": 0.0, "reward": 6.0}
+        assert [m["content"] for m in e.messages if m["role"] == "assistant"] == ["free"] * 3
+        assert f'"guess {number}"' in e.messages[1]["content"]
+        assert bytes(e.tokens[e.prompt_length :][e.action_mask].tolist()) == b"free" * 3
+    await until(lambda: server.open() == 0, "each session to be closed")
+
+
+async def test_a_server_without_room_is_waited_for(python: str, tmp_path: Path) -> None:
+    with serving(python, tmp_path, sessions=1) as server:
+        done = await played(runner_that_says("e"), *(task(server, i) for i in range(4)))
+        assert [[e.reward for e in r.experiences] for r in done] == [[3.0]] * 4
+
+
+@pytest.mark.parametrize(("how", "kind", "said"), [
+    ({"reset": {"fails": "raise"}}, "workflow", "the game broke"),
+    ({"reset": {"fails": "no reward"}}, "workflow", "gave no reward"),
+    ({"reset": {"fails": "hang"}, "answer_timeout": 0.5}, "timeout", "did not answer in time"),
+    ({"parser": f"{__name__}:no_action"}, "workflow", "no action: what is e?"),
+    ({"parser": f"{__name__}:unknown_fields"}, "workflow", "VALIDATION_ERROR"),
+])
+async def test_what_fails_is_a_failure_of_its_kind(
+    server: Server, how: dict[str, Any], kind: str, said: str
+) -> None:
+    [done] = await played(runner_that_says("e"), task(server, **how))
+    assert done.experiences == []
+    assert [f[1] for f in done.failures] == [kind]
+    assert said in done.failures[0][2]
+    await until(lambda: server.open() == 0, "the session to be closed")
+
+
+def no_action(text: str, schema: dict[str, Any]) -> dict[str, Any]:
+    raise ValueError(f"what is {text}?")
+
+
+def unknown_fields(text: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"unknown": text}
+
+
+async def test_what_an_answer_that_is_no_action_gives_the_task_may_say(server: Server) -> None:
+    said = task(server, parser=f"{__name__}:unknown_fields", invalid_reward=-1)
+    [done] = await played(runner_that_says("e"), said)
+    assert [(e.reward, e.metrics["invalid_actions"]) for e in done.experiences] == [(-1.0, 1.0)]
+
+
+async def test_each_failure_of_a_server_a_hundred_times_and_none_a_reward(python: str, tmp_path: Path) -> None:
+    with serving(python, tmp_path) as server:
+        broken, refused, gone = await failures(server)
+    for done, kind in ((broken, "workflow"), (refused, "infra"), (gone, "infra")):
+        assert [e for r in done for e in r.experiences] == []
+        assert Counter(f[1] for r in done for f in r.failures) == {kind: EACH}
+
+
+async def failures(server: Server) -> list[list[UnitResult]]:
+    broken = await played(
+        runner_that_says("e"), *(task(server, i, {"fails": "raise"}) for i in range(EACH)))
+    server.note.with_name("refuse").touch()
+    refused = await played(runner_that_says("e"), *(task(server, i) for i in range(EACH)))
+    server.process.kill()
+    server.process.wait()
+    gone = await played(runner_that_says("e"), *(task(server, i) for i in range(EACH)))
+    return [broken, refused, gone]
+
+
+async def test_a_server_killed_in_a_step_fails_its_episodes_as_infra(python: str, tmp_path: Path) -> None:
+    with serving(python, tmp_path) as server:
+        await killed_in_a_step(server)
+
+
+async def killed_in_a_step(server: Server) -> None:
+    engine = ScriptedEngine(EngineConfig(model_path="", options={"response": "e", "latency_seconds": 0.2}))
+    runner = WorkflowRunner(engine, defaults={"max_tokens": 40}, timeout=60)
+    done = await played(runner, task(server, 0), task(server, 1, {"fails": "die"}), task(server, 2))
+    assert [f[1] for r in done for f in r.failures] == ["infra"] * 3
+    assert [e for r in done for e in r.experiences] == []
+    server.start()
+    [again] = await played(runner, task(server, 0))
+    assert [e.reward for e in again.experiences] == [3.0]
+
+
+async def test_the_session_of_a_run_that_is_cut_off_is_closed(server: Server) -> None:
+    runner = runner_that_says("e", timeout=1.5)
+    [done] = await played(runner, task(server, 0, {"fails": "hang"}))
+    assert [f[1] for f in done.failures] == ["timeout"]
+    await until(lambda: server.open() == 0, "the session to be closed")

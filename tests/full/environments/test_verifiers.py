@@ -1,0 +1,178 @@
+"""verifiers' environments, played through their own process: what is learned from, and what is not."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import psutil
+import pytest
+import pytest_asyncio
+
+from tests.helpers.endpoint import serving, until
+from trinity_es.actors.engines.interface import EngineConfig
+from trinity_es.actors.rollout.result import UnitResult
+from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
+from trinity_es.config.buffer import TasksetConfig
+from trinity_es.environments.installed import Installed, find
+from trinity_es.environments.server import close_servers, server_of
+from trinity_es.environments.verifiers_tasks import PROGRAM, environment_config, made_tasks
+from trinity_es.events.errors import TasksetError
+from trinity_es.events.values import Task
+from trinity_es.tasksets.taskset import Taskset
+from trinity_es.testing import ScriptedEngine
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+KINDS = {
+    "ProviderError": "infra", "SandboxError": "infra", "TunnelError": "infra", "InterceptionError": "infra",
+    "HarnessError": "workflow", "plain": "workflow", "exit": "workflow", "TaskError": "workflow",
+    "EnvError": "workflow", "timeout": "timeout",
+}
+EACH = 100
+ROWS = 8
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def runner(letters: Installed) -> AsyncIterator[WorkflowRunner]:
+    """One for all tests: to start verifiers takes seconds."""
+    engine = ScriptedEngine(EngineConfig(model_path=""))
+    async with serving(engine, defaults={"max_tokens": 6}) as server:
+        yield WorkflowRunner(engine, server=server, defaults={"max_tokens": 6}, timeout=120)
+        await close_servers()
+
+
+def tasks(*fails: str, **more: Any) -> list[Task]:
+    """Return tasks of the environment that fail in these ways."""
+    args = {"config": {"taskset": {"rows": ROWS}}}
+    found = Taskset(TasksetConfig(path="verifiers:letters-env", name="letters", workflow_args=args)).all()
+    return [replace(found[i % ROWS], raw_task={**found[i % ROWS].raw_task, "fails": how, **more})
+            for i, how in enumerate(fails)]
+
+
+async def played(runner: WorkflowRunner, asked: list[Task], at_once: int = 16) -> list[UnitResult]:
+    room = asyncio.Semaphore(at_once)
+
+    async def one(number: int, task: Task) -> UnitResult:
+        async with room:
+            task.task_id, task.workflow = number, "trinity_es.environments.verifiers_workflow:VerifiersWorkflow"
+            return await runner.execute(task, 7, range(1))
+
+    return await asyncio.gather(*(one(i, task) for i, task in enumerate(asked)))
+
+
+async def test_an_episode_is_an_experience_of_what_was_sampled_and_of_nothing_else(
+    runner: WorkflowRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled: list[tuple[bytes, bytes]] = []
+    generate = runner.engine.generate
+
+    async def noted(prompt: Any, sampling: Any) -> Any:
+        answers = await generate(prompt, sampling)
+        sampled.extend((bytes(a.prompt_token_ids), bytes(a.token_ids)) for a in answers)
+        return answers
+
+    monkeypatch.setattr(runner.engine, "generate", noted)
+    done = await played(runner, tasks(*[""] * 8))
+    assert [r.failures for r in done] == [[]] * 8
+    trained = []
+    for [e] in (r.experiences for r in done):
+        assert e.reward == e.metrics["share"]
+        assert e.metrics["turns"] == 2.0
+        assert e.info["environment"] == "letters-env 0.3"
+        assert e.logprobs is not None
+        assert (e.logprobs[e.action_mask] < 0).all()
+        ids, at = e.tokens.tolist(), [e.prompt_length + i for i in np.flatnonzero(e.action_mask)]
+        text = bytes(ids[i] for i in at).decode()
+        assert e.reward == text.count("e") / len(text)
+        trained += [(bytes(ids[:i]), ids[i]) for i in at]
+    asked = [(prompt + answer[:i], token) for prompt, answer in sampled for i, token in enumerate(answer)]
+    assert Counter(trained) == Counter(asked)  # each id that was sampled, once, behind what the model had read
+
+
+async def test_each_typed_error_is_a_failure_of_its_kind_and_never_a_reward(runner: WorkflowRunner) -> None:
+    asked = [replace(task) for task in tasks(*KINDS) * EACH]
+    for task in asked:
+        if task.raw_task["fails"] == "timeout":
+            task.raw_task["timeout"] = {"agent": 0.05}
+    done = await played(runner, asked)
+    assert [e for r in done for e in r.experiences] == []
+    assert [r.results for r in done] == [[]] * len(asked)
+    found = Counter((t.raw_task["fails"], r.failures[0][1]) for t, r in zip(asked, done, strict=True))
+    assert found == dict.fromkeys(KINDS.items(), EACH)
+
+
+async def test_what_two_branches_share_is_learned_from_once_and_a_judge_never(runner: WorkflowRunner) -> None:
+    [forked, judged, silent] = await played(runner, tasks("fork", "judged", "silent"))
+    assert [r.failures for r in (forked, judged, silent)] == [[], [], []]
+    assert [int(e.action_mask.sum()) for e in forked.experiences] == [6, 6]
+    assert len({e.reward for e in forked.experiences}) == 1
+    assert [(e.info["agent"], int(e.action_mask.sum())) for e in judged.experiences] == [("agent", 12)]
+    assert [int(e.action_mask.sum()) for e in silent.experiences] == [6]
+
+
+async def test_a_run_that_is_over_is_over_in_its_environment(runner: WorkflowRunner, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    await played(runner, tasks(""))  # it has started
+    runner.timeout = 3.0
+    try:
+        [done] = await played(runner, tasks("sleep", note=str(note)))
+    finally:
+        runner.timeout = 120
+    assert [f[1] for f in done.failures] == ["timeout"]
+    await until(lambda: note.read_text().count("over") == 1, "the episode that was cancelled to end")
+
+
+async def test_a_server_that_is_killed_fails_what_it_played_as_infra_and_another_one_goes_on(
+    runner: WorkflowRunner
+) -> None:
+    done = await played(runner, tasks("sleep", "sleep", "sleep", "die"))
+    assert [f[1] for r in done for f in r.failures] == ["infra"] * 4
+    assert "has ended" in done[0].failures[0][2]
+    again = await played(runner, tasks(*[""] * 4))
+    assert [len(r.experiences) for r in again] == [1] * 4
+
+
+async def test_nothing_outlives_who_asked(letters: Installed, runner: WorkflowRunner) -> None:
+    [child] = tasks("child")
+    [done] = await played(runner, [child])
+    assert done.failures == []
+    server = await server_of(letters, PROGRAM, environment_config(child.workflow_args))
+    playing = psutil.Process(server.pid)
+    [started] = [p for p in playing.children(recursive=True) if "time.sleep(600)" in " ".join(p.cmdline())]
+    watcher = playing.parent()
+    assert watcher is not None
+    await server.close()
+    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in (playing, started, watcher))
+
+
+async def test_the_tasks_are_the_environments(letters: Installed) -> None:
+    found = tasks(*[""] * ROWS)
+    assert [t.raw_task["prompt"] for t in found] == [f"{i}: write an e" for i in range(ROWS)]
+    assert {t.workflow for t in found} == {"verifiers"}
+    assert found[0].workflow_args["env"] == "letters-env"
+    endless = {"env": "letters-env", "config": {"taskset": {"rows": 0}}}
+    with pytest.raises(TasksetError, match="have no end"):
+        made_tasks(endless)
+    assert len(made_tasks({**endless, "tasks": 5}).read_text().splitlines()) == 5
+
+
+async def test_a_check_shows_a_task_token_by_token(letters: Installed) -> None:
+    command = [sys.executable, "-m", "trinity_es.cli", "env", "check", "letters_env", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    told = orjson.loads(done.stdout)
+    [rows] = told["tokens"]
+    assert [row["at"] for row in rows] == list(range(len(rows)))
+    assert sum(row["sampled"] for row in rows) == 2 * 16
+    assert all((row["logprob"] is not None) == row["sampled"] for row in rows)
+    assert told["failures"] == []
+    assert find("Letters.Env").versions["verifiers"] == "0.4.0"

@@ -1,0 +1,180 @@
+"""Environments of others: what a failure is, what an action is, what is learned from, what is installed and where."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trinity_es.actors.engines.interface import EngineConfig
+from trinity_es.actors.rollout.model import Model
+from trinity_es.actors.rollout.result import classify
+from trinity_es.cli.commands import env
+from trinity_es.config.config import Config
+from trinity_es.environments import installed
+from trinity_es.environments.openenv import action_of
+from trinity_es.environments.verifiers_workflow import failure_of
+from trinity_es.events.errors import ConfigError, EnvironmentFailed, WorkflowError, error_from_dict, error_to_dict
+from trinity_es.events.experience import Experience
+from trinity_es.testing import ScriptedEngine
+
+
+# --- verifiers --------------------------------------------------------------------------------------------------------
+def part(*errors: str, timeout: bool = False) -> dict[str, Any]:
+    return {"errors": [{"type": e, "message": "why"} for e in errors], "is_timeout": timeout, "stop": "agent_timeout"}
+
+
+@pytest.mark.parametrize(("episode", "traces", "kind"), [
+    (part(), [part("SandboxError")], "infra"),
+    (part(), [part("ProviderError")], "infra"),
+    (part(), [part("TunnelError")], "infra"),
+    (part(), [part("InterceptionError")], "infra"),
+    (part(), [part("HarnessError")], "workflow"),
+    (part(), [part("TaskError")], "workflow"),
+    (part(), [part("ToolsetError")], "workflow"),
+    (part("EnvError"), [], "workflow"),
+    (part("EnvError"), [part("SandboxError")], "infra"),
+    (part(), [part("TaskError"), part("SandboxError")], "infra"),
+    (part(timeout=True), [], "timeout"),
+    (part(), [part(timeout=True)], "timeout"),
+    (part(), [part("HarnessError", timeout=True)], "timeout"),
+    (part(), [], "workflow"),
+])
+def test_a_typed_error_has_its_kind(episode: dict[str, Any], traces: list[dict[str, Any]], kind: str) -> None:
+    failure = failure_of({**episode, "complete": False, "traces": traces})
+    assert isinstance(failure, EnvironmentFailed)
+    assert classify(failure)[0] == kind
+    assert classify(error_from_dict(error_to_dict(failure)))[0] == kind
+
+
+def test_an_episode_that_is_complete_is_no_failure_but_for_a_time_limit() -> None:
+    assert failure_of({**part(), "complete": True, "traces": [part()]}) is None
+    tolerated = failure_of({**part(), "complete": True, "traces": [part("SandboxError")]})
+    assert tolerated is None  # the environment says so itself
+    cut = failure_of({**part(), "complete": True, "traces": [part(timeout=True)]})
+    assert cut is not None
+    assert classify(cut)[0] == "timeout"
+
+
+def test_an_environment_that_is_gone_is_infra() -> None:
+    assert classify(EnvironmentFailed("the process has ended"))[0] == "infra"
+
+
+async def test_only_ids_that_this_run_sampled_are_learned_from_each_of_them_once() -> None:
+    model = Model(ScriptedEngine(EngineConfig(model_path="", options={"response": "ee"})))
+    [first] = await model.generate_async([65, 66])
+    one = first.tokens.tolist()
+    [second] = await model.generate_async([*one, 67])
+    [third] = await model.generate_async([*one, 68, 69])
+    two, three = second.tokens.tolist(), third.tokens.tolist()
+    both = model.experiences_of_ids([
+        ([*two, 70, 71], [(2, 4), (5, 7)], []), (three, [(2, 4), (6, 8)], []), (one, [(2, 4)], []), ([1], [], []),
+    ])
+    assert [e.tokens.tolist() for e in both] == [two, three]
+    assert [e.prompt_length for e in both] == [2, 6]
+    assert [e.action_mask.tolist() for e in both if e.action_mask is not None] == [
+        [True, True, False, True, True], [True, True]]
+    for tokens, answers in (([65, 66, 101, 102], [(2, 4)]), (two, [(2, 5), (5, 7)]), (two, [(1, 4), (5, 7)])):
+        with pytest.raises(WorkflowError, match="did not sample there"):
+            model.experiences_of_ids([(tokens, answers, [])])
+
+
+async def test_of_equal_ids_those_are_meant_that_were_sampled_there() -> None:
+    model = Model(ScriptedEngine(EngineConfig(model_path="", options={"response": "ee"})))
+    await model.generate_async([65], max_tokens=2)
+    await model.generate_async([65, 101], max_tokens=1)
+    ids = [65, 101, 101]
+    for begin in (1, 2):
+        [e] = model.experiences_of_ids([(ids, [(begin, 3)], [])])
+        assert e.prompt_length == begin
+
+
+# --- OpenEnv ----------------------------------------------------------------------------------------------------------
+ONE = {"required": ["guess"], "properties": {"guess": {"type": "string"}}}
+NUMBER = {"required": ["at"], "properties": {"at": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(("text", "schema", "action"), [
+    ('{"a": 1}', ONE, {"a": 1}),
+    ('```json\n{"a": 1}\n```', {}, {"a": 1}),
+    (" crane ", ONE, {"guess": "crane"}),
+    ("12", ONE, {"guess": "12"}),
+    ("12", NUMBER, {"at": 12}),
+])
+def test_an_action_is_what_a_text_says(text: str, schema: dict[str, Any], action: dict[str, Any]) -> None:
+    assert action_of(text, schema) == action
+
+
+def test_a_text_that_is_no_action_is_refused() -> None:
+    with pytest.raises(ValueError, match="has the fields"):
+        action_of("well", {"required": ["x", "y"]})
+
+
+# --- what is installed ------------------------------------------------------------------------------------------------
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TRINITY_ES_ENVIRONMENTS", str(tmp_path))
+    made = tmp_path / "gsm8k-v1"
+    made.mkdir()
+    told = {"name": "gsm8k-v1", "packages": ["gsm8k-v1"], "versions": {"gsm8k-v1": "0.1", "verifiers": "0.4.0"}}
+    (made / "environment.json").write_text(json.dumps(told))
+    (tmp_path / "unfinished").mkdir()
+    return tmp_path
+
+
+def test_environments_lie_where_the_user_says_or_in_his_data_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.delenv("TRINITY_ES_ENVIRONMENTS", raising=False)
+    assert installed.environments_folder() == tmp_path / "trinity_es" / "environments"
+    monkeypatch.setenv("TRINITY_ES_ENVIRONMENTS", str(tmp_path / "mine"))
+    assert installed.environments_folder() == tmp_path / "mine"
+
+
+def test_an_environment_is_found_by_any_spelling_and_one_that_is_not_there_says_how_to_get_it(folder: Path) -> None:
+    assert [e.name for e in installed.installed()] == ["gsm8k-v1"]
+    assert installed.find("GSM8K_v1").version == "0.1"
+    with pytest.raises(ConfigError, match="trinity-es env install unfinished"):
+        installed.find("unfinished")
+    installed.remove("gsm8k-v1")
+    assert not (folder / "gsm8k-v1").exists()
+
+
+@pytest.mark.parametrize("package", ["a b", "--index-url=x", "/no/such/folder", ""])
+def test_what_is_no_package_is_refused_before_anything_is_made(folder: Path, package: str) -> None:
+    with pytest.raises(ConfigError, match="is no package"):
+        installed.install(package)
+    assert sorted(p.name for p in folder.iterdir()) == ["gsm8k-v1", "unfinished"]
+
+
+def test_one_line_names_an_environment_as_its_taskset(folder: Path, tmp_path: Path) -> None:
+    told = {"name": "x", "explorer": {"rollout_model": {"engine_type": "scripted"}}}
+    line = {"name": "math", "path": "verifiers:gsm8k-v1"}
+    config = Config.from_dict({**told, "buffer": {"explorer_input": {"tasksets": [line]}}})
+    config.check()
+    [taskset] = config.buffer.explorer_input.tasksets
+    assert (taskset.workflow, taskset.workflow_args) == ("verifiers", {"env": "gsm8k-v1"})
+    assert taskset.path == "verifiers:gsm8k-v1"
+    missing = Config.from_dict(
+        {**told, "buffer": {"explorer_input": {"tasksets": [{**line, "path": "verifiers:wordle"}]}}})
+    with pytest.raises(ConfigError, match="trinity-es env install wordle"):
+        missing.check()
+
+
+# --- a check ----------------------------------------------------------------------------------------------------------
+def test_a_check_shows_each_token_and_which_of_them_the_model_wrote(capsys: pytest.CaptureFixture[str]) -> None:
+    experience = Experience(
+        tokens=[7, 8, 9, 10], prompt_length=2, action_mask=[False, True], logprobs=[0.0, -0.25], reward=0.5,
+        metrics={"share": 0.5}, messages=[{"role": "user", "content": "\x1b[31mred"}])
+    assert env.tokens(experience) == [
+        {"at": 0, "id": 7, "sampled": False, "logprob": None}, {"at": 1, "id": 8, "sampled": False, "logprob": None},
+        {"at": 2, "id": 9, "sampled": False, "logprob": None}, {"at": 3, "id": 10, "sampled": True, "logprob": -0.25}]
+    env.show([experience], [(0, "infra", "the process has ended")])
+    shown = capsys.readouterr().out
+    assert "reward 0.5, 4 tokens, 1 of them sampled" in shown
+    assert "3      10       -0.2500" in shown
+    assert "FAILED (infra): the process has ended" in shown
+    assert "\x1b" not in shown

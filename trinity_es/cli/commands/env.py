@@ -1,0 +1,174 @@
+"""`trinity-es env install | list | remove | check`: environments of others, each in a Python environment of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trinity_es.cli.common import ConfigOption, JsonOption, SetOption, note, print_json, read_config
+from trinity_es.config.config import Config
+from trinity_es.environments import installed as environments
+from trinity_es.environments.installed import Installed
+from trinity_es.events.experience import Experience
+from trinity_es.run import single_task
+from trinity_es.text import plain
+
+__all__ = ["env", "show", "tokens"]
+
+SHOWN = 2000
+"""Maximum number of tokens that are shown of an experience to a person."""
+HELP = """Install environments of verifiers, each in a Python environment of its own, and try them.
+
+\b
+Examples:
+  trinity-es env install gsm8k-v1
+  trinity-es env list --json
+  trinity-es env check gsm8k-v1 --config train.yaml
+"""
+env = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=HELP)
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="As `trinity-es env list` shows it.")]
+
+
+@env.command()
+def install(
+    package: Annotated[
+        str, typer.Argument(metavar="PACKAGE", help="NAME, NAME@VERSION, a folder or a wheel.", show_default=False)
+    ],
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="NAME", help="What to call it. Default: as its package.")
+    ] = None,
+    beside: Annotated[
+        list[str] | None, typer.Option("--with", metavar="PACKAGE", help="A further package, as pip is told; repeat.")
+    ] = None,
+    index: Annotated[
+        str | None, typer.Option("--index", metavar="URL", help="Where to look for packages besides the usual index.")
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option("--python", metavar="PYTHON", help="The Python to use. Default: this one.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Install an environment of verifiers, in a Python environment of its own.
+
+    \b
+    Examples:
+      trinity-es env install gsm8k-v1
+      trinity-es env install ./my_environment
+      trinity-es env install verifiers --name textarena --with "verifiers[ta]"
+    """
+    found = environments.install(package, name=name, beside=beside or (), index=index, python=python, say=note)
+    if as_json:
+        print_json(_told(found))
+    else:
+        print(f"{_line(found)}\nplay it: a taskset with `path: verifiers:{found.name}`; "
+              f"try it: `trinity-es env check {found.name}`")
+
+
+@env.command("list")
+def list_installed(as_json: JsonOption = False) -> None:
+    """List the environments that are installed."""
+    found = environments.installed()
+    if as_json:
+        print_json([_told(one) for one in found])
+        return
+    for one in found:
+        print(_line(one))
+    if not found:
+        print(f"none in {environments.environments_folder()}: `trinity-es env install NAME`")
+
+
+@env.command()
+def remove(name: NameArgument) -> None:
+    """Delete an environment."""
+    print(f"removed {_line(environments.remove(name))}")
+
+
+@env.command()
+def check(
+    name: NameArgument,
+    config: ConfigOption = None,
+    overrides: SetOption = None,
+    index: Annotated[int, typer.Option("--index", metavar="N", help="Task of the environment, from 0.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Play one task, and show token by token what the model read, and what it wrote.
+
+    With the engine of a config, or without one with an engine that writes letters at random. A taskset of the config
+    that is this environment says how it is played. Exits 1 when the run failed.
+
+    \b
+    Examples:
+      trinity-es env check gsm8k-v1
+      trinity-es env check gsm8k-v1 --config train.yaml --json
+    """
+    found = environments.find(name)
+    settings = read_config(config, overrides) if config else _scripted()
+    settings = _with_environment(settings, found.name)
+    with tempfile.TemporaryDirectory() as folder:
+        task = single_task.choose(settings, found.name, index)
+        played = asyncio.run(single_task.play(settings, task, runs=1, folder=Path(folder)))
+    if as_json:
+        print_json({**{k: v for k, v in played.as_dict().items() if k != "folder"},
+                    "tokens": [tokens(e) for e in played.experiences]})
+    else:
+        show(played.experiences, played.failures)
+    if played.failures:
+        raise typer.Exit(1)
+
+
+def _scripted() -> Config:
+    """Return a config whose engine needs no GPU and says nothing sensible."""
+    return Config.from_dict({"name": "check", "explorer": {
+        "max_timeout": 300.0, "rollout_model": {"engine_type": "scripted", "max_response_tokens": 16}}})
+
+
+def _with_environment(settings: Config, name: str) -> Config:
+    """Return the config with one taskset: that of this environment."""
+    inputs = settings.buffer.explorer_input
+    path = f"verifiers:{name}"
+    mine = next((t for t in [*inputs.tasksets, *inputs.eval_tasksets] if t.path == path), None)
+    taskset: dict[str, Any] = {"path": path} if mine is None else mine.model_dump(exclude_unset=True)
+    told = settings.model_dump(exclude_unset=True)
+    told.setdefault("buffer", {})["explorer_input"] = {"tasksets": [{**taskset, "name": name}]}
+    return Config.from_dict(told)
+
+
+def _told(one: Installed) -> dict[str, Any]:
+    return {"name": one.name, "packages": one.packages, "versions": one.versions, "folder": str(one.folder)}
+
+
+def _line(one: Installed) -> str:
+    return f"{one.name}  {', '.join(f'{n} {v}' for n, v in one.versions.items())}  {one.folder}"
+
+
+def tokens(e: Experience) -> list[dict[str, Any]]:
+    """Return an experience token by token: `logprob` is null where the model only read it."""
+    ids, first = e.tokens.tolist(), e.prompt_length
+    mask = e.action_mask.tolist() if e.action_mask is not None else [True] * (len(ids) - first)
+    logprobs = e.logprobs.tolist() if e.logprobs is not None else [None] * (len(ids) - first)
+    return [
+        {"at": i, "id": token, "sampled": i >= first and mask[i - first],
+         "logprob": logprobs[i - first] if i >= first and mask[i - first] else None}
+        for i, token in enumerate(ids)
+    ]
+
+
+def show(experiences: list[Experience], failures: list[tuple[int, str, str]]) -> None:
+    """Print what came of a task, token by token."""
+    for e in experiences:
+        rows = tokens(e)
+        sampled = sum(row["sampled"] for row in rows)
+        print(f"experience {e.eid.step}: reward {e.reward:g}, {len(rows)} tokens, {sampled} of them sampled"
+              + (f", {e.truncate_status}" if e.truncate_status else ""))
+        for message in e.messages or []:
+            print(f"  {plain(str(message.get('role')))}: {plain(str(message.get('content')), 300)}")
+        print("  at  id  logprob (none: the model only read it)")
+        for row in rows[:SHOWN]:
+            print(f"  {row['at']:<6} {row['id']:<8} " + (f"{row['logprob']:.4f}" if row["sampled"] else ""))
+        print("  " + "  ".join(f"{plain(k)} = {v:g}" for k, v in sorted((e.metrics or {}).items())))
+    for _, kind, why in failures:
+        print(f"FAILED ({kind}): {plain(why, 2000)}")

@@ -1,0 +1,159 @@
+"""Environments that are installed: each a Python environment of its own (a venv), for its pins are not ours.
+
+They are folders below `TRINITY_ES_ENVIRONMENTS` or, without that, `trinity_es/environments` in the user's data folder
+(`XDG_DATA_HOME`). `environment.json` in one is written last: a folder without it was not finished.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from trinity_es.events.errors import ConfigError
+
+__all__ = ["Installed", "environments_folder", "find", "install", "installed", "remove", "uv"]
+
+FOLDER_VARIABLE = "TRINITY_ES_ENVIRONMENTS"
+VERIFIERS = "verifiers>=0.4,<0.5"
+"""What is installed beside each environment, and plays it."""
+_VERSIONS = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """An environment, ready to be played."""
+
+    name: str
+    packages: list[str]
+    """What it was installed from, as pip is told."""
+    versions: dict[str, str]
+    """Of the environment and of verifiers."""
+    folder: Path
+
+    @property
+    def version(self) -> str:
+        return next(iter(self.versions.values()), "")
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "venv" / "bin" / "python"
+
+
+def environments_folder() -> Path:
+    """Return the folder that environments are installed in."""
+    chosen = os.environ.get(FOLDER_VARIABLE)
+    data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return (Path(chosen) if chosen else Path(data) / "trinity_es" / "environments").expanduser().absolute()
+
+
+def uv() -> str | None:
+    """Return the program uv, of this Python or on PATH; None where there is none."""
+    return shutil.which("uv", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", ""))))
+
+
+def installed() -> list[Installed]:
+    """Return the environments that are installed, by name."""
+    files = sorted(environments_folder().glob("*/environment.json"))
+    return [Installed(**json.loads(file.read_text()), folder=file.parent) for file in files]
+
+
+def find(name: str) -> Installed:
+    """Return the environment of this name. Raises ConfigError where it is not installed."""
+    wanted = _plain(name)
+    found = next((e for e in installed() if e.name == wanted), None)
+    if found is None:
+        there = ", ".join(e.name for e in installed()) or "none"
+        raise ConfigError(
+            f"environment {name!r} is not installed in {environments_folder()} (there: {there}): "
+            f"`trinity-es env install {name}`", environment=name,
+        )
+    return found
+
+
+def install(
+    package: str, *, name: str | None = None, beside: Sequence[str] = (), index: str | None = None,
+    python: str | None = None, say: Callable[[str], None] = lambda line: None,
+) -> Installed:
+    """Install an environment, anew where it was there, in a venv of its own.
+
+    `package` is a name (`name@version` for one version), a folder or a wheel; `name` what it is called here, the name
+    of its package by default; `beside` further packages; `index` where else to look for packages; `python` the Python
+    to use, by default this one. Raises ConfigError with what uv or pip said.
+    """
+    wanted, called = _requirement(package)
+    called = _plain(name) if name else called
+    folder = environments_folder() / called
+    venv, made = folder / "venv", folder / "environment.json"
+    tool, base = uv(), python or sys.executable
+    packages = [wanted, VERIFIERS, *beside]
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    more = ["--extra-index-url", index] if index else []
+    if tool:
+        _run([tool, "venv", "--quiet", "--python", base, str(venv)], say)
+        _run([tool, "pip", "install", "--quiet", "--python", str(venv / "bin" / "python"), *more, *packages], say)
+    else:
+        _run([base, "-m", "venv", str(venv)], say)
+        _run([str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet", *more, *packages], say)
+    names = [n for n in (_distribution(package), "verifiers") if n]
+    found = _run([str(venv / "bin" / "python"), "-I", "-c", _VERSIONS, *names], say)
+    environment = Installed(name=called, packages=packages, versions=json.loads(found), folder=folder)
+    told = {k: v for k, v in asdict(environment).items() if k != "folder"}
+    made.write_text(json.dumps(told, indent=2) + "\n")
+    return environment
+
+
+def remove(name: str) -> Installed:
+    """Delete an environment and what was kept of it; return what it was. Raises ConfigError where there is none."""
+    found = find(name)
+    (found.folder / "environment.json").unlink()
+    shutil.rmtree(found.folder)
+    return found
+
+
+def _requirement(package: str) -> tuple[str, str]:
+    """Return what pip is to be told, and the name of the environment. Raises ConfigError."""
+    found = _distribution(package) if package else ""
+    if package and Path(package).exists():
+        return str(Path(package).absolute()), _plain(found)
+    name, _, version = package.partition("@")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[A-Za-z0-9._,-]+\])?", name):
+        raise ConfigError(f"{package!r} is no package, folder or wheel: give NAME, NAME@VERSION or a path")
+    return (f"{name}=={version}" if version else name), _plain(found)
+
+
+def _distribution(package: str) -> str:
+    """Return the name of a package: of a folder what its pyproject.toml says, of a wheel what its file is called."""
+    path = Path(package)
+    if path.is_dir():
+        try:
+            return str(tomllib.loads((path / "pyproject.toml").read_text())["project"]["name"])
+        except (OSError, KeyError, tomllib.TOMLDecodeError) as e:
+            raise ConfigError(f"{path} is no package: its pyproject.toml gives no project.name ({e!r})") from e
+    return path.name.partition("-")[0] if path.is_file() else re.split(r"[@\[]", package)[0]
+
+
+def _plain(name: str) -> str:
+    """Return a package's name as all spellings of it have in common."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _run(command: Sequence[str], say: Callable[[str], None]) -> str:
+    """Return what a command prints. Raises ConfigError where it fails."""
+    say(" ".join(command))
+    # By pip's own variables uv finds the index that pip would use.
+    pips = {"UV_FIND_LINKS": "PIP_FIND_LINKS", "UV_DEFAULT_INDEX": "PIP_INDEX_URL"}
+    given = {mine: os.environ[its] for mine, its in pips.items() if its in os.environ}
+    variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**given, **variables})
+    if done.returncode:
+        raise ConfigError(f"{' '.join(command[:3])} ... failed with {done.returncode}: {done.stderr.strip()[-2000:]}")
+    return done.stdout

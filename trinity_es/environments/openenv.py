@@ -1,0 +1,238 @@
+"""The workflow `openenv`: an episode with an OpenEnv server (0.10), over its WebSocket.
+
+Each run is a session of its own. What the environment shows is the user's turn, what the model answers is the action;
+the reward is the sum of what the steps gave. The session is closed however the run ends. What the server fails at is a
+failure of the run, never a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import aiohttp
+
+from trinity_es.actors.plugins import resolve
+from trinity_es.events.errors import DataError, EnvironmentFailed, WorkflowError
+from trinity_es.events.experience import Experience
+from trinity_es.workflows.workflow import Workflow
+
+__all__ = ["OpenEnvSession", "OpenEnvWorkflow", "action_of", "shown"]
+
+MAX_TURNS = 32
+"""Maximum number of actions in an episode, where the task does not say."""
+ANSWER_SECONDS = 60.0
+"""How long a server may take for an answer, where the task does not say."""
+ROOM_SECONDS = 60.0
+"""How long to wait for a server that plays as many episodes as it can."""
+CLOSE_SECONDS = 2.0
+"""How long the close of a session may take."""
+MESSAGE_BYTES = 100 * 1024 * 1024
+_MODELS_FAULT = frozenset({"VALIDATION_ERROR", "INVALID_JSON", "UNKNOWN_TYPE"})
+_ENVIRONMENTS_CODE = frozenset({"EXECUTION_ERROR", *_MODELS_FAULT})
+_TOOL_ACTIONS = frozenset({"Action", "CallToolAction", "ListToolsAction"})
+"""Schemas of environments whose actions are calls of tools, which they list."""
+_TOOL_CALL = {"type": "object", "required": ["type", "tool_name", "arguments"], "properties": {
+    "type": {"const": "call_tool"}, "tool_name": {"type": "string"}, "arguments": {"type": "object"}}}
+
+
+class OpenEnvWorkflow(Workflow):
+    """See the module. `workflow_args`:
+
+    `url` of the server; `reset`, arguments of its reset, below those of the row's `reset`; `max_turns` (32);
+    `answer_timeout` (60 s); `headers` of the connection; `parser`, "module:function" that makes an action (a dict) of
+    the model's text and the action's JSON schema, and raises ValueError for what is none; `observe`,
+    "module:function" that makes the user's turn of an observation and the schema; `invalid_reward`: what an answer
+    that is no action gives, and ends the episode with (without it the run fails).
+    """
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        args = self.task.workflow_args
+        parse = _given(args.get("parser"), action_of)
+        observe = _given(args.get("observe"), shown)
+        messages = self.opening()
+        rewards: list[float] = []
+        counts = {"turns": 0.0, "invalid_actions": 0.0}
+        async with session(args) as env:
+            schema = await env.action_schema()
+            state = await env.reset({**(args.get("reset") or {}), **((self.task.raw_task or {}).get("reset") or {})})
+            for _ in range(args.get("max_turns", MAX_TURNS)):
+                if state["done"]:
+                    break
+                messages.append({"role": "user", "content": observe(state["observation"], schema)})
+                [answer] = await self.model.chat_async(messages)
+                messages.append({"role": "assistant", "content": answer.response_text})
+                counts["turns"] += 1
+                try:
+                    state = await env.step(parse(answer.response_text or "", schema))
+                except (ValueError, _NoAction) as e:
+                    if "invalid_reward" not in args:
+                        raise EnvironmentFailed(f"the answer is no action: {e}", kind="workflow") from e
+                    rewards.append(float(args["invalid_reward"]))
+                    counts["invalid_actions"] += 1
+                    break
+                if state["reward"] is not None:
+                    rewards.append(float(state["reward"]))
+        return self._experiences(rewards, counts)
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Return the messages before the first observation: the system prompt, and the row's prompt where it is one."""
+        prompt = self.task.task_desc
+        head = [{"role": "system", "content": system}] if (system := self.task.format_args.get("system_prompt")) else []
+        return [*head, *([{"role": "system" if not head else "user", "content": prompt}] if prompt else [])]
+
+    def _experiences(self, rewards: list[float], metrics: dict[str, float]) -> list[Experience]:
+        if not rewards:
+            raise WorkflowError("the environment gave no reward in any step: a sum of nothing is no reward")
+        reward = math.fsum(rewards)
+        if not math.isfinite(reward):
+            raise WorkflowError(f"the environment gave the rewards {rewards}: numbers are expected")
+        found: list[Experience] = self.model.extract_experience_from_history()
+        for experience in found:
+            experience.reward = reward
+            experience.metrics = {**metrics, "reward": reward}
+        return found
+
+
+class _NoAction(Exception):
+    """The server says that what it was given is no action."""
+
+
+class OpenEnvSession:
+    """An episode's connection. Raises EnvironmentFailed for what the server fails at, and for its death."""
+
+    def __init__(self, http: aiohttp.ClientSession, socket: Any, url: str, timeout: float) -> None:
+        self._http, self._socket, self._url, self._timeout = http, socket, url, timeout
+
+    async def reset(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Begin an episode; return `observation`, `reward` and `done`."""
+        return _state(await self.ask({"type": "reset", "data": arguments}), self._url)
+
+    async def step(self, action: dict[str, Any]) -> dict[str, Any]:
+        """Return the same after an action."""
+        return _state(await self.ask({"type": "step", "data": action}), self._url)
+
+    async def action_schema(self) -> dict[str, Any]:
+        """Return the JSON schema of the environment's actions."""
+        async with _failing(self._url), self._http.get(f"{self._url}/schema") as response:
+            response.raise_for_status()
+            schema: dict[str, Any] = (await response.json())["action"]
+        if schema.get("title") in _TOOL_ACTIONS:
+            listed = await self.step({"type": "list_tools"})
+            return {**_TOOL_CALL, "available_tools": listed["observation"].get("tools")}
+        return schema
+
+    async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return the data of the answer to a message."""
+        async with _failing(self._url):
+            with suppress(aiohttp.ClientError, ConnectionError):  # a server may say why it closes
+                await self._socket.send_str(json.dumps(message))
+            answer = await asyncio.wait_for(self._socket.receive(), self._timeout)
+            if answer.type is not aiohttp.WSMsgType.TEXT:
+                raise EnvironmentFailed(f"the OpenEnv server {self._url} closed the session ({answer.type.name})")
+            said = json.loads(answer.data)
+            data: dict[str, Any] = said["data"]
+        if said["type"] == "error":
+            code, text = data.get("code"), f"{data.get('message')} {data.get('errors') or ''}".strip()
+            if code in _MODELS_FAULT and message["type"] == "step":
+                raise _NoAction(f"{code}: {text[:500]}")
+            if code == "CAPACITY_REACHED":
+                raise _Full(text)
+            kind = "workflow" if code in _ENVIRONMENTS_CODE else "infra"
+            raise EnvironmentFailed(f"the OpenEnv server {self._url} failed: {code}: {text[:500]}", kind=kind)
+        return data
+
+
+def _state(data: dict[str, Any], url: str) -> dict[str, Any]:
+    observation, reward = data.get("observation"), data.get("reward")
+    if not isinstance(observation, dict) or not isinstance(reward, int | float | None):
+        raise EnvironmentFailed(f"the OpenEnv server {url} answered {str(data)[:200]}: an observation is expected")
+    return {"observation": observation, "reward": reward, "done": bool(data.get("done"))}
+
+
+class _Full(Exception):
+    """A server plays as many episodes as it can."""
+
+
+@asynccontextmanager
+async def session(args: dict[str, Any]) -> AsyncIterator[OpenEnvSession]:
+    """Give a session of the server that a task names, and close it. Waits for room where the server is full."""
+    url, timeout = args.get("url"), float(args.get("answer_timeout", ANSWER_SECONDS))
+    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+        raise DataError(f"workflow_args.url is {url!r}: give the OpenEnv server's, http://HOST:PORT")
+    url = url.rstrip("/")
+    async with aiohttp.ClientSession(headers=args.get("headers"), timeout=aiohttp.ClientTimeout(timeout)) as http:
+        socket = await _connected(http, url, timeout)
+        try:
+            yield OpenEnvSession(http, socket, url, timeout)
+        finally:
+            with suppress(Exception):  # who is gone closed it
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await socket.close()  # which ends the session there
+
+
+async def _connected(http: aiohttp.ClientSession, url: str, timeout: float) -> Any:
+    """Return a connection whose session is there."""
+    until = asyncio.get_running_loop().time() + ROOM_SECONDS
+    while True:
+        async with _failing(url):
+            socket = await http.ws_connect(f"{url}/ws", max_msg_size=MESSAGE_BYTES, heartbeat=30.0)
+        try:
+            await OpenEnvSession(http, socket, url, timeout).ask({"type": "state"})
+        except _Full as e:
+            await socket.close()
+            if asyncio.get_running_loop().time() > until:
+                raise EnvironmentFailed(f"the OpenEnv server {url} plays as many episodes as it can: {e}") from e
+            await asyncio.sleep(random.uniform(0.1, 1.0))
+        except BaseException:
+            await socket.close()
+            raise
+        else:
+            return socket
+
+
+@asynccontextmanager
+async def _failing(url: str) -> AsyncIterator[None]:
+    """Give errors of the connection their kind."""
+    try:
+        yield
+    except TimeoutError as e:
+        raise EnvironmentFailed(f"the OpenEnv server {url} did not answer in time", kind="timeout") from e
+    except (aiohttp.ClientError, OSError, ValueError, KeyError) as e:
+        raise EnvironmentFailed(f"the OpenEnv server {url} can't be reached: {type(e).__name__}: {e}") from e
+
+
+def action_of(text: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the action that a text says: a JSON object, in a fence or not; or the value of the one field that an
+    action needs. Raises ValueError.
+    """
+    text = text.strip()
+    if text.startswith("```") and text.endswith("```"):
+        text = "\n".join(text.splitlines()[1:-1]).strip()
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = text
+    if isinstance(value, dict):
+        return value
+    required = schema.get("required") or []
+    if len(required) != 1:
+        raise ValueError(f"{text[:80]!r} is no JSON object, and an action has the fields {required}")
+    wanted = (schema.get("properties") or {}).get(required[0], {}).get("type")
+    return {required[0]: text if wanted == "string" else value}
+
+
+def shown(observation: dict[str, Any], schema: dict[str, Any]) -> str:
+    """Return the user's turn of an observation: as JSON, with the schema that an action is to have."""
+    return json.dumps({"observation": observation, "action_schema": schema}, ensure_ascii=False)
+
+
+def _given(name: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
+    return default if name is None else resolve(name, {}, "function")

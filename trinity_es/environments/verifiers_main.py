@@ -1,0 +1,282 @@
+"""verifiers' environments (0.4), played for the process that started this one. Started by `server.py`.
+
+A program that the environment's own Python runs: trinity_es is not installed there, and nothing of it is imported.
+
+    verifiers_main.py tasks FILE CONFIG LIMIT    write the environment's tasks, a JSON object a line
+    verifiers_main.py serve DESCRIPTOR           play episodes for who holds the other end of this socket
+
+What goes over the socket, either way, is a message's length in 4 bytes, big-endian, and the message as JSON. The first
+is the environment's config. Then each `{"id", "run": {...}}` is answered by one `{"id", "result"}` or
+`{"id", "error"}`; `{"id", "cancel": true}` ends the episode that was asked for under this id.
+
+Whoever holds the other end may die at any time. So this is two processes: one plays, and one waits for the end of
+either; then the first has `LEAVING_SECONDS` to give back what it holds, and whatever it started is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import ctypes
+import itertools
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+__all__ = ["main"]
+
+LEAVING_SECONDS = 10.0
+"""How long an environment may take to give back what it holds, once nobody asks for it any more."""
+TASKS_AT_MOST = 1_000_000
+_DEATH_SIGNAL, _CHILD_SUBREAPER = 1, 36
+"""What prctl(2) calls them."""
+
+
+# --- the config and the tasks -----------------------------------------------------------------------------------------
+def resolved(given: dict[str, Any]) -> Any:
+    """Return the environment's config. A role that names no harness, in a taskset that brings none, only talks; one
+    whose harness runs nothing that the model says needs no sandbox.
+    """
+    from verifiers.v1.configs.agent import AgentConfig
+    from verifiers.v1.utils import loaders
+
+    taskset = given["taskset"]["id"]
+    own = loaders.default_harness_id(taskset)
+    fields = loaders.env_config_type(taskset, given.get("id") or "").model_fields
+    for name, default in ((name, f.default) for name, f in fields.items() if isinstance(f.default, AgentConfig)):
+        role = dict(given.get(name) or {})
+        pinned = (role.get("harness") or {}).get("id") or (default.harness and default.harness.id)
+        if pinned is None and own == "bash":
+            role["harness"] = {**(role.get("harness") or {}), "id": "null"}
+        harness = loaders.harness_class(pinned or ("null" if own == "bash" else own))
+        if not ("runtime" in role or "runtime" in default.model_fields_set or harness.EXECUTES_CODE):
+            role["runtime"] = {"type": "subprocess"}
+        given[name] = role
+    return loaders.resolve_env_config(given)
+
+
+def write_tasks(file: str, config: str, limit: str) -> None:
+    """Write the tasks of an environment, at most `limit` where that is not 0, each with the key `prompt`."""
+    from verifiers.v1.utils import loaders
+
+    taskset = loaders.load_taskset(resolved(json.loads(config)).taskset)
+    if not (taskset.bounded or int(limit)):
+        raise SystemExit("its tasks have no end: say how many there are to be (workflow_args: {tasks: 1000})")
+    with open(file, "w") as out:
+        for task in itertools.islice(taskset, int(limit) or TASKS_AT_MOST):
+            row = task.data.model_dump(mode="json", exclude_defaults=True)
+            out.write(json.dumps({"prompt": None, **row}, allow_nan=False) + "\n")
+
+
+# --- episodes ---------------------------------------------------------------------------------------------------------
+def share_client(endpoints: dict[str, dict[str, str]]) -> None:
+    """Have one client ask for all runs, each at its own endpoint: `endpoints` by the id of a trace.
+
+    verifiers keeps a client, with its connections, for each address that it ever asked; each run has one of its own.
+    """
+    from verifiers.v1.clients.train import TrainClient
+    from verifiers.v1.interception import server
+
+    class Shared(TrainClient):  # type: ignore[misc]  # verifiers is not installed where types are checked
+        async def get_response(self, *args: Any, session_id: str | None = None, **more: Any) -> Any:
+            mine = copy.copy(self)
+            mine.client = self.client.with_options(**endpoints[session_id or ""])
+            return await TrainClient.get_response(mine, *args, session_id=session_id, **more)
+
+    others = server.resolve_client
+    server.resolve_client = lambda config: Shared(config) if config.type == "train" else others(config)
+
+
+class Server:
+    """Plays episodes of one environment, as many at a time as it is asked for."""
+
+    def __init__(self, env: Any, writer: asyncio.StreamWriter) -> None:
+        self.env, self.writer = env, writer
+        self.endpoints: dict[str, dict[str, str]] = {}
+        share_client(self.endpoints)
+        self.task_type = type(env.taskset).task_type()
+        self.playing: dict[int, asyncio.Task[None]] = {}
+
+    def take(self, message: dict[str, Any]) -> None:
+        """Begin or end an episode."""
+        number = message["id"]
+        if "run" in message:
+            self.playing[number] = asyncio.create_task(self.play(number, message["run"]))
+        elif (playing := self.playing.get(number)) is not None:
+            playing.cancel()
+
+    async def play(self, number: int, asked: dict[str, Any]) -> None:
+        """Answer with what came of an episode. An error is an answer, too."""
+        try:
+            answer = {"id": number, "result": await self.episode(asked)}
+            told = framed(answer)
+        except asyncio.CancelledError:
+            told = framed({"id": number, "error": {"type": "Cancelled", "message": "it was cancelled"}})
+        except Exception as e:
+            told = framed({"id": number, "error": {"type": type(e).__name__, "message": str(e)}})
+        finally:
+            self.playing.pop(number, None)
+        self.writer.write(told)
+
+    async def episode(self, asked: dict[str, Any]) -> dict[str, Any]:
+        from verifiers.v1.clients import ModelContext
+        from verifiers.v1.configs.client import TrainClientConfig
+        from verifiers.v1.types import SamplingConfig
+
+        # What is asked for is said by `endpoints`: what is in here is written into traces.
+        client = TrainClientConfig(
+            base_url="http://run", api_key_var="", renderer_model_name=asked["tokenizer"],
+            renderer=asked.get("renderer"),
+        )
+        data = self.task_type.data_type().model_validate(asked["task"])
+        [slot] = self.env.slots(self.task_type(data, self.env.config.taskset.task))
+        context = ModelContext(client=client, model=asked["model"], sampling=SamplingConfig())
+        mine: list[str] = []
+
+        def begun(trace: Any) -> None:
+            mine.append(trace.id)
+            self.endpoints[trace.id] = {"base_url": asked["base_url"], "api_key": asked["token"]}
+
+        try:
+            episode = await self.env.run_slot(slot, context, on_trace=begun)
+        finally:
+            for trace in mine:
+                del self.endpoints[trace]
+        return {
+            "complete": bool(self.env.complete(episode)), "is_timeout": episode.is_timeout,
+            "errors": [] if episode.ok else [told(e) for e in episode.errors[-1:]],
+            "traces": [trace_told(t) for t in episode.traces],
+        }
+
+
+def trace_told(trace: Any) -> dict[str, Any]:
+    """Return what one agent did: a branch is a sequence of token ids, and where in them the model's answers lie."""
+    return {
+        "agent": trace.agent.name, "trainable": trace.agent.trainable, "ok": trace.ok, "is_timeout": trace.is_timeout,
+        "errors": [] if trace.ok else [told(e) for e in trace.errors[-1:]], "stop": trace.stop_condition,
+        "reward": trace.reward, "rewards": {k: r.value for k, r in trace.rewards.items() if r is not None},
+        "metrics": {k: v for k, v in trace.metrics.items() if v is not None},
+        "branches": [
+            {"tokens": b.token_ids, "answers": answers(b.nodes),
+             "messages": [m.model_dump(mode="json", exclude_none=True) for m in b.messages]}
+            for b in trace.branches if b.trainable
+        ],
+    }
+
+
+def answers(nodes: list[Any]) -> list[tuple[int, int]]:
+    """Return where the ids that were sampled begin and end, message by message."""
+    found, at = [], 0
+    for node in nodes:
+        at += len(node.token_ids)
+        if sampled := sum(node.mask):
+            found.append((at - sampled, at))
+    return found
+
+
+def told(error: Any) -> dict[str, Any]:
+    return {"type": error.type, "message": error.message}
+
+
+# --- the socket -------------------------------------------------------------------------------------------------------
+def framed(message: dict[str, Any]) -> bytes:
+    data = json.dumps(message, allow_nan=False).encode()
+    return struct.pack(">I", len(data)) + data
+
+
+async def received(reader: asyncio.StreamReader) -> Any:
+    """Return the next message. Raises IncompleteReadError when nobody is there any more."""
+    [size] = struct.unpack(">I", await reader.readexactly(4))
+    return json.loads(await reader.readexactly(size))
+
+
+async def serve(end: socket.socket) -> None:
+    """Play what is asked for, until nobody asks any more or this process is to end."""
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)  # type: ignore[union-attr]
+    reader, writer = await asyncio.open_unix_connection(sock=end)
+    with contextlib.suppress(asyncio.CancelledError, asyncio.IncompleteReadError, ConnectionError):
+        try:
+            from verifiers.v1.utils import loaders
+
+            env = loaders.load_environment(resolved(await received(reader)))
+        except Exception as e:
+            writer.write(framed({"id": 0, "error": {"type": type(e).__name__, "message": str(e)}}))
+            await writer.drain()
+            return
+        async with env.serving():
+            server = Server(env, writer)
+            writer.write(framed({"id": 0, "result": {"pid": os.getpid()}}))
+            try:
+                while True:
+                    server.take(await received(reader))
+            finally:
+                left = list(server.playing.values())
+                for playing in left:
+                    playing.cancel()
+                await asyncio.gather(*left, return_exceptions=True)
+
+
+# --- two processes ----------------------------------------------------------------------------------------------------
+def watch(playing: int, end: socket.socket) -> None:
+    """Wait until the process that plays has ended, or nobody listens to it; then leave nothing of it behind."""
+    polling, over = select.poll(), float("inf")
+    polling.register(end, 0)  # tells that it was closed, and nothing else
+    stopped: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
+    while os.waitpid(playing, os.WNOHANG) == (0, 0):
+        if over == float("inf") and (stopped or polling.poll(0)):
+            over = time.monotonic() + LEAVING_SECONDS
+            os.kill(playing, signal.SIGTERM)
+        if time.monotonic() > over:
+            os.kill(playing, signal.SIGKILL)
+        time.sleep(0.05)
+    while True:  # what it started is this process's now, whatever sessions it made
+        for child in children():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        try:
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):
+                time.sleep(0.01)
+        except ChildProcessError:
+            return
+
+
+def children() -> list[int]:
+    """Return the pids of this process's children (Linux)."""
+    files = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for file in files for pid in file.read_text().split()]
+
+
+def _ask_kernel(what: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(what, value)
+
+
+def main() -> None:
+    if sys.argv[1] == "tasks":
+        write_tasks(*sys.argv[2:])
+        return
+    end = socket.socket(fileno=int(sys.argv[2]))
+    os.setsid()  # who ends its owner's group is not to end this one before it could clean up
+    _ask_kernel(_CHILD_SUBREAPER, 1)
+    parent = os.getpid()
+    playing = os.fork()
+    if playing:
+        watch(playing, end)
+        return
+    _ask_kernel(_DEATH_SIGNAL, signal.SIGTERM)
+    if os.getppid() == parent:
+        with contextlib.suppress(asyncio.CancelledError):
+            asyncio.run(serve(end))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""An output that is the experience buffer of Trinity-RFT 0.6.0, as its trainer reads it with `storage_type: sql`.
+
+Two tables, `<name>` and `<name>_blob`, in which an experience is a row of numbers and its bytes as Trinity-RFT writes
+them. Neither its package nor torch is needed to write them.
+
+    buffer: {pipeline: {outputs: [{name: "trinity_es.integrations.trinity_rft:SQLBuffer", args: {url: ...}}]}}
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from typing import Any
+
+import numpy as np
+import sqlalchemy as sa
+from safetensors.numpy import save
+
+from trinity_es.events.experience import Experience
+
+__all__ = ["SQLBuffer", "serialized"]
+
+_MAGIC, _VERSION = b"TRXP", 1
+_ARRAYS = (
+    "tokens", "logprobs", "token_level_reward", "advantages", "returns", "action_mask", "teacher_logprobs",
+    "routed_experts",
+)
+_PLAIN = (
+    "reward", "truncate_status", "info", "metrics", "prompt_length", "response_text", "prompt_text", "messages",
+    "tools", "chosen_messages", "rejected_messages",
+)
+
+
+class SQLBuffer:
+    """See the module. `url` of the database, SQLite or PostgreSQL; `name`: of `experience_buffer` in its config.
+
+    Each batch is one transaction and is written once: `<name>_written` has the keys of those that are there.
+    """
+
+    def __init__(self, url: str, name: str = "experience_buffer") -> None:
+        self._url = sa.make_url(url)
+        tables = sa.MetaData()
+        self._rows = sa.Table(
+            name, tables, sa.Column("id", sa.Integer, primary_key=True, autoincrement=True),
+            sa.Column("timestamp", sa.DateTime, server_default=sa.func.now()),
+            sa.Column("task_id", sa.String(64), index=True), sa.Column("run_id", sa.Integer, index=True),
+            sa.Column("msg_id", sa.String(64), index=True), sa.Column("model_version", sa.Integer, index=True),
+            sa.Column("reward", sa.Float, index=True), sa.Column("consumed", sa.Integer, default=0, index=True))
+        self._blobs = sa.Table(
+            f"{name}_blob", tables, sa.Column("id", sa.Integer, primary_key=True),
+            sa.Column("experience_bytes", sa.LargeBinary, nullable=False))
+        self._written = sa.Table(f"{name}_written", tables, sa.Column("key", sa.String(255), primary_key=True))
+        self._tables, self._engine = tables, sa.create_engine(self._url)
+        self._made = False
+
+    def write(self, key: str, experiences: list[Experience]) -> None:
+        """Add a batch, unless it is there."""
+        if not self._made:
+            self._tables.create_all(self._engine)
+            self._made = True
+        with self._engine.begin() as connection:
+            if connection.execute(sa.select(self._written).where(self._written.c.key == key)).first():
+                return
+            connection.execute(self._written.insert().values(key=key))
+            for e in experiences:
+                added = connection.execute(self._rows.insert().values(
+                    task_id=str(e.eid.task), run_id=e.eid.run, msg_id=str(e.eid.suffix), reward=e.reward,
+                    model_version=(e.info or {}).get("model_version"), consumed=0))
+                [number] = added.inserted_primary_key or (None,)
+                connection.execute(self._blobs.insert().values(id=number, experience_bytes=serialized(e)))
+
+
+def serialized(e: Experience) -> bytes:
+    """Return an experience as `Experience.serialize` of Trinity-RFT gives it."""
+    arrays = {f"0:{name}": np.ascontiguousarray(value) for name in _ARRAYS
+              if (value := getattr(e, name, None)) is not None}
+    told: dict[str, Any] = {name: getattr(e, name, None) for name in _PLAIN}
+    told |= {"eid": e.eid.to_dict(), "custom_fields": [], "multi_modal_input_keys": []}
+    head = pickle.dumps({"version": _VERSION, "num_items": 1, "items": [told]}, protocol=pickle.HIGHEST_PROTOCOL)
+    body = save(arrays)
+    return _MAGIC + struct.pack("<BQQ", _VERSION, len(head), len(body)) + head + body
