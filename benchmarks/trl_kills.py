@@ -7,6 +7,7 @@ again; what counts is what a step was last trained on, since what came of it bef
 
 - other prompts: steps trained on other rows than in a run that nobody disturbed; and rows of the data set that were
   trained on more or less often than there
+- steps beyond the end: those that a trainer took that was killed after its last one
 - generated again: steps that were trained on anew with other tokens than before
 - submitted or run twice: batches and runs in the log that are there more than once
 - did not start: restarts of the trainer that ended with an error
@@ -164,7 +165,7 @@ def account(trainee: Trainee, plan: dict[int, list[int]] | None) -> dict[str, An
     """Return what a run was trained on, and what is wrong with that against the plan: rows by step."""
     last = int(trainee.settings["max_steps"])
     lines = [json.loads(line) for line in (trainee.folder / "trained.jsonl").read_text().splitlines()]
-    lines = [line for line in lines if line["step"] < last]  # the others are evals
+    lines = [line for line in lines if line["train"]]
     steps = {line["step"]: line["rows"] for line in lines}
     tokens: dict[int, set[str]] = {}
     for line in lines:
@@ -173,6 +174,7 @@ def account(trainee: Trainee, plan: dict[int, list[int]] | None) -> dict[str, An
         "reward": json.loads((trainee.folder / "done.json").read_text())["reward"],
         "steps": len(steps), "trained": len(lines), "starts": trainee.starts, "did not start": trainee.failed,
         "generated again": sorted(step for step, seen in tokens.items() if len(seen) > 1),
+        "steps beyond the end": sorted(step for step in steps if step >= last),
         "other prompts": [], "rows too often": 0, "rows too seldom": 0,
     }
     if plan is not None:
@@ -199,7 +201,8 @@ def _twice(config: Config) -> dict[str, Any]:
             "run twice": [list(run) for run, n in ran.items() if n > 1], "log": problems}
 
 
-WRONG = ("other prompts", "generated again", "submitted twice", "run twice", "log", "did not start")
+WRONG = ("other prompts", "steps beyond the end", "generated again", "submitted twice", "run twice", "log",
+         "did not start")
 
 
 def main() -> int:

@@ -27,6 +27,9 @@ from examples.trl_grpo import train
 
 __all__ = ["main"]
 
+TRAINERS: list[GRPOTrainer] = []
+"""The one that runs here."""
+
 
 class Beats(TrainerCallback):  # type: ignore[misc]  # transformers is typed in part
     """Notes how far the trainer is, so that it is killed while it trains, and not while it is imported."""
@@ -39,8 +42,8 @@ class Beats(TrainerCallback):  # type: ignore[misc]  # transformers is typed in 
 
 
 def _note(folder: Path, columns: dict[str, Any], rewards: list[float | None]) -> None:
-    line = {"step": columns["trainer_state"].global_step, "rows": columns["row"], "rewards": rewards,
-            "ids": columns["completion_ids"]}
+    line = {"step": columns["trainer_state"].global_step, "train": TRAINERS[0].model.training,
+            "rows": columns["row"], "rewards": rewards, "ids": columns["completion_ids"]}
     with (folder / "trained.jsonl").open("ab", buffering=0) as file:  # one write: a kill does not tear the line
         file.write(json.dumps(line).encode() + b"\n")
 
@@ -62,8 +65,12 @@ def main(folder: Path, *, alone: bool, overrides: list[str], settings: dict[str,
         return reward
 
     train.rollout_reward = recorded
-    make = train.GRPOTrainer
-    train.GRPOTrainer = lambda **given: make(**{**given, "callbacks": [*given["callbacks"], Beats(folder)]})
+
+    def make(**given: Any) -> GRPOTrainer:
+        TRAINERS.append(GRPOTrainer(**{**given, "callbacks": [*given.get("callbacks", []), Beats(folder)]}))
+        return TRAINERS[0]
+
+    train.GRPOTrainer = make
     reward = _alone(folder, settings) if alone else train.main(folder, *overrides, **settings)
     (folder / "done.json").write_text(json.dumps({"reward": reward}))
 
@@ -80,9 +87,8 @@ def _alone(folder: Path, settings: dict[str, Any]) -> float:
         _note(folder, columns, rewards)  # type: ignore[arg-type]
         return rewards
 
-    trainer = GRPOTrainer(
+    trainer = train.GRPOTrainer(
         model=str(folder / "model"), args=train.arguments(folder, **settings), reward_funcs=share,
-        callbacks=[Beats(folder)],
         train_dataset=train.letters(data / "train.jsonl"), eval_dataset=train.letters(data / "eval.jsonl"))
     output = Path(trainer.args.output_dir)
     trainer.train(resume_from_checkpoint=output.is_dir() and get_last_checkpoint(str(output)) is not None)

@@ -20,7 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 import trinity_es
 from examples.grpo.taskset import write_taskset
 from examples.grpo.tiny_model import make_tiny_model
-from trinity_es.integrations.trl import Rollouts, last_checkpoint, rollout_reward
+from trinity_es.integrations.trl import Rollouts, resume, rollout_reward
 
 __all__ = ["arguments", "letters", "main"]
 
@@ -62,7 +62,7 @@ def main(folder: Path, *overrides: str, **settings: Any) -> float:
         eval_dataset=letters(data / "eval.jsonl"),
     )
     with trinity_es.running(config):  # starts the engines, or joins those that run
-        trainer.train(resume_from_checkpoint=last_checkpoint(trainer.args.output_dir))
+        resume(trainer)  # from its newest checkpoint, if there is one
         reward = float(trainer.evaluate()["eval_reward"])
     print(f"eval reward {reward:.2f} after {trainer.state.global_step} steps")
     return reward

@@ -16,7 +16,7 @@ from tests.helpers.trl_trainers import EOS, StandInClient, StandInTrainer, answe
 from trinity_es.errors import ConfigError, DataError, WorkflowError
 from trinity_es.integrations import trl
 from trinity_es.integrations.step_weights import step_version
-from trinity_es.integrations.trl import Rollouts, last_checkpoint, rollout_reward
+from trinity_es.integrations.trl import Rollouts, last_checkpoint, resume, rollout_reward
 
 ROWS = [{"prompt": "a=", "answer": "a"}, {"prompt": "b=", "answer": "b"}]
 ASKED = ["a=", "a=", "b=", "b="]
@@ -233,3 +233,20 @@ def test_the_last_checkpoint_is_one_that_was_written_whole(tmp_path: Path) -> No
         if text is not None:
             (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(text)
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+
+
+@pytest.mark.parametrize(("max_steps", "trains"), [(10, False), (-1, False), (11, True)])
+def test_a_trainer_that_was_killed_after_its_last_step_takes_no_step_more(
+    tmp_path: Path, max_steps: int, trains: bool
+) -> None:
+    did: list[str] = []
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(output_dir=str(tmp_path), max_steps=max_steps), state=None,
+        train=lambda resume_from_checkpoint: did.append(f"train from {resume_from_checkpoint}"),
+        _load_from_checkpoint=lambda checkpoint: did.append(f"load {checkpoint}"))
+    resume(trainer)
+    (tmp_path / "checkpoint-10").mkdir()
+    (tmp_path / "checkpoint-10" / "trainer_state.json").write_text(json.dumps({"global_step": 10, "max_steps": 10}))
+    resume(trainer)
+    assert did == ["train from None", f"{'train from' if trains else 'load'} {tmp_path}/checkpoint-10"]
+    assert getattr(trainer.state, "global_step", None) == (None if trains else 10)

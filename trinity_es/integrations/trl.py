@@ -2,7 +2,7 @@
 
     rollouts = Rollouts("config.yaml", reward_fn="rewards:letters")
     trainer = GRPOTrainer(..., rollout_func=rollouts, callbacks=[rollouts], reward_funcs=rollout_reward)
-    trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))
+    resume(trainer)
 
 TRL asks for completions of a step's prompts. Each group of equal prompts is one task, all of them are one batch, whose
 id is made of step, mode and how often was asked in this step: a trainer that was killed and goes on at its checkpoint
@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import torch
 from accelerate.data_loader import get_sampler
 from accelerate.utils import broadcast_object_list, gather_object
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from trinity_es.client.rollout_client import RolloutClient, connect
 from trinity_es.config.config import Config, load_config
@@ -39,7 +39,7 @@ from trinity_es.events.values import Task
 from trinity_es.integrations.step_batches import Mode, PromptRows, Runs, find_batch, play_batch, prompt_key
 from trinity_es.integrations.step_weights import missing_version, publish_tensors
 
-__all__ = ["Rollouts", "last_checkpoint", "rollout_reward"]
+__all__ = ["Rollouts", "last_checkpoint", "resume", "rollout_reward"]
 
 ANSWERS = "trinity_es.integrations.answers:AnswerWorkflow"
 SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
@@ -73,6 +73,21 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
         if step.isdecimal():
             found[int(step)] = str(folder)
     return found[max(found)] if found else None
+
+
+def resume(trainer: Any) -> None:
+    """Train to the end: from the newest whole checkpoint in its output folder, or from the start where there is none.
+
+    A trainer that was killed after its last step is brought back as it was: `train` would take one step more.
+    """
+    checkpoint = last_checkpoint(trainer.args.output_dir)
+    if checkpoint is not None:
+        state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
+        if state.global_step >= (trainer.args.max_steps if trainer.args.max_steps > 0 else state.max_steps):
+            trainer._load_from_checkpoint(checkpoint)
+            trainer.state = state
+            return
+    trainer.train(resume_from_checkpoint=checkpoint)
 
 
 class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed in part
