@@ -102,7 +102,7 @@ class Workflow:
         creation_timeout: float = 60.0,
     ) -> Lease:
         """Return what this run is to hold open outside of the system, a sandbox or a session, for `async with`, or
-        `with` where the workflow is sync (docs/LEASES.md).
+        `with` where the workflow is sync (docs/integrations/LEASES.md).
 
         `provider` is a "module:Class" built with `args`, which are recorded. What it makes may live `ttl` seconds
         without being renewed; making it takes at most `creation_timeout`. However the run ends, it is released. Raises
