@@ -247,6 +247,7 @@ class Model(Remembering):
         others = [i for i, m in enumerate(given) if i > last and m.get("role") == "assistant"]
         judges = isinstance(self.engine, RemoteEngine)  # what others answered to a prompt that it may have had as well
         if turn is not None and not (judges and others):
+            turn.given = True
             sampled = self.sampled(turn, given[: last + 1], tools)
             sampled.messages = given
             if others:
@@ -260,7 +261,8 @@ class Model(Remembering):
             return sampled
         if not (as_text or judges) and self._asked_in(given, tools):
             raise WorkflowError(
-                "no answer of this conversation is in it as it was sampled, so none of its tokens was: return "
+                "no answer of this conversation is in it as it was sampled, or several fit it that differ in the "
+                "reasoning which it leaves out: keep that (reasoning_content), return "
                 "extract_experience_from_history(), or give as_text=True to learn from the text as it stands"
             )
         experience = self.tokenized(messages, tools=tools, limit=longest - 1 if longest else None)
