@@ -174,8 +174,11 @@ class Turns:
 
     def end_of(self, turn: Turn) -> str:
         """Return the text of the token that ended an answer, which its own text lacks; empty where it was cut off."""
-        last = self.decode(turn.tokens[-1:].tolist()) if len(turn.tokens) > turn.begin else ""
-        return "" if turn.text.endswith(last) else last
+        sampled = turn.tokens[turn.begin :].tolist()
+        whole, before = self.decode(sampled), self.decode(sampled[:-1])
+        last = whole.removeprefix(before) if whole.startswith(before) else "\ufffd"
+        # A part of a character is no end, though an engine may have held it back.
+        return "" if "\ufffd" in last or turn.text.endswith(last) else last
 
     # --- how a rendered text goes on ----------------------------------------------------------------------------------
     def _continued(self, rendered: str) -> tuple[Turn, str] | None:
@@ -231,7 +234,8 @@ class Turns:
         ids, last = self.encode(tail), int(turn.tokens[-1])
         if self.end_of(turn) and last in ids:
             until = ids.index(last) + 1
-            if until == 1 or (self.marks.closes or "").startswith(self.decode(ids[:until])):
+            before = self.decode(ids[: until - 1])  # no mark of the template is left out for a stop text behind it
+            if before.strip() == "" and (until == 1 or (self.marks.closes or "").startswith(self.decode(ids[:until]))):
                 return ids[until:]
         return ids
 
