@@ -23,6 +23,7 @@ import orjson
 
 from trinity_es.actors import openai_clients
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling, Tokenizer
+from trinity_es.actors.engines.long_texts import is_large, off_the_loop
 from trinity_es.actors.engines.remote_engine import RemoteEngine
 from trinity_es.actors.engines.sampling import MOST_PROMPTS, checked_prompt, merged
 from trinity_es.actors.openai_clients import Endpoint
@@ -119,6 +120,10 @@ class Model(Remembering):
         return self.engine.tokenizer
 
     @property
+    def context(self) -> int | None:
+        return getattr(self.engine, "max_model_len", None)
+
+    @property
     def model_version(self) -> int:
         """The version that is served now."""
         return self.engine.model_version
@@ -166,9 +171,9 @@ class Model(Remembering):
         """
         chosen, number = self._chosen(sampling), self.numbered()
         given = plain_messages(messages)
-        prompt, text = self.rendered(given, tools)
-        if text is not None:
-            prompt = self.exact_prompt(text, lambda: self.earlier_prompts(given, tools)) or prompt
+        prompt, text = await self.prompt_of(
+            given, tools, exact=lambda text: self.exact_prompt(text, lambda: self.earlier_prompts(given, tools))
+        )
         answers = await self._ask(prompt, None, chosen)
         for _, experience in answers:
             experience.messages = [*given, {"role": "assistant", "content": experience.response_text}]
@@ -240,8 +245,7 @@ class Model(Remembering):
 
         Raises WorkflowError where this run asked for its answers and none of them is in it as it was sampled.
         """
-        longest = getattr(self.engine, "max_model_len", None)
-        given = plain_messages(messages)
+        longest, given = self.context, plain_messages(messages)
         found = None if as_text else self._newest_sampled(given, tools)
         turn, last = (None, 0) if found is None else found
         others = [i for i, m in enumerate(given) if i > last and m.get("role") == "assistant"]
@@ -265,7 +269,8 @@ class Model(Remembering):
                 "reasoning which it leaves out: keep that (reasoning_content), return "
                 "extract_experience_from_history(), or give as_text=True to learn from the text as it stands"
             )
-        experience = self.tokenized(messages, tools=tools, limit=longest - 1 if longest else None)
+        limit = longest - 1 if longest else None
+        experience = await off_the_loop(is_large(given), lambda: self.tokenized(given, tools=tools, limit=limit))
         if experience.truncate_status == "prompt_truncated":  # nothing in it is learned from
             experience.logprobs = np.zeros(1, dtype=np.float32)
         elif logprobs:
@@ -295,7 +300,8 @@ class Model(Remembering):
 
     async def get_message_token_len(self, messages: Sequence[Message]) -> int:
         """Return how many tokens a chat with these messages has as its prompt."""
-        return len(self.render(plain_messages(messages), None))
+        given = plain_messages(messages)
+        return len(await off_the_loop(is_large(given), lambda: self.render(given, None)))
 
     # --- the blocking twins -----------------------------------------------------------------------------------------
     chat = _blocking(chat_async)
