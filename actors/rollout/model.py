@@ -437,6 +437,8 @@ class Model(Remembering):
         after = self.engine.model_version
         self.usage.requests += 1
         asked = sampling.recorded()
+        if text is None and completions:
+            text = self.tokenizer.decode(completions[0].prompt_token_ids)  # once for all of them: it may be long
         found = []
         for i, completion in enumerate(completions):
             if completion.finish_reason == "abort":
@@ -448,21 +450,21 @@ class Model(Remembering):
             if i == 0:
                 self.usage.prompt_tokens += len(completion.prompt_token_ids)
             self.usage.response_tokens += len(completion.token_ids)
-            experience = self._experience(completion, text, spans)
+            experience = self._experience(completion, text or "", spans)
             if completion.adapter:
                 experience.info["adapter_spans"] = [[*completion.adapter, 0, len(completion.token_ids)]]
             experience.info["sampling"] = {**asked, "choice": i}
             found.append((completion, experience))
         return found
 
-    def _experience(self, c: Completion, text: str | None, spans: list[list[int]]) -> Experience:
+    def _experience(self, c: Completion, text: str, spans: list[list[int]]) -> Experience:
         return Experience(
             tokens=np.array([*c.prompt_token_ids, *c.token_ids], dtype=np.int32),
             prompt_length=len(c.prompt_token_ids),
             logprobs=None if c.logprobs is None else np.array(c.logprobs, dtype=np.float32),
             truncate_status="response_truncated" if c.finish_reason == "length" else None,
             info={"version_spans": spans} if spans else {},
-            prompt_text=self.tokenizer.decode(c.prompt_token_ids) if text is None else text,
+            prompt_text=text,
             response_text=c.text,
         )
 
