@@ -28,6 +28,7 @@ from typing import Any
 from trinity_es.actors.engines.checkpoints import reference_shapes, resolve_model
 from trinity_es.actors.engines.http_weights import WATCH_SECONDS, ServerWeights
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling, Tokenizer
+from trinity_es.actors.engines.long_texts import encoded, is_large, off_the_loop
 from trinity_es.actors.engines.vllm_http_api import ServerGone, VLLMServer, unreached
 from trinity_es.actors.engines.vllm_requests import Answer, TextCutter, answers, body, prompt_rows, route
 from trinity_es.actors.engines.vllm_values import VersionedCompletion
@@ -222,7 +223,7 @@ class HTTPEngine(ServerWeights):
         """See `Engine`. With temperature 0 the answers are equal. Raises EngineError: details `refused=True` for a
         request that this server will never serve, `dead=True` where it is gone, or answered as another than it was.
         """
-        ids, copies = self._ids(prompt), 1
+        ids, copies = await self._ids(prompt), 1
         self._check_logprobs(sampling)
         if sampling.temperature == 0.0 and sampling.n > 1:  # vLLM refuses n > 1 where all answers are the same
             copies, sampling = sampling.n, replace(sampling, n=1)
@@ -235,7 +236,7 @@ class HTTPEngine(ServerWeights):
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
         """See `Engine`. The last item's `version_spans` are over the whole answer. Raises EngineError as `generate`."""
         sampling = replace(sampling, n=1)
-        ids, spans = self._ids(prompt), self._met().spans
+        ids, spans = await self._ids(prompt), self._met().spans
         self._check_logprobs(sampling)
         cutter, count = TextCutter(self.tokenizer, sampling.stop), 0
         async with self._going_out() as version:
@@ -262,7 +263,7 @@ class HTTPEngine(ServerWeights):
         """See `Engine`. Another temperature than 1 fetches the whole distribution: refused above 2 million values."""
         if not temperature > 0.0:
             raise EngineError(f"logprobs need a temperature above 0, not {temperature}", refused=True)
-        ids = self._ids(token_ids)
+        ids = await self._ids(token_ids)
         if len(ids) == 1:
             return []
         whole = temperature != 1.0
@@ -321,9 +322,12 @@ class HTTPEngine(ServerWeights):
         finally:
             self._asking -= 1
 
-    def _ids(self, prompt: str | list[int]) -> list[int]:
+    async def _ids(self, prompt: str | list[int]) -> list[int]:
         self._alive()
-        ids = list(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else [int(i) for i in prompt]
+        if isinstance(prompt, str):
+            ids = await off_the_loop(is_large(prompt), lambda: encoded(self.tokenizer, prompt, self.max_model_len))
+        else:
+            ids = [int(i) for i in prompt]
         if not ids:
             raise EngineError("an empty prompt can't be continued", refused=True)
         if self._room(ids) < 1:

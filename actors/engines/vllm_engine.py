@@ -38,6 +38,7 @@ import psutil
 from trinity_es.actors.engines import vllm_server
 from trinity_es.actors.engines.checkpoints import model_dtype, reference_shapes, resolve_model
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Recording, Sampling, Tokenizer
+from trinity_es.actors.engines.long_texts import encoded, is_large, off_the_loop
 from trinity_es.actors.engines.vllm_adapters import AdapterServing, ServedAdapter, lora_arguments
 from trinity_es.actors.engines.vllm_processes import (
     children,
@@ -267,7 +268,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         `dead=True` when the engine is gone.
         """
         llm = self._alive()
-        ids = self._ids(prompt, room=1)
+        ids = await self._ids(prompt, room=1)
         copies = 1
         if sampling.temperature == 0.0 and sampling.n > 1:  # vLLM refuses n > 1 where all answers are the same
             copies, sampling = sampling.n, dataclasses.replace(sampling, n=1)
@@ -280,7 +281,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
         """See `Engine`. The last item's `version_spans` are over the whole answer. Raises EngineError as `generate`."""
         llm = self._alive()
-        ids = self._ids(prompt, room=1)
+        ids = await self._ids(prompt, room=1)
         params = sampling_params(dataclasses.replace(sampling, n=1))
         params.output_kind = output_kind("DELTA")
         with self._using(sampling.adapter) as adapter:
@@ -300,7 +301,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         llm = self._alive()
         if not temperature > 0.0:
             raise EngineError(f"logprobs need a temperature above 0, not {temperature}", refused=True)
-        ids = self._ids(token_ids, room=1)
+        ids = await self._ids(token_ids, room=1)
         if len(ids) == 1:
             return []
         from vllm import SamplingParams
@@ -382,8 +383,11 @@ class VLLMEngine(WeightChanges, AdapterServing):
             self._asking.discard(task)
             self._cut_off.discard(task)
 
-    def _ids(self, prompt: str | list[int], room: int) -> list[int]:
-        ids = list(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else [int(i) for i in prompt]
+    async def _ids(self, prompt: str | list[int], room: int) -> list[int]:
+        if isinstance(prompt, str):
+            ids = await off_the_loop(is_large(prompt), lambda: encoded(self.tokenizer, prompt, self._max_model_len))
+        else:
+            ids = [int(i) for i in prompt]
         if not ids:
             raise EngineError("an empty prompt can't be continued", refused=True)
         if len(ids) + room > self._max_model_len:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from trinity_es.actors.engines.interface import Tokenizer
+from trinity_es.actors.engines.long_texts import encode, is_large, off_the_loop, refuse_too_long
 from trinity_es.actors.rollout.turns import Marks, Turn
 from trinity_es.events.errors import TrinityError, WorkflowError
 from trinity_es.events.experience import Experience
@@ -46,6 +47,11 @@ class Conversing:
     def tokenizer(self) -> Tokenizer:
         raise NotImplementedError
 
+    @property
+    def context(self) -> int | None:
+        """The maximum of a prompt's and an answer's tokens; None where nobody knows."""
+        return None
+
     def render(self, messages: list[Message], tools: Any, template: Mapping[str, Any] | None = None) -> list[int]:
         """Return the prompt of a chat; `template` are further variables of the chat template (`enable_thinking`).
 
@@ -53,22 +59,36 @@ class Conversing:
         """
         return _flat(self._template(messages, tools, tokenize=True, **_asking(messages, template)))
 
-    def rendered(
-        self, messages: list[Message], tools: Any, template: Mapping[str, Any] | None = None
+    async def prompt_of(
+        self, messages: list[Message], tools: Any, template: Mapping[str, Any] | None = None,
+        exact: Callable[[str], list[int] | None] | None = None,
     ) -> tuple[list[int], str | None]:
-        """Return the same and its text; None where the text does not give these ids again."""
+        """Return a chat's prompt and its text; None where the text does not give these ids again.
+
+        `exact` gives the ids of a prompt, by its text, that goes on from what is known by its ids. Raises EngineError
+        for a text that is too long for the model, and as `render`.
+        """
+        return await off_the_loop(is_large([messages, tools]), lambda: self._prompt(messages, tools, template, exact))
+
+    def _prompt(
+        self, messages: list[Message], tools: Any, template: Mapping[str, Any] | None,
+        exact: Callable[[str], list[int] | None] | None,
+    ) -> tuple[list[int], str | None]:
         how = _asking(messages, template)
         text = self._template(messages, tools, tokenize=False, **how)
-        if isinstance(text, str) and isinstance(getattr(self.tokenizer, "chat_template", None), str):
-            return self.encode(text), text
-        ids = _flat(self._template(messages, tools, tokenize=True, **how))
-        return ids, text if isinstance(text, str) and self.encode(text) == ids else None
+        ids: list[int] | None = None
+        if isinstance(text, str):
+            refuse_too_long(self.tokenizer, text, self.context)
+        if not isinstance(text, str) or not isinstance(getattr(self.tokenizer, "chat_template", None), str):
+            ids = _flat(self._template(messages, tools, tokenize=True, **how))
+            if not isinstance(text, str) or self.encode(text) != ids:
+                return ids, None
+        known = exact(text) if exact is not None else None
+        return known or ids or self.encode(text), text
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text that has its special tokens written out."""
-        if hasattr(self.tokenizer, "all_special_ids"):  # one of Hugging Face's, which would add some
-            return [int(t) for t in self.tokenizer.encode(text, add_special_tokens=False)]  # type: ignore[call-arg]
-        return list(self.tokenizer.encode(text))
+        return encode(self.tokenizer, text)
 
     def marks(self) -> Marks:
         """Return what the chat template writes around an answer, as it renders three short conversations."""

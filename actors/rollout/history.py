@@ -5,16 +5,13 @@ Asks nothing of an engine but its tokenizer.
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import orjson
-
 from trinity_es.actors.engines.interface import Completion
 from trinity_es.actors.rollout.conversations import Conversing, Message
+from trinity_es.actors.rollout.given_back import fit
 from trinity_es.actors.rollout.turns import Turn, Turns
 from trinity_es.actors.rollout.usage import Usage
 from trinity_es.events.errors import WorkflowError
@@ -170,38 +167,5 @@ class Remembering(Conversing):
             return None
         return self.turns.conversation(
             self._text(list(messages[: last + 1]), tools), self._text(list(messages[:last]), tools, answer=True),
-            partial(_says, messages[last]),
+            partial(fit, messages[last]),
         )
-
-
-def _says(message: Message, texts: Collection[str]) -> bool:
-    """Return True if a message may be what a client made of an answer with one of these texts.
-
-    That is the text itself, without its reasoning perhaps, or a tool call that names what the texts name.
-    """
-    calls, content = message.get("tool_calls"), message.get("content")
-    if calls:
-        words, text = (word for call in calls for word in _words(call.get("function") or call)), "\n".join(texts)
-        return all(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text) for word in words)
-    said = {part.strip() for text in texts for part in (text, text.rpartition("</think>")[2])}
-    return isinstance(content, str) and content.strip() in said
-
-
-def _words(said: Any) -> Iterator[str]:
-    """Yield the names and the values in a tool call, as JSON has them."""
-    if isinstance(said, str):
-        with contextlib.suppress(orjson.JSONDecodeError):
-            if isinstance(parsed := orjson.loads(said), dict):
-                yield from _words(parsed)
-                return
-        yield orjson.dumps(said).decode()[1:-1]
-    elif isinstance(said, Mapping):
-        for name, value in said.items():
-            if name not in ("name", "arguments"):
-                yield str(name)
-            yield from _words(value)
-    elif isinstance(said, list):
-        for value in said:
-            yield from _words(value)
-    elif said is not None:
-        yield orjson.dumps(said).decode()

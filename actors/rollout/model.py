@@ -23,6 +23,7 @@ import orjson
 
 from trinity_es.actors import openai_clients
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling, Tokenizer
+from trinity_es.actors.engines.long_texts import is_large, off_the_loop
 from trinity_es.actors.engines.remote_engine import RemoteEngine
 from trinity_es.actors.engines.sampling import MOST_PROMPTS, checked_prompt, merged
 from trinity_es.actors.openai_clients import Endpoint
@@ -126,6 +127,10 @@ class Model(Remembering):
         return self.engine.tokenizer
 
     @property
+    def context(self) -> int | None:
+        return getattr(self.engine, "max_model_len", None)
+
+    @property
     def model_version(self) -> int:
         """The version that is served now."""
         return self.engine.model_version
@@ -173,9 +178,9 @@ class Model(Remembering):
         """
         chosen, number = self._chosen(sampling), self.numbered()
         given = plain_messages(messages)
-        prompt, text = self.rendered(given, tools)
-        if text is not None:
-            prompt = self.exact_prompt(text, lambda: self.earlier_prompts(given, tools)) or prompt
+        prompt, text = await self.prompt_of(
+            given, tools, exact=lambda text: self.exact_prompt(text, lambda: self.earlier_prompts(given, tools))
+        )
         answers = await self._ask(prompt, None, chosen)
         for _, experience in answers:
             experience.messages = [*given, {"role": "assistant", "content": experience.response_text}]
@@ -248,13 +253,13 @@ class Model(Remembering):
 
         Raises WorkflowError where this run asked for its answers and none of them is in it as it was sampled.
         """
-        longest = getattr(self.engine, "max_model_len", None)
-        given = plain_messages(messages)
+        longest, given = self.context, plain_messages(messages)
         found = None if as_text else self._newest_sampled(given, tools)
         turn, last, tools = (None, 0, tools) if found is None else found
         others = [i for i, m in enumerate(given) if i > last and m.get("role") == "assistant"]
         judges = isinstance(self.engine, RemoteEngine)  # what others answered to a prompt that it may have had as well
         if turn is not None and not (judges and others):
+            turn.given = True
             sampled = self.sampled(turn, given[: last + 1], tools)
             sampled.messages = given
             if others:
@@ -268,10 +273,12 @@ class Model(Remembering):
             return sampled
         if not (as_text or judges) and self._asked_in(given, tools):
             raise WorkflowError(
-                "no answer of this conversation is in it as it was sampled, after the prompt that it was sampled for: "
-                "return extract_experience_from_history(), or give as_text=True to learn from the text as it stands"
+                "no answer of this conversation is in it as it was sampled, after the prompt that it was sampled for, "
+                "or several fit that differ in the reasoning which it leaves out: keep that (reasoning_content), or "
+                "return extract_experience_from_history(); as_text=True learns from the text as it stands"
             )
-        experience = self.tokenized(messages, tools=tools, limit=longest - 1 if longest else None)
+        limit = longest - 1 if longest else None
+        experience = await off_the_loop(is_large(given), lambda: self.tokenized(given, tools=tools, limit=limit))
         if experience.truncate_status == "prompt_truncated":  # nothing in it is learned from
             experience.logprobs = np.zeros(1, dtype=np.float32)
         elif logprobs:
@@ -301,7 +308,8 @@ class Model(Remembering):
 
     async def get_message_token_len(self, messages: Sequence[Message]) -> int:
         """Return how many tokens a chat with these messages has as its prompt."""
-        return len(self.render(plain_messages(messages), None))
+        given = plain_messages(messages)
+        return len(await off_the_loop(is_large(given), lambda: self.render(given, None)))
 
     async def grade_async(self, /, function: str, call: bytes, **limits: Any) -> Any:
         """Return what a function gives in a process of its own: `Graders.grade`, which `Workflow.grade_async` asks."""
@@ -445,6 +453,8 @@ class Model(Remembering):
         after = self.engine.model_version
         self.usage.requests += 1
         asked = sampling.recorded()
+        if text is None and completions:
+            text = self.tokenizer.decode(completions[0].prompt_token_ids)  # once for all of them: it may be long
         found = []
         for i, completion in enumerate(completions):
             if completion.finish_reason == "abort":
@@ -456,21 +466,21 @@ class Model(Remembering):
             if i == 0:
                 self.usage.prompt_tokens += len(completion.prompt_token_ids)
             self.usage.response_tokens += len(completion.token_ids)
-            experience = self._experience(completion, text, spans)
+            experience = self._experience(completion, text or "", spans)
             if completion.adapter:
                 experience.info["adapter_spans"] = [[*completion.adapter, 0, len(completion.token_ids)]]
             experience.info["sampling"] = {**asked, "choice": i}
             found.append((completion, experience))
         return found
 
-    def _experience(self, c: Completion, text: str | None, spans: list[list[int]]) -> Experience:
+    def _experience(self, c: Completion, text: str, spans: list[list[int]]) -> Experience:
         return Experience(
             tokens=np.array([*c.prompt_token_ids, *c.token_ids], dtype=np.int32),
             prompt_length=len(c.prompt_token_ids),
             logprobs=None if c.logprobs is None else np.array(c.logprobs, dtype=np.float32),
             truncate_status="response_truncated" if c.finish_reason == "length" else None,
             info={"version_spans": spans} if spans else {},
-            prompt_text=self.tokenizer.decode(c.prompt_token_ids) if text is None else text,
+            prompt_text=text,
             response_text=c.text,
         )
 

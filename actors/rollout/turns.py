@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from trinity_es.actors.rollout.given_back import Fit
+
 __all__ = ["Marks", "Turn", "Turns"]
 
 Ids = np.ndarray[Any, np.dtype[np.int32]]
@@ -57,6 +59,8 @@ class Turn:
     """It was cut off, by its longest length or for want of room."""
     followed: bool = False
     """Another turn goes on from it."""
+    given: bool = False
+    """A conversation that ends with it was given out as an experience."""
 
     def chain(self) -> list[Turn]:
         """Return the turns of its sequence, itself the last."""
@@ -155,22 +159,32 @@ class Turns:
         self._by_length.setdefault(len(ids), {}).setdefault(_hash(ids), []).append(turn)
         return turn
 
-    def conversation(self, rendered: str, prompt: str, says: Callable[[Collection[str]], bool]) -> Turn | None:
-        """Return the turn that a whole conversation ends with; None where its last answer was not sampled here.
+    def conversation(self, rendered: str, prompt: str, fits: Callable[[Collection[str]], Fit]) -> Turn | None:
+        """Return the turn that a whole conversation ends with.
+
+        None where its last answer was not sampled here, or where several answers are left that the client may have
+        shortened to it: nobody knows which. Of those with the same text, one that no experience was made of.
 
         `rendered` is the conversation up to its last answer, `prompt` what its messages before that have as a prompt,
-        `says` whether that answer may be one that has these texts, without special tokens and with them.
+        `fits` how well that answer fits one that has these texts, without special tokens and with them.
         """
-        for turn in reversed(self._turns):
-            if turn.rendered == prompt and says(self._texts(turn)):
-                return turn
-        found = self._continued(rendered)
-        return found[0] if found is not None and found[1] == self.marks.ends else None
+        found = [(fits(self._texts(turn)), turn) for turn in self._turns if turn.rendered == prompt]
+        best = max((how for how, _ in found), default=Fit.NONE)
+        if best is Fit.NONE:
+            goes_on = self._continued(rendered)
+            return goes_on[0] if goes_on is not None and goes_on[1] == self.marks.ends else None
+        same = [turn for how, turn in found if how is best]
+        if best is Fit.PART and len({turn.text.strip() for turn in same}) > 1:
+            return None
+        return next((turn for turn in same if not turn.given), same[-1])
 
     def end_of(self, turn: Turn) -> str:
         """Return the text of the token that ended an answer, which its own text lacks; empty where it was cut off."""
-        last = self.decode(turn.tokens[-1:].tolist()) if len(turn.tokens) > turn.begin else ""
-        return "" if turn.text.endswith(last) else last
+        sampled = turn.tokens[turn.begin :].tolist()
+        whole, before = self.decode(sampled), self.decode(sampled[:-1])
+        last = whole.removeprefix(before) if whole.startswith(before) else "\ufffd"
+        # A part of a character is no end, though an engine may have held it back.
+        return "" if "\ufffd" in last or turn.text.endswith(last) else last
 
     # --- how a rendered text goes on ----------------------------------------------------------------------------------
     def _continued(self, rendered: str) -> tuple[Turn, str] | None:
@@ -226,7 +240,8 @@ class Turns:
         ids, last = self.encode(tail), int(turn.tokens[-1])
         if self.end_of(turn) and last in ids:
             until = ids.index(last) + 1
-            if until == 1 or (self.marks.closes or "").startswith(self.decode(ids[:until])):
+            before = self.decode(ids[: until - 1])  # no mark of the template is left out for a stop text behind it
+            if before.strip() == "" and (until == 1 or (self.marks.closes or "").startswith(self.decode(ids[:until]))):
                 return ids[until:]
         return ids
 

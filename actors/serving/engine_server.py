@@ -47,7 +47,16 @@ from trinity_es.actors.serving.http_server import (
     url_of,
 )
 from trinity_es.actors.serving.recorded_frames import WANTED, Framed, id_in
-from trinity_es.actors.serving.request_limits import CHATS, RESPONSES, ROUTES, allowed, checked, completed, dumped
+from trinity_es.actors.serving.request_limits import (
+    CHATS,
+    RESPONSES,
+    ROUTES,
+    allowed,
+    check_recorded,
+    checked,
+    completed,
+    dumped,
+)
 from trinity_es.actors.serving.request_record import REQUEST, RequestRecord
 from trinity_es.events.errors import EngineError, StartupError, WorkflowError
 from trinity_es.events.experience import Experience
@@ -209,6 +218,8 @@ class EngineServer:
         body, longest, unsaid, adapter = dict[str, Any](), None, dict[str, Any](), ""
         if request.method == "POST":
             body, longest, unsaid = completed(path, checked(path, raw), session.model.defaults, ids=session.kept)
+            if session.kept or responding.framed:
+                check_recorded(path, body, len(raw))
             adapter = session.model.sampling.adapter
             named = body.get("model")
             adapters = getattr(self.engine, "adapters", ())

@@ -17,13 +17,16 @@ from trinity_es.events.errors import DataError
 from trinity_es.events.json_values import NotPlain, plain
 
 __all__ = [
-    "CHAT", "CHATS", "COMPLETIONS", "GENERATE", "RESPONSES", "ROUTES", "allowed", "checked", "completed", "dumped",
+    "CHAT", "CHATS", "COMPLETIONS", "GENERATE", "RESPONSES", "ROUTES", "allowed", "check_recorded",
+    "checked", "completed", "dumped",
 ]
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
 RESPONSES, MESSAGES, BATCH = "/v1/responses", "/v1/messages", "/v1/chat/completions/batch"
 CHATS = frozenset({CHAT, RESPONSES, MESSAGES})
 """Routes whose prompt is made of messages."""
+MOST_RECORDED_BYTES = 2**27
+"""Maximum of a request's bytes times its `n`: its prompt is recorded with each answer, as text and as ids."""
 _READ = frozenset({"/v1/models", "/version", "/load", "/ping"})
 _ASKED = frozenset({
     CHAT, COMPLETIONS, GENERATE, BATCH, RESPONSES, MESSAGES,
@@ -83,6 +86,17 @@ def checked(path: str, raw: bytes) -> dict[str, Any]:
             except DataError as e:
                 raise ApiError(str(e), param=name, code="invalid_value") from e
     return body
+
+
+def check_recorded(path: str, body: dict[str, Any], size: int) -> None:
+    """Refuse a request of this many bytes whose answers would be recorded with too many. Raises ApiError."""
+    answers = _sampling_of(path, body).get("n") if path in _SAMPLED else None
+    if isinstance(answers, int) and answers * size > MOST_RECORDED_BYTES:
+        raise ApiError(
+            f"n: {answers:,} answers to a request of {size:,} bytes: each is recorded with its prompt, and "
+            f"{MOST_RECORDED_BYTES:,} bytes, answers times request, are the most: ask for fewer at a time", param="n",
+            code="invalid_value",
+        )
 
 
 def dumped(body: Mapping[str, Any]) -> bytes:

@@ -75,8 +75,14 @@ class RequestRecord:
         text = rendered()
         if self.model.encode(text) != ids:  # a text that does not give these ids again says nothing of them
             return ids
+        return self.exact(text) or ids
+
+    def exact(self, text: str) -> list[int] | None:
+        """Return the same for a text that gives a prompt's ids; None where it does not go on."""
+        if not (self.chat and self.kept):
+            return None
         self.rendered = text
-        return self.model.exact_prompt(text, self._earlier if "messages" in self.body else None) or ids
+        return self.model.exact_prompt(text, self._earlier if "messages" in self.body else None)
 
     def _earlier(self) -> Iterator[str]:
         """Return the prompts that the messages had before each answer in them, newest first."""

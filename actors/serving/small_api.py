@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling
+from trinity_es.actors.engines.long_texts import LARGE, is_large, off_the_loop
 from trinity_es.actors.engines.sampling import MOST_TOP_LOGPROBS, brief
 from trinity_es.actors.serving.errors import ApiError, event, refusal
 from trinity_es.actors.serving.http_server import json_response, make_app, while_listening
@@ -114,16 +115,19 @@ class _SmallServer:
 
     async def tokenize(self, body: dict[str, Any], record: RequestRecord) -> Response:
         if "messages" in body:
-            ids = record.model.render(messages_of(body["messages"]), tools_of(body), template_of(body))
-        elif isinstance(body.get("prompt"), str):
-            ids = self.engine.tokenizer.encode(body["prompt"])
+            given = messages_of(body["messages"]), tools_of(body), template_of(body)
+            ids = await off_the_loop(is_large([*given]), lambda: record.model.render(*given))
+        elif isinstance(prompt := body.get("prompt"), str):
+            ids = await off_the_loop(is_large(prompt), lambda: self.engine.tokenizer.encode(prompt))
         else:
             raise wrong("prompt", body.get("prompt"), "a text, or messages")
         longest = getattr(self.engine, "max_model_len", None)
         return json_response({"count": len(ids), "max_model_len": longest, "tokens": ids, "token_strs": None})
 
     async def detokenize(self, body: dict[str, Any], record: RequestRecord) -> Response:
-        return json_response({"prompt": self.engine.tokenizer.decode(ids_of("tokens", body.get("tokens")))})
+        ids = ids_of("tokens", body.get("tokens"))
+        text = await off_the_loop(len(ids) > LARGE, lambda: self.engine.tokenizer.decode(ids))
+        return json_response({"prompt": text})
 
     # --- what asks it -------------------------------------------------------------------------------------------------
     async def chat(self, body: dict[str, Any], record: RequestRecord) -> Response:
@@ -136,9 +140,7 @@ class _SmallServer:
             raise wrong("top_logprobs", top, "logprobs: true as well")
         messages = messages_of(body.get("messages"))
         asked = self._asked(body, record, chat=True, shown=bool(logprobs), top=top)
-        prompt, text = record.model.rendered(messages, tools_of(body), template_of(body))
-        if text is not None:
-            prompt = record.exact_prompt(lambda: text, prompt)
+        prompt, _ = await record.model.prompt_of(messages, tools_of(body), template_of(body), record.exact)
         return await self._answer(record, [prompt], asked)
 
     async def completions(self, body: dict[str, Any], record: RequestRecord) -> Response:

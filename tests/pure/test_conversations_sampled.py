@@ -340,7 +340,7 @@ async def test_prompts_that_begin_with_the_ids_of_an_answer_go_on_from_it() -> N
     assert whole.action_mask.tolist() == [True] * 3 + [False] + [True] * 3
 
 
-@pytest.mark.parametrize("said", ["aa", "(so)</think>\n\naa"])
+@pytest.mark.parametrize("said", ["aa", "so</think>\n\naa"])
 async def test_a_client_s_own_form_of_an_answer_is_known_again(said: str) -> None:
     engine = Sampler([said], Merging())
     model = Model(engine)
@@ -368,6 +368,62 @@ async def test_a_tool_call_is_known_again_by_what_it_says(city: str) -> None:
     assert e.response_text is not None
     assert "call" in e.response_text
     assert engine.logprobs_asked == 0
+
+
+class Several(Sampler):
+    """Gives each of n answers its own text."""
+
+    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
+        each = [super(Several, self).generate(prompt, replace(sampling, n=1)) for _ in range(sampling.n)]
+        return [completion for one in each for completion in await one]
+
+
+async def of_several(texts: list[str]) -> tuple[Model, list[dict[str, Any]]]:
+    """Have one prompt answered with all of these texts."""
+    model, asked = Model(Several(texts, Merging())), [{"role": "user", "content": "a"}]
+    await model.chat_async(asked, n=len(texts))
+    return model, asked
+
+
+@pytest.mark.parametrize("pair", [
+    ('{"city":"b"}', '{"city":"b", "day":"c"}'), ('{"x":"c", "y":"b"}', '{"x":"b", "y":"c"}'), ("{}", '{"n":1}'),
+])
+async def test_of_several_tool_calls_each_conversation_has_its_own_tokens(pair: tuple[str, str]) -> None:
+    texts = [f'<call>{{"name":"w", "arguments":{arguments}}}' for arguments in pair]
+    model, asked = await of_several(texts)
+    for text, arguments in zip(texts, pair, strict=True):
+        call = {"function": {"name": "w", "arguments": arguments}}
+        said = [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        e = await model.experience_from_messages_async(said)
+        assert e.response_text == f"{text}$"
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+async def test_answers_that_differ_in_reasoning_alone_are_told_apart_by_it_or_not_at_all(name: str) -> None:
+    model, asked = await of_several(texts := ["<think>so</think>4", "<think>no</think>4"])
+    with pytest.raises(WorkflowError, match="reasoning_content"):
+        await model.experience_from_messages_async([*asked, {"role": "assistant", "content": "4"}])
+    for text, thought in zip(texts, ("so", "no"), strict=True):
+        for message in ({"content": text}, {"content": "4", name: thought}):
+            e = await model.experience_from_messages_async([*asked, {"role": "assistant", **message}])
+            assert e.response_text == f"{text}$"
+
+
+async def test_equal_answers_are_given_out_once_each() -> None:
+    model, asked = await of_several(["aa", "b", "aa"])
+    first, second = [turn for turn in model.turns if turn.text == "aa"]
+    for turn in (first, second):
+        assert not turn.given
+        await model.experience_from_messages_async([*asked, {"role": "assistant", "content": "aa"}])
+        assert turn.given
+
+
+@pytest.mark.parametrize("arguments", ['{"x":"c", "y":"b"}', '{"x":"b"}', "{}", '{"x":"b", "y":"cc"}'])
+async def test_a_tool_call_that_somebody_changed_is_not_learned_from(arguments: str) -> None:
+    model, asked = await of_several(['<call>{"name":"w", "arguments":{"x":"b", "y":"c"}}'])
+    call = {"function": {"name": "w", "arguments": arguments}}
+    with pytest.raises(WorkflowError, match="as it was sampled"):
+        await model.experience_from_messages_async([*asked, {"role": "assistant", "content": "", "tool_calls": [call]}])
 
 
 async def test_a_conversation_as_long_as_the_context_is_cut_where_its_logprobs_are_asked_for() -> None:

@@ -131,3 +131,36 @@ def test_a_fork_is_one_too_where_an_older_answer_is_gone_on_from() -> None:
     assert turns.prompt(rewritten) == [
         *turns.encode("U:a|A:"), *map(ord, "aa$"), *turns.encode("\nU:b|A:bb$\nU:c|A:")]
     assert turns.forks == 1
+
+
+def stopped(turns: Turns, text: str, stop: str) -> Turn:
+    """Have a prompt answered by a text that ends with a stop text, which the client does not get."""
+    prompt = turns.encode("U:a|A:")
+    return turns.answered("U:a|A:", prompt, [ord(c) for c in text + stop], None, text)
+
+
+def test_the_end_of_a_turn_is_not_dropped_for_a_stop_text_that_is_in_what_the_template_writes_there() -> None:
+    turns = of_texts()
+    stopped(turns, "4", "\n")
+    assert turns.prompt("U:a|A:4$\nU:b|A:") == [*turns.encode("U:a|A:"), *map(ord, "4\n"), *turns.encode("$\nU:b|A:")]
+    plain = of_texts(Marks(asks="A:", closes="\n", ends="\n"))
+    stopped(plain, "4", "\n")
+    assert plain.prompt("U:a|A:4\nU:b|A:") == [*plain.encode("U:a|A:"), *map(ord, "4\n"), *plain.encode("U:b|A:")]
+
+
+@pytest.mark.parametrize(("count", "text"), [(4, "a好"), (3, "a\ufffd"), (3, "a"), (2, "a\ufffd"), (2, "a")])
+def test_an_answer_that_was_cut_at_a_character_of_several_tokens_is_gone_on_with(count: int, text: str) -> None:
+    turns = Turns(lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors="replace"), lambda: MARKS)
+    sampled = list("a好".encode())[:count]
+    turns.answered("U:a|A:", turns.encode("U:a|A:"), sampled, None, text, cut=True)
+    assert turns.prompt(f"U:a|A:{text}") == [*turns.encode("U:a|A:"), *sampled]
+    after = turns.prompt(f"U:a|A:{text}$\nU:b|A:")
+    assert after == [*turns.encode("U:a|A:"), *sampled, *turns.encode("$\nU:b|A:")]
+
+
+def test_an_answer_ends_with_no_part_of_a_character() -> None:
+    turns = Turns(lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors="replace"), lambda: MARKS)
+    turn = turns.answered("U:a|A:", turns.encode("U:a|A:"), list("好".encode()), None, "好")
+    assert turns.end_of(turn) == ""
+    ended = turns.answered("U:b|A:", turns.encode("U:b|A:"), list("好$".encode()), None, "好")
+    assert turns.end_of(ended) == "$"

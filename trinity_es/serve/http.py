@@ -82,7 +82,10 @@ def refused(error: Exception) -> ApiError:
 
 def error_response(error: ApiError, path: str) -> Response:
     """Return an error in the form of this route's API."""
-    return json_response(body_of(error, path), error.status)
+    response = json_response(body_of(error, path), error.status)
+    if error.code == "engines_lost":
+        response.headers["x-should-retry"] = "false"  # else openai's and Anthropic's clients ask twice again
+    return response
 
 
 def message_of(data: bytes) -> str:

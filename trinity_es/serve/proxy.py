@@ -17,7 +17,7 @@ dies.
 
 A request goes to the least busy engine, and a conversation to the engine that has had it (the header `X-Session-Id`
 names one; else its messages do). Nothing new goes to an engine that loads weights. Where an engine dies before the
-first byte of an answer, another one is asked; where there is none, the request waits for one.
+first byte of an answer, another one is asked, but no third one; where there is none, the request waits for one.
 """
 
 from __future__ import annotations
@@ -82,6 +82,8 @@ if TYPE_CHECKING:
 __all__ = ["Proxy", "api_key"]
 
 CONNECT_SECONDS = 5.0
+MOST_ENGINES_LOST = 2
+"""Maximum of engines that may be lost with one request: it may be what ends them."""
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -359,7 +361,8 @@ class Proxy:
         deadline = time.monotonic() + self._patience
         last = "no engine serves"
         failed: list[str] = []
-        while len(failed) < self._attempts:
+        lost = 0
+        while len(failed) < self._attempts and lost < MOST_ENGINES_LOST:
             way = await self.engines.wait(keys, deadline - time.monotonic(), failed)
             if way is None:
                 break
@@ -373,8 +376,14 @@ class Proxy:
                     self.engines.shun(way)
                 if not isinstance(e, httpx.ConnectError):  # else it has not seen this request
                     failed.append(way.runner)
+                    lost += not isinstance(e, _EngineFailed)
             finally:
                 way.busy -= 1
+        if lost == MOST_ENGINES_LOST:
+            raise ApiError(
+                f"{lost} engines were lost while they answered this request ({last}), so no other one is given it: it "
+                "may be what ends them; see `trinity-es runners`", status=500, code="engines_lost",
+            )
         raise ApiError(f"no engine could answer ({len(failed)} attempts): {last}", status=503, code="no_engine")
 
     async def _passed_on(self, response: httpx.Response, way: Backend) -> Response:

@@ -102,6 +102,30 @@ async def test_what_could_not_be_recorded_is_refused_before_it_is_answered(name:
     assert engine.asked == []
 
 
+async def test_many_answers_to_a_large_request_are_refused_where_each_is_recorded_with_it() -> None:
+    engine = Recorder()
+    async with serving(engine) as server:
+        session, few = (server.open(Model(engine, server=server, defaults={"n": n})) for n in (64, 1))
+        asked = {"messages": [{"role": "user", "content": "x" * 2**22}]}
+        for path, body in (
+            (f"/s/{few}/v1/chat/completions", {**asked, "n": 64}), (f"/s/{session}/v1/chat/completions", asked),
+            (f"/s/{few}/v1/completions", {"prompt": ["x" * 2**21] * 2, "n": 64}),
+        ):
+            refused = await posted(server, body, path)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
+            assert "64 answers to a request of 4,194,3" in refused.json()["error"]["message"]
+        assert engine.asked == []
+        assert (await posted(server, {**asked, "max_tokens": 1}, f"/s/{few}/v1/chat/completions")).status_code == 200
+        assert (await posted(server, {"messages": HELLO}, f"/s/{session}/v1/chat/completions")).status_code == 200
+
+
+async def test_several_answers_share_their_prompt_in_memory() -> None:
+    first, *others = await Model(Recorder()).chat_async(HELLO, n=3)
+    for other in others:
+        assert other.prompt_text is first.prompt_text
+        assert other.messages[0] is first.messages[0]
+
+
 # --- bodies -----------------------------------------------------------------------------------------
 async def test_a_huge_body_is_refused_and_not_kept() -> None:
     whole = 0

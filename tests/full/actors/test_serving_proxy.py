@@ -52,17 +52,17 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Proxy:
     return made
 
 
-async def asked(proxy: Proxy, *answers: bytes) -> tuple[httpx.Response, list[Any]]:
+async def asked(proxy: Proxy, *answers: bytes, engine: Any = None) -> tuple[httpx.Response, list[Any]]:
     """Return what a client gets where the first engine answers so, and the next one so, ...; and what was recorded."""
     left = list(answers)
 
-    async def engine(request: httpx.Request) -> httpx.Response:
+    async def answering(request: httpx.Request) -> httpx.Response:
         async def parts() -> AsyncGenerator[bytes]:
             yield left.pop(0)
 
         return httpx.Response(200, content=parts())
 
-    proxy._http = httpx.AsyncClient(transport=httpx.MockTransport(engine))
+    proxy._http = httpx.AsyncClient(transport=httpx.MockTransport(engine or answering))
     proxy._attempts, proxy._patience = len(answers), 5.0
     proxy.engines.update([
         {"runner": f"r{i}", "incarnation": 1, "endpoint": f"http://r{i}", "model_version": 0, "serving": True}
@@ -85,6 +85,24 @@ async def test_p36_where_an_engine_answers_oddly_another_is_asked(proxy: Proxy, 
     answer, recorded = await asked(proxy, odd[1], WHOLE)
     assert (answer.status_code, answer.json()) == (200, {"id": "m"})
     assert len(recorded) == 1, "what is asked again is recorded once"
+
+
+@pytest.mark.parametrize("lost", [httpx.ReadError, httpx.RemoteProtocolError, httpx.ReadTimeout])
+async def test_a_request_that_lost_two_engines_is_given_to_no_third(
+    proxy: Proxy, lost: type[httpx.TransportError]
+) -> None:
+    came: list[str] = []
+
+    async def engine(request: httpx.Request) -> httpx.Response:
+        came.append(request.url.host)
+        raise httpx.ConnectError("not there yet") if len(came) == 1 else lost("Server disconnected")
+
+    answer, _ = await asked(proxy, *[b""] * 5, engine=engine)
+    assert came == ["r0", "r1", "r2"], "the first one has not seen the request"
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (500, "engines_lost")
+    assert "2 engines were lost while they answered this request (r2: Server disconnected)" in error["message"]
+    assert answer.headers["x-should-retry"] == "false"
 
 
 @pytest.mark.parametrize("told", [b"{{{", b"[]", b'{"message": "m", "versions": [], "choices": []}'])

@@ -1,0 +1,88 @@
+"""Long prompts: tokenized once and off the loop, and refused unread where no tokenization of them fits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.helpers.recorded_engine import Marked, Recorder
+from trinity_es.actors.engines.long_texts import LARGE, encoded, is_large, refuse_too_long
+from trinity_es.actors.rollout.model import Model
+from trinity_es.events.errors import EngineError
+
+
+class Words(Marked):
+    """Has a vocabulary of letters and of "word"; a run of spaces is one token."""
+
+    chat_template = "a template"
+    all_special_ids: Sequence[int] = ()
+    knows_all = True
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.threads: list[int] = []
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"word": 300, **{chr(i): i for i in range(256)}}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if text[:1] != "\U000f0000":
+            self.texts.append(text)
+            self.threads.append(threading.get_ident())
+            return [0] * len(text.split()) if len(text) > 1000 else super().encode(text)
+        return [0] * (len(text) if self.knows_all else 1)
+
+
+def asking(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+def of(tokenizer: Words, longest: int) -> Model:
+    engine = Recorder()
+    engine.tokenizer, engine.max_model_len = tokenizer, longest
+    return Model(engine)
+
+
+@pytest.mark.parametrize(("size", "apart"), [(100, False), (LARGE + 1, True)])
+async def test_a_chat_is_tokenized_once_and_off_the_loop_where_it_is_large(size: int, apart: bool) -> None:
+    tokenizer = Words()
+    await of(tokenizer, 10**6).chat_async(asking("w" * size))
+    assert [len(text) for text in tokenizer.texts if len(text) > 50] == [size + len("U:|A:")]
+    assert (tokenizer.threads[0] != threading.get_ident()) is apart
+
+
+async def test_a_chat_that_no_tokenization_makes_fit_is_refused_before_it_is_tokenized() -> None:
+    tokenizer = Words()
+    model = of(tokenizer, LARGE // 4)
+    told = rf"65,5\d\d characters has 16,\d+ tokens or more.*max_model_len {LARGE // 4}"
+    with pytest.raises(EngineError, match=told) as e:
+        await model.chat_async(asking("w" * LARGE))
+    assert e.value.details["refused"] is True
+    assert tokenizer.texts == []
+    assert model.engine.asked == []
+
+
+@pytest.mark.parametrize("text", [
+    "word" * (LARGE // 4 - 1) + "word ", "word" + " " * LARGE, "é" * LARGE, "\n" * LARGE * 2,
+])
+def test_nothing_is_refused_that_may_fit(text: str) -> None:
+    refuse_too_long(Words(), text, LARGE // 4 + 1)
+
+
+def test_nothing_is_refused_where_a_tokenizer_leaves_out_what_it_does_not_know() -> None:
+    tokenizer = Words()
+    tokenizer.knows_all = False
+    refuse_too_long(tokenizer, "w" * LARGE * 8, 10)
+    refuse_too_long(Marked(), "w" * LARGE * 8, 10)
+    with pytest.raises(EngineError, match="shorten it"):
+        encoded(Words(), "w" * LARGE * 8, 10)
+
+
+def test_messages_are_large_by_all_their_texts() -> None:
+    call = {"function": {"name": "f", "arguments": {"a": ["x" * LARGE]}}}
+    assert is_large([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert is_large([[{"role": "user", "content": "x" * 100}] * 1000, None])
+    assert not is_large([{"role": "user", "content": "x" * 100}] * 600)
