@@ -28,7 +28,7 @@ from trinity_es.actors.engines.sampling import MOST_PROMPTS, checked_prompt, mer
 from trinity_es.actors.openai_clients import Endpoint
 from trinity_es.actors.rollout.conversations import Message, plain_messages
 from trinity_es.actors.rollout.history import Remembering
-from trinity_es.events.errors import DataError, EngineError, WorkflowError
+from trinity_es.events.errors import DataError, EngineError, NotFinite, WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.json_values import NotPlain, plain
 
@@ -424,7 +424,7 @@ class Model(Remembering):
         """Make an experience of each answer to one prompt, and count them.
 
         `before` is the version that was served when the prompt was sent, `text` the prompt where it was a text,
-        `sampling` what was asked for. Raises EngineError for an answer that was cut off.
+        `sampling` what was asked for. Raises EngineError for an answer that was cut off, or whose logprobs are none.
         """
         after = self.engine.model_version
         self.usage.requests += 1
@@ -440,7 +440,10 @@ class Model(Remembering):
             if i == 0:
                 self.usage.prompt_tokens += len(completion.prompt_token_ids)
             self.usage.response_tokens += len(completion.token_ids)
-            experience = self._experience(completion, text, spans)
+            try:
+                experience = self._experience(completion, text, spans)
+            except NotFinite as e:
+                raise EngineError(f"the engine's weights or its GPU are broken: {e}") from e
             if completion.adapter:
                 experience.info["adapter_spans"] = [[*completion.adapter, 0, len(completion.token_ids)]]
             experience.info["sampling"] = {**asked, "choice": i}
