@@ -12,7 +12,7 @@ import orjson
 import psutil
 import pytest
 
-from tests.helpers.endpoint import HELLO, Recorder, posted, serving
+from tests.helpers.endpoint import HELLO, TOKEN, Recorder, posted, serving
 from trinity_es.actors.engines.remote_engine import RemoteEngine
 from trinity_es.actors.engines.sampling import MOST_PROMPTS, MOST_TOKENS
 from trinity_es.actors.engines.schema_limits import oversized
@@ -243,6 +243,30 @@ async def test_a_connection_that_asks_nothing_after_an_answer_is_closed(
         assert b"HTTP/1.1" in await asyncio.wait_for(reader.readuntil(b"}"), 20)
         writer.write(more)
         await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+
+
+async def test_a_body_that_does_not_end_is_answered_and_its_connection_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "BODY_SECONDS", 0.5)
+    monkeypatch.setattr(http_server, "HEADER_SECONDS", 0.5)
+    async with serving(Recorder()) as server:
+        reader, writer = await _connected(server.url)
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKEN}\r\n"
+        writer.write(f"{head}transfer-encoding: chunked\r\n\r\n".encode())
+
+        async def trickle() -> None:
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    writer.write(b"1\r\n{\r\n")
+                    await writer.drain()
+                    await asyncio.sleep(0.05)
+
+        trickling = asyncio.create_task(trickle())
+        with contextlib.suppress(ConnectionResetError):
+            told = await asyncio.wait_for(reader.readuntil(b"body_too_slow"), 20)
+            assert told.startswith(b"HTTP/1.1 408")
+            await asyncio.wait_for(reader.read(), 20)
+        trickling.cancel()
         writer.close()
 
 
