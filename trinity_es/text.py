@@ -92,7 +92,8 @@ def does(runner: Mapping[str, Any]) -> str:
     if runner["state"] == "started":
         return f"waits to start its engine: {waits}" if waits else "loading engine…"
     if runner["state"] == "ready" and runner.get("loading") is not None:
-        return f"loading weights version {runner['loading']}" + (f", waits for {waits}" if waits else "")
+        since = f" since {clock(runner['loading_since'])[:8]}" if runner.get("loading_since") else ""
+        return f"loading weights version {runner['loading']}{since}" + (f", waits for {waits}" if waits else "")
     return str(runner["state"])
 
 

@@ -19,7 +19,7 @@ from trinity_es.events.errors import ConfigError, WeightNotFound
 
 __all__ = [
     "cached_model", "difference", "model_dtype", "model_folder", "read_tensor", "reference_shapes", "resolve_model",
-    "tensor_headers", "tensor_shapes", "torch_type", "unloadable",
+    "tensor_headers", "tensor_shapes", "torch_type", "unloadable", "vocabulary",
 ]
 
 _NUMPY = {"F64", "F32", "F16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"}
@@ -80,6 +80,14 @@ def _read_config(model: str) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return loaded if isinstance(loaded, dict) else {}
+
+
+def vocabulary(model: str, tokenizer: Any) -> int:
+    """Return how many token ids a model has: those of its config, or of its tokenizer where that has more."""
+    config = _read_config(str(model_folder(model) or ""))
+    text = config.get("text_config")
+    sizes = [c.get("vocab_size") for c in (config, text) if isinstance(c, dict)]
+    return max([len(tokenizer), *(size for size in sizes if isinstance(size, int))])
 
 
 def reference_shapes(model: str) -> tuple[dict[str, list[int]] | None, bool]:

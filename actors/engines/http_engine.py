@@ -7,6 +7,10 @@ One `HTTPEngine` is for one server. What this module promises beyond the interfa
   by itself who made it; else the server is asked who it is after each answer, which counts for nothing before;
 - **nothing is served before its weights are known.** A server that was started with `model_path`, and whose weights
   nobody labelled since, serves the initial version; into any other the initial version is loaded first;
+- **a server that fails what it answered before is no server.** Each answer that is an error, or can't be (NaN, a token
+  that the model does not have), has the engine ask at once what the server answered when it was met; where that fails
+  too the engine ends, so a broken server takes no work from the others. A request is at fault only where vLLM itself
+  says so (400, 413, 422) and that try is answered. 429 and 503 are waited out for a while first;
 - a server that ended, restarted, or was given other weights is the end of this engine, as the end of its process is for
   one in this process: the runner ends, the next one waits for the server and begins from the start.
 
@@ -21,27 +25,32 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
-from trinity_es.actors.engines.checkpoints import reference_shapes, resolve_model
+from trinity_es.actors.engines.checkpoints import reference_shapes, resolve_model, vocabulary
 from trinity_es.actors.engines.http_weights import WATCH_SECONDS, ServerWeights
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling, Tokenizer
 from trinity_es.actors.engines.long_texts import encoded, is_large, off_the_loop
-from trinity_es.actors.engines.vllm_http_api import ServerGone, VLLMServer, unreached
-from trinity_es.actors.engines.vllm_requests import Answer, TextCutter, answers, body, prompt_rows, route
+from trinity_es.actors.engines.vllm_http_api import BUSY, BUSY_SECONDS, ServerGone, VLLMServer, unreached
+from trinity_es.actors.engines.vllm_requests import Answer, TextCutter, answers, body, prompt_logprobs, route
 from trinity_es.actors.engines.vllm_values import VersionedCompletion
 from trinity_es.events.errors import ConfigError, EngineError
 
 __all__ = ["HTTPEngine"]
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 SILENT_SECONDS = 30.0
 """How long a server may say nothing, a busy one say, before it is given up. One that refuses connections is at once."""
 REFUSED_LOOKS = 2
 """Looks in a row at a server that can't be reached after which it is given up."""
+TRY_SECONDS = 30.0
+"""How long a server that failed a request may take to answer what it answered before; one that is silent is watched."""
+_TRIED = Sampling(top_k=1, max_tokens=4, ignore_eos=True)
+"""What a server is tried with. The logprob of the only token that may be sampled is 0."""
 STOP_SECONDS = 8.0
 """How long a stop waits for a change of weights that is under way: less than the guardian waits for the stop."""
 _PROBE = "Here are 12,345 of  them,\n\tça va? 好的 don't!"
@@ -72,6 +81,9 @@ class HTTPEngine(ServerWeights):
         self._watching: asyncio.Task[None] | None = None
         self._confirming: asyncio.Task[None] | None = None
         self._confirm_next: asyncio.Task[None] | None = None
+        self._trying: asyncio.Task[bool] | None = None
+        self._answered = 0.0
+        """When it gave its last whole answer."""
 
     # --- life -------------------------------------------------------------------------------------------------------
     @staticmethod
@@ -148,7 +160,8 @@ class HTTPEngine(ServerWeights):
         if self._changes and self._dead is None:
             await asyncio.wait(self._changes, timeout=STOP_SECONDS)
         self._die("it was stopped")
-        for task in [t for t in (self._watching, self._confirming, self._confirm_next) if t is not None]:
+        tasks = self._watching, self._confirming, self._confirm_next, self._trying
+        for task in [t for t in tasks if t is not None]:
             task.cancel()
         await self.server.close()
 
@@ -214,6 +227,34 @@ class HTTPEngine(ServerWeights):
         self._confirming, self._confirm_next = self._confirm_next, None
         await self._know()
 
+    async def _try(self) -> bool:
+        """See whether a server that failed a request still answers what it did when it was met; else the engine ends.
+
+        One look for all that wait. Returns False where that is not known now. Raises EngineError where it ended.
+        """
+        if self._watching is None:  # it is being met: who meets it tells what it failed with
+            return True
+        if self._trying is None or self._trying.done():
+            self._trying = asyncio.create_task(self._tried())
+        known = await asyncio.shield(self._trying)
+        self._alive()
+        return known
+
+    async def _tried(self) -> bool:
+        begun, spans = time.monotonic(), self._met().spans
+        asked = body(self._tried_with, _TRIED, spans=spans, model=self._met().model, room=4)
+        try:
+            told = await self.server.ask("POST", route(spans), asked, seconds=TRY_SECONDS)
+            self._answers(told, _TRIED)
+            await self._know()
+        except EngineError as e:
+            status = e.details.get("status")
+            silent = isinstance(e, ServerGone) and status is None  # that is for the watch to judge
+            if silent or (status in BUSY and self._answered > begun - sum(BUSY_SECONDS)):
+                return False
+            self._die(f"it fails what it answered when it was met: {e}")
+        return True
+
     def _alive(self) -> None:
         if self._dead is not None:
             raise EngineError(f"{self.server.url} serves nothing: {self._dead}", dead=True)
@@ -227,11 +268,14 @@ class HTTPEngine(ServerWeights):
         self._check_logprobs(sampling)
         if sampling.temperature == 0.0 and sampling.n > 1:  # vLLM refuses n > 1 where all answers are the same
             copies, sampling = sampling.n, replace(sampling, n=1)
-        told, version = await self._told(ids, sampling)
-        made = answers(told, sampling, spans=self._met().spans)
-        if len(made) != sampling.n:
-            raise EngineError(f"{self.server.url} gave {len(made)} answers where {sampling.n} were asked for")
-        return [self._completion(ids, answer, sampling, version) for answer in made] * copies
+
+        def read(told: Any, version: int) -> list[Completion]:
+            made = self._answers(told, sampling)
+            if len(made) != sampling.n:
+                raise EngineError(f"{self.server.url} gave {len(made)} answers where {sampling.n} were asked for")
+            return [self._completion(ids, answer, sampling, version) for answer in made]
+
+        return await self._told(ids, sampling, read) * copies
 
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
         """See `Engine`. The last item's `version_spans` are over the whole answer. Raises EngineError as `generate`."""
@@ -247,8 +291,10 @@ class HTTPEngine(ServerWeights):
                         event = await self._or_death(anext(events))
                     except StopAsyncIteration:
                         raise EngineError(f"{self.server.url} ended a stream without an end") from None
-                    for answer in answers(event, sampling, spans=spans):
+                    for answer in self._answers(event, sampling, whole=False):
                         count += len(answer.ids)
+                        if count > sampling.max_tokens:
+                            raise EngineError(f"{self.server.url} made more than {sampling.max_tokens} tokens")
                         text = cutter.add(answer.ids, answer.stop, last=bool(answer.finish_reason))
                         made: tuple[tuple[int, int, int], ...] = ()
                         if answer.finish_reason:
@@ -274,34 +320,34 @@ class HTTPEngine(ServerWeights):
                 "HTTP: ask for temperature 1, or for fewer tokens at a time", refused=True,
             )
         sampling = Sampling(temperature=0.0, max_tokens=1, logprobs=False)
-        told, version = await self._told(ids, sampling, prompt_logprobs=-1 if whole else 0)
-        spans = self._met().spans
-        for answer in answers(told, sampling, spans=spans):
-            self._spans(answer, len(answer.ids), version)
-        rows = list(zip(prompt_rows(told, spans), ids[1:], strict=True))
-        if not whole:
-            return [row[token] for row, token in rows]
-        import numpy as np
 
-        found = []
-        for row, token in rows:
-            scaled = np.array(list(row.values()), dtype=np.float64) / temperature
-            top = scaled.max()
-            found.append(float(row[token] / temperature - top - np.log(np.exp(scaled - top).sum())))
-        return found
+        def read(told: Any, version: int) -> list[float]:
+            for answer in self._answers(told, sampling):
+                self._spans(answer, len(answer.ids), version)
+            return prompt_logprobs(told, ids, temperature, spans=self._met().spans)
+
+        return await self._told(ids, sampling, read, of_prompt=-1 if whole else 0)
 
     async def _told(
-        self, ids: list[int], sampling: Sampling, prompt_logprobs: int | None = None
-    ) -> tuple[Any, int]:
-        """Return the server's answer, which is this server's, and the version that it served when it was asked."""
+        self, ids: list[int], sampling: Sampling, read: Callable[[Any, int], _T], of_prompt: int | None = None
+    ) -> _T:
+        """Return what is read of the server's answer, which is this server's.
+
+        `read` gets it, and the version that was served when it was asked.
+        """
         spans = self._met().spans
         async with self._going_out() as version:
             asked = body(ids, sampling, spans=spans, model=self._met().model, room=self._room(ids),
-                         prompt_logprobs=prompt_logprobs)
-            told = await self._or_death(self.server.ask("POST", route(spans), asked))
+                         prompt_logprobs=of_prompt)
+            told = await self._or_death(self.server.tokens(route(spans), asked))
             if not spans:
                 await self._or_death(self._confirm())
-        return told, version
+            found = read(told, version)
+        self._answered = time.monotonic()
+        return found
+
+    def _answers(self, told: Any, sampling: Sampling, *, whole: bool = True) -> list[Answer]:
+        return answers(told, sampling, spans=self._met().spans, vocabulary=self._vocabulary, whole=whole)
 
     @contextlib.asynccontextmanager
     async def _going_out(self) -> AsyncIterator[int]:
@@ -318,7 +364,14 @@ class HTTPEngine(ServerWeights):
                 if unreached(known):
                     self._die(str(e))
             self._alive()
+            if "status" in e.details:
+                await self._try()
             raise EngineError(str(e)) from e  # it passed: it is this request's failure alone
+        except EngineError as e:
+            self._alive()
+            if not await self._try():
+                raise EngineError(str(e)) from e
+            raise
         finally:
             self._asking -= 1
 
@@ -358,7 +411,8 @@ class HTTPEngine(ServerWeights):
         if strange:
             self._die(f"it answered with weights that this engine did not give it (labelled {strange[0]!r})")
             self._alive()
-        if sum(end - start for _, start, end in answer.labels) != count:
+        ends = [0, *(end for _, _, end in answer.labels)]
+        if ends != sorted(ends) or ends != [*(start for _, start, _ in answer.labels), count]:
             raise EngineError(f"{self.server.url} does not say which weights made each of {count} tokens")
         return tuple((self._labels[label], start, end) for label, start, end in answer.labels)
 
@@ -374,8 +428,9 @@ class HTTPEngine(ServerWeights):
 
     async def _gives_processed_logprobs(self) -> bool:
         """Return True if the logprob of the only token that may be sampled is 0."""
-        ids = [int(token) for token in self.tokenizer.encode("a")][-1:] or [0]
-        [made] = await self.generate(ids, Sampling(top_k=1, max_tokens=4, ignore_eos=True))
+        self._vocabulary = vocabulary(self._model, self.tokenizer)
+        self._tried_with = [int(token) for token in self.tokenizer.encode("a")][-1:] or [0]
+        [made] = await self.generate(self._tried_with, _TRIED)
         return all(abs(value) < 1e-6 for value in made.logprobs or ())
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from trinity_es.actors.engines.interface import Sampling
+from trinity_es.actors.engines.schema_limits import oversized
 from trinity_es.events.errors import TrinityError
 
 __all__ = ["MOST_ANSWERS", "MOST_PROMPTS", "MOST_TOKENS", "MOST_TOP_LOGPROBS", "brief", "checked_prompt", "merged"]
@@ -87,6 +88,8 @@ def merged(base: Sampling, given: Mapping[str, Any], error: type[TrinityError], 
             continue  # nothing was said
         if not fits(value):
             raise error(f"{where}: {name} is {brief(value)}: give {what}")
+        if name == "json_schema" and value and (wrong := oversized(orjson.loads(value))):
+            raise error(f"{where}: {name}: {wrong}")
         values[name] = value
     return Sampling(**values)
 

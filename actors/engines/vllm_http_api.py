@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +20,9 @@ from trinity_es.events.errors import EngineError
 if TYPE_CHECKING:
     import httpx
 
-__all__ = ["DEV_MODE", "UNLABELLED", "ServerFacts", "ServerGone", "VLLMServer", "unreached"]
+__all__ = [
+    "ASKED", "BUSY", "BUSY_SECONDS", "DEV_MODE", "UNLABELLED", "ServerFacts", "ServerGone", "VLLMServer", "unreached",
+]
 
 _T = TypeVar("_T")
 
@@ -30,14 +33,22 @@ KEEP_SECONDS = 2.0
 something is sent."""
 LOOK_SECONDS = 10.0
 """How long a server may take to say how it is."""
+BUSY = 429, 503
+"""Statuses of a server that takes nothing now."""
+BUSY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+"""Pauses before a request is asked again that a server did not take."""
 UNLABELLED = "default"
 """The label that vLLM gives its weights until somebody labels them."""
 DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
 """What a server's environment must hold for weights to be loaded into it while it runs."""
 
 
+ASKED = "/inference/v1/generate", "/v1/completions"
+"""The routes that make tokens: by ids alone, or by what every version has."""
+
+
 class ServerGone(EngineError):
-    """The server could not be asked: it is gone, or the way to it is."""
+    """The server could not be asked: it is gone, or the way to it is, or it takes nothing now (429)."""
 
 
 def unreached(error: BaseException) -> bool:
@@ -71,7 +82,8 @@ class VLLMServer:
     """The server at `url`. Use it on one event loop. `key` is its `--api-key`, read from the environment variable
     `key_variable`; `transport` is httpx's, for tests.
 
-    Raises ServerGone where it can't be reached, EngineError (`refused=True`) for what it refuses.
+    Raises ServerGone where it can't be reached, EngineError for an answer that is none: details `status`, and
+    `refused=True` for a request for tokens that vLLM itself says to be wrong.
     """
 
     def __init__(
@@ -124,8 +136,27 @@ class VLLMServer:
         self._check(answer.status_code, answer.text, path)
         return self._read(answer, lambda told: told) if answer.content else None
 
+    async def tokens(self, path: str, body: Any) -> Any:
+        """Return the same of a request for tokens: asked again after a while where the server takes nothing now."""
+        for pause in BUSY_SECONDS:
+            try:
+                return await self.ask("POST", path, body)
+            except ServerGone as e:
+                await _waited_out(e, pause)
+        return await self.ask("POST", path, body)
+
     async def events(self, path: str, body: Any) -> AsyncGenerator[dict[str, Any]]:
-        """Yield the events of a streamed answer. Closing it ends the request. Raises as `ask`."""
+        """Yield the events of a streamed answer to one. Closing it ends the request. Raises as `ask`."""
+        for pause in (*BUSY_SECONDS, None):
+            try:
+                async with contextlib.aclosing(self._streamed(path, body)) as events:
+                    async for event in events:
+                        yield event
+                return
+            except ServerGone as e:  # a server takes nothing now before the first
+                await _waited_out(e, pause)
+
+    async def _streamed(self, path: str, body: Any) -> AsyncGenerator[dict[str, Any]]:
         import httpx
 
         try:
@@ -139,7 +170,7 @@ class VLLMServer:
                     if "error" in event:
                         raise EngineError(f"{self.url} failed: {self.scrubbed(str(event['error'])[:300])}")
                     yield event
-        except (ValueError, TypeError) as e:
+        except (ValueError, TypeError, RecursionError) as e:
             raise EngineError(f"{self.url}{path} streamed what no vLLM server does") from e
         except httpx.HTTPError as e:
             raise ServerGone(f"{self.url} does not answer ({self.scrubbed(_said(e))})") from e
@@ -147,7 +178,7 @@ class VLLMServer:
     def _read(self, answer: httpx.Response, pick: Callable[[Any], _T]) -> _T:
         try:
             return pick(json.loads(answer.content))
-        except (ValueError, KeyError, TypeError) as e:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
             told = self.scrubbed(_message(answer.text))
             raise EngineError(f"{answer.request.url} answered what no vLLM server does: {told!r}") from e
 
@@ -159,10 +190,10 @@ class VLLMServer:
             variable = self._key_variable or "that explorer.rollout_model.servers.key_variable names"
             wrong = f"refuses the key in {variable} (401): put the right one there" if self._key else (
                 f"wants a key (401), and there is none: put it into the environment variable {variable}")
-            raise EngineError(f"{self.url} {wrong}, where the system is started", refused=True)
-        if status in (502, 503, 504):
-            raise ServerGone(f"{self.url}{path} answered {status}: {told}")
-        raise EngineError(f"{self.url}{path} answered {status}: {told}", **({"refused": True} if status < 500 else {}))
+            raise EngineError(f"{self.url} {wrong}, where the system is started", status=status)
+        kind = ServerGone if status in (429, 502, 503, 504) else EngineError
+        refused = {"refused": True} if path in ASKED and status in (400, 413, 422) and _by_vllm(text) else {}
+        raise kind(f"{self.url}{path} answered {status}: {told}", status=status, **refused)
 
     def scrubbed(self, text: str) -> str:
         """Return a text without the key."""
@@ -248,9 +279,25 @@ class VLLMServer:
         return list((told or {}).get("results") or [])
 
 
+async def _waited_out(gone: ServerGone, pause: float | None) -> None:
+    """Wait for about so long where a server takes nothing now. Raises what it was given for any other error."""
+    if pause is None or gone.details.get("status") not in BUSY:
+        raise gone
+    await asyncio.sleep(pause * random.uniform(0.8, 1.2))
+
+
 def _said(error: BaseException) -> str:
     text = str(error).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _by_vllm(text: str) -> bool:
+    """Return True for the body of an error that vLLM wrote, not who stands in front of it."""
+    try:
+        told = json.loads(text)
+        return isinstance(told["error"]["message"], str)
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return False
 
 
 def _message(text: str) -> str:
@@ -259,6 +306,6 @@ def _message(text: str) -> str:
         told = json.loads(text)
         told = told.get("error", told) if isinstance(told, dict) else told
         text = str(told.get("message", told)) if isinstance(told, dict) else str(told)
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     return " ".join(text.split())[:300]

@@ -6,6 +6,7 @@ it, else `/v1/completions` with token ids. Both take the same sampling and give 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +14,19 @@ from typing import Any
 import orjson
 
 from trinity_es.actors.engines.interface import Sampling
+from trinity_es.actors.engines.vllm_http_api import ASKED
 from trinity_es.events.errors import EngineError
 
-__all__ = ["Answer", "TextCutter", "answers", "body", "prompt_rows", "route"]
+__all__ = ["UNREADABLE", "Answer", "TextCutter", "answers", "body", "prompt_logprobs", "route"]
 
 _FLOOR = -9999.0
-"""What vLLM writes for minus infinity."""
+"""What vLLM writes for minus infinity, and for NaN."""
+_ROUNDING = 1e-3
+"""Maximum of a logprob: 0, but for what floats round."""
+_ENDS = frozenset({"stop", "length", "abort", "repetition"})
+"""Why an answer may end."""
+UNREADABLE = KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError
+"""What reading JSON of another form than was thought raises."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +46,7 @@ class Answer:
 
 def route(spans: bool) -> str:
     """Return the path to ask. `spans`: the server has the route for tokens."""
-    return "/inference/v1/generate" if spans else "/v1/completions"
+    return ASKED[0 if spans else 1]
 
 
 def body(
@@ -70,20 +78,28 @@ def body(
     }
 
 
-def answers(told: Any, sampling: Sampling, *, spans: bool) -> list[Answer]:
-    """Return what a response, or an event of a stream, holds, by index. Raises EngineError for what it can't read."""
+def answers(
+    told: Any, sampling: Sampling, *, spans: bool, vocabulary: int, whole: bool = True
+) -> list[Answer]:
+    """Return what a response, or an event of a stream (not `whole`), holds, by index.
+
+    `vocabulary`: how many token ids the model has. Raises EngineError for what can't be read, or can't be.
+    """
     try:
-        choices = sorted(told["choices"], key=lambda choice: int(choice["index"]))
-        return [_answer(choice, sampling, spans) for choice in choices]
-    except (KeyError, TypeError, ValueError, IndexError) as e:
+        choices = sorted(told["choices"], key=lambda choice: _whole(choice["index"]))
+        found = [_answer(choice, sampling, spans) for choice in choices]
+        for answer in found:
+            _check(answer, sampling, vocabulary, whole)
+    except UNREADABLE as e:
         raise EngineError(f"the server's answer can't be read ({type(e).__name__}: {e})") from e
+    return found
 
 
 def _answer(choice: dict[str, Any], sampling: Sampling, spans: bool) -> Answer:
-    given = choice.get("token_ids")
-    if given is None and choice.get("finish_reason") is None:
+    given, reason = choice.get("token_ids"), choice.get("finish_reason")
+    if given is None and reason is None:
         raise ValueError("it has no token_ids")
-    ids = [int(token) for token in given or ()]
+    ids = [_whole(token) for token in given or ()]
     logprobs, top = None, None
     if sampling.logprobs:
         rows = _token_rows(choice, ids) if spans else _completion_rows(choice, ids)
@@ -91,12 +107,43 @@ def _answer(choice: dict[str, Any], sampling: Sampling, spans: bool) -> Answer:
         if sampling.top_logprobs:
             ordered = (sorted(row, key=lambda item: -item[1]) for _, row in rows)
             top = [[item for item in row if item[1] > _FLOOR][: sampling.top_logprobs] for row in ordered]
+    if reason is not None and reason not in _ENDS:
+        raise ValueError(f"it ended for {reason!r:.80}")
     stop = choice.get("stop_reason")
-    labels = [(str(s["version"]), int(s["start"]), int(s["end"])) for s in choice.get("weight_versions") or ()]
+    labels = [(str(s["version"]), _whole(s["start"]), _whole(s["end"])) for s in choice.get("weight_versions") or ()]
     return Answer(
-        ids=ids, logprobs=logprobs, top=top, finish_reason=choice.get("finish_reason") or "",
+        ids=ids, logprobs=logprobs, top=top, finish_reason=reason or "",
         stop=stop if isinstance(stop, str) else "", labels=labels,
     )
+
+
+def _check(answer: Answer, sampling: Sampling, vocabulary: int, whole: bool) -> None:
+    """Raise ValueError for an answer that no model gives."""
+    if whole and not (answer.ids and answer.finish_reason) and answer.finish_reason != "abort":
+        raise ValueError("it has no tokens" if answer.finish_reason else "it has no end")
+    if len(answer.ids) > sampling.max_tokens:
+        raise ValueError(f"it has {len(answer.ids)} tokens where {sampling.max_tokens} were asked for")
+    strange = next((token for token in answer.ids if not 0 <= token < vocabulary), None)
+    if strange is not None:
+        raise ValueError(f"it has token {strange:.3g}, and the model has {vocabulary} tokens, from 0")
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r:.80} is no integer")
+    return value
+
+
+def _logprob(value: Any, above: float = -math.inf) -> float:
+    found = float(value)
+    if not above < found <= _ROUNDING:
+        raise ValueError(f"{found} is no logprob")
+    return found
+
+
+def _own(value: Any) -> float:
+    """Return the logprob of a token that was sampled, which can't be minus infinity."""
+    return _logprob(value, _FLOOR)
 
 
 Rows = list[tuple[float, list[tuple[int, float]]]]
@@ -109,8 +156,8 @@ def _token_rows(choice: dict[str, Any], ids: list[int]) -> Rows:
     for token, row in zip(ids, content, strict=True):
         if int(row["token_id"]) != token:
             raise ValueError(f"a logprob of token {row['token_id']} where {token} was made")
-        top = {int(item["token_id"]): float(item["logprob"]) for item in row.get("top_logprobs") or ()}
-        rows.append((float(row["logprob"]), list(top.items())))
+        top = {int(item["token_id"]): _logprob(item["logprob"]) for item in row.get("top_logprobs") or ()}
+        rows.append((_own(row["logprob"]), list(top.items())))
     return rows
 
 
@@ -123,7 +170,7 @@ def _completion_rows(choice: dict[str, Any], ids: list[int]) -> Rows:
     for token, name, logprob, top in columns:
         if _token(name) != token:
             raise ValueError(f"a logprob of {name} where token {token} was made")
-        rows.append((float(logprob), [(_token(n), float(v)) for n, v in (top or {}).items()]))
+        rows.append((_own(logprob), [(_token(n), _logprob(v)) for n, v in (top or {}).items()]))
     return rows
 
 
@@ -131,13 +178,27 @@ def _token(name: str) -> int:
     return int(name.removeprefix("token_id:"))
 
 
-def prompt_rows(told: Any, spans: bool) -> list[dict[int, float]]:
-    """Return of each token of the prompt but the first the logprobs that were asked for. Raises EngineError."""
+def prompt_logprobs(told: Any, ids: Sequence[int], temperature: float, *, spans: bool) -> list[float]:
+    """Return the logprob of each token of the prompt but the first; `told` holds all tokens' where temperature != 1.
+
+    Raises EngineError for what can't be read, or can't be.
+    """
     try:
-        rows = told["prompt_logprobs"] if spans else told["choices"][0]["prompt_logprobs"]
-        return [{int(token): float(item["logprob"]) for token, item in row.items()} for row in rows[1:]]
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
+        told = told["prompt_logprobs"] if spans else told["choices"][0]["prompt_logprobs"]
+        rows = [{int(token): _logprob(item["logprob"]) for token, item in row.items()} for row in told[1:]]
+        own = [row[token] for row, token in zip(rows, ids[1:], strict=True)]
+    except UNREADABLE as e:
         raise EngineError(f"the server told no logprobs of the prompt ({type(e).__name__}: {e})") from e
+    if temperature == 1.0:
+        return own
+    import numpy as np
+
+    found = []
+    for row, value in zip(rows, own, strict=True):
+        scaled = np.array(list(row.values()), dtype=np.float64) / temperature
+        top = scaled.max()
+        found.append(float(value / temperature - top - np.log(np.exp(scaled - top).sum())))
+    return found
 
 
 class TextCutter:

@@ -31,7 +31,7 @@ from trinity_es.actors.rollout.conversations import Message, plain_messages
 from trinity_es.actors.rollout.graders import Graders
 from trinity_es.actors.rollout.history import Remembering
 from trinity_es.actors.rollout.leases import RunLeases
-from trinity_es.events.errors import DataError, EngineError, WorkflowError
+from trinity_es.events.errors import DataError, EngineError, NotFinite, WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.json_values import NotPlain, plain
 
@@ -448,7 +448,7 @@ class Model(Remembering):
         """Make an experience of each answer to one prompt, and count them.
 
         `before` is the version that was served when the prompt was sent, `text` the prompt where it was a text,
-        `sampling` what was asked for. Raises EngineError for an answer that was cut off.
+        `sampling` what was asked for. Raises EngineError for an answer that was cut off, or whose logprobs are none.
         """
         after = self.engine.model_version
         self.usage.requests += 1
@@ -466,7 +466,10 @@ class Model(Remembering):
             if i == 0:
                 self.usage.prompt_tokens += len(completion.prompt_token_ids)
             self.usage.response_tokens += len(completion.token_ids)
-            experience = self._experience(completion, text or "", spans)
+            try:
+                experience = self._experience(completion, text or "", spans)
+            except NotFinite as e:
+                raise EngineError(f"the engine's weights or its GPU are broken: {e}") from e
             if completion.adapter:
                 experience.info["adapter_spans"] = [[*completion.adapter, 0, len(completion.token_ids)]]
             experience.info["sampling"] = {**asked, "choice": i}

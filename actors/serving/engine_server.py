@@ -417,10 +417,17 @@ class _Responding:
             await self._send(message)
 
     def _kept_now(self) -> list[Experience] | None:
-        """Keep what was generated, before the client knows that it is complete."""
+        """Keep what was generated, before the client knows that it is complete. Raises EngineError where it can't."""
         assert self._record is not None
         self._stored = True
-        return self._record.experiences() if self._record.wanted else None
+        if not self._record.wanted:
+            return None
+        try:
+            return self._record.experiences()
+        except Exception as e:  # an application makes another error of what `send` raises
+            failed = e if isinstance(e, EngineError) else EngineError(f"the answer can't be kept: {e}")
+            self._record.fail(failed)
+            raise failed from e
 
     def drop(self) -> None:
         """Send nothing on any more that the application sends."""

@@ -46,6 +46,9 @@ MOST_HEADER_BYTES = 64 * 2**10
 HEADER_SECONDS = 30.0
 """How long a request's line and headers may take, from when the connection is there or its next bytes come."""
 
+BODY_SECONDS = 300.0
+"""How long a request's body may take."""
+
 _T = TypeVar("_T")
 
 
@@ -56,7 +59,8 @@ class Gone(ApiError):
 async def read_body(request: Request, limit: int = BODY_LIMIT) -> bytes:
     """Return the body of a request.
 
-    Raises ApiError (413), at once where its length is announced, before more is kept; Gone where its client is.
+    Raises ApiError: 413, at once where its length is announced, before more is kept, or 408 for one that does not end;
+    Gone where its client is.
     """
     from starlette.requests import ClientDisconnect
 
@@ -66,12 +70,15 @@ async def read_body(request: Request, limit: int = BODY_LIMIT) -> bytes:
     if size <= limit:
         size = 0
         try:
-            async for part in request.stream():
-                size += len(part)
-                if size > limit:
-                    parts.clear()
-                    break
-                parts.append(part)
+            async with asyncio.timeout(BODY_SECONDS):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > limit:
+                        parts.clear()
+                        break
+                    parts.append(part)
+        except TimeoutError as e:
+            raise ApiError(f"the body did not end within {BODY_SECONDS:.0f} s", status=408, code="body_too_slow") from e
         except ClientDisconnect as e:
             raise Gone("the request was not read to its end: its client is gone", status=503) from e
     if size > limit:

@@ -6,12 +6,14 @@ of something is too much.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import orjson
 
 from trinity_es.actors.engines.sampling import MOST_ANSWERS, MOST_PROMPTS, MOST_TOKENS, brief, checked_prompt
+from trinity_es.actors.engines.schema_limits import oversized
 from trinity_es.actors.serving.errors import ApiError
 from trinity_es.events.errors import DataError
 from trinity_es.events.json_values import NotPlain, plain
@@ -54,8 +56,12 @@ def checked(path: str, raw: bytes) -> dict[str, Any]:
     for name, most in (("n", MOST_ANSWERS), ("best_of", MOST_ANSWERS), *((name, MOST_TOKENS) for name in _LENGTHS),
                        ("min_tokens", MOST_TOKENS)):
         value = asked.get(name)
-        if isinstance(value, int | float) and value > most:
+        if _number(value) > most:
             raise ApiError(f"{name}: {brief(value)} was given: {most:,} are the most", param=name, code="invalid_value")
+    for part in (body, asked):
+        for name in _SCHEMAS & part.keys():
+            if wrong := oversized({name: part[name]}):
+                raise ApiError(f"{name}: {wrong}", param=name, code="invalid_value")
     if asked.get("use_beam_search"):
         raise ApiError("use_beam_search: beams are not sampled, so nothing could be learned from them",
                        param="use_beam_search", code="unsupported_value")
@@ -69,7 +75,7 @@ def checked(path: str, raw: bytes) -> dict[str, Any]:
     field = {COMPLETIONS: "prompt", BATCH: "messages"}.get(path, "")
     prompts = body.get(field)
     if isinstance(prompts, list) and prompts and isinstance(prompts[0], str | list):
-        answers = len(prompts) * (asked["n"] if isinstance(asked.get("n"), int) else 1)
+        answers = int(len(prompts) * max(_number(asked.get("n", 1)), 1))
         if answers > MOST_PROMPTS:
             raise ApiError(f"{field}: {answers:,} answers to one request: {MOST_PROMPTS:,} are the most",
                            param=field, code="invalid_value")
@@ -90,13 +96,23 @@ def checked(path: str, raw: bytes) -> dict[str, Any]:
 
 def check_recorded(path: str, body: dict[str, Any], size: int) -> None:
     """Refuse a request of this many bytes whose answers would be recorded with too many. Raises ApiError."""
-    answers = _sampling_of(path, body).get("n") if path in _SAMPLED else None
-    if isinstance(answers, int) and answers * size > MOST_RECORDED_BYTES:
+    answers = _number(_sampling_of(path, body).get("n")) if path in _SAMPLED else 0
+    if answers * size > MOST_RECORDED_BYTES:
         raise ApiError(
-            f"n: {answers:,} answers to a request of {size:,} bytes: each is recorded with its prompt, and "
+            f"n: {answers:,.0f} answers to a request of {size:,} bytes: each is recorded with its prompt, and "
             f"{MOST_RECORDED_BYTES:,} bytes, answers times request, are the most: ask for fewer at a time", param="n",
             code="invalid_value",
         )
+
+
+def _number(value: Any) -> float:
+    """Return a number as vLLM takes it, also from a text; 0 where it is none."""
+    try:
+        return float(value) if isinstance(value, int | float | str) else 0.0
+    except ValueError:
+        return 0.0
+    except OverflowError:
+        return math.inf
 
 
 def dumped(body: Mapping[str, Any]) -> bytes:
@@ -151,6 +167,11 @@ _NO_FIELD = {
 _ONE_ANSWER = frozenset({RESPONSES, MESSAGES, BATCH})
 """Routes without `n`."""
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+_SCHEMAS = frozenset({
+    "response_format", "structured_outputs", "structural_tag", "text", "tools", "functions", "output_format",
+    "output_config",
+})
+"""Fields of whatever API that hold what a grammar is made of."""
 _SAMPLED = frozenset({CHAT, COMPLETIONS, GENERATE, RESPONSES, MESSAGES, BATCH})
 """Routes that sample."""
 

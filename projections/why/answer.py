@@ -9,8 +9,8 @@ from typing import Any
 
 from trinity_es.events.values import BatchId, BatchLifecycleState
 
-__all__ = ["ADD_SERVER", "OF_TRAINER", "Waiting", "Why", "counted", "mend", "mend_weights", "moment", "span",
-           "start_server", "unread"]
+__all__ = ["ADD_SERVER", "OF_TRAINER", "Waiting", "Why", "another_life", "counted", "mend", "mend_weights", "moment",
+           "span", "start_server", "unread"]
 
 SHOWN = 5
 """Things told as text; the JSON has them all."""
@@ -138,7 +138,12 @@ class Why:
 
 def mend(runner: str, server: str) -> str:
     """Return what to do about a runner that is not started again by itself. `server`: URL of its engine's, if any."""
-    way = f"mend what it names, then `trinity-es restart-runner {runner}`"
+    return f"mend what it names, then {another_life(runner, server)}"
+
+
+def another_life(runner: str, server: str) -> str:
+    """Return how a runner gets another life, or its server is taken away. `server`: URL of its engine's, if any."""
+    way = f"`trinity-es restart-runner {runner}`"
     return way + (f", or take its server away: `trinity-es scale CONFIG --remove {server}`" if server else "")
 
 

@@ -60,6 +60,8 @@ class RunnerSnapshot:
     model_version: int = 0
     loading: int | None = None
     """The version of the weights that it is loading now."""
+    loading_since: float | None = None
+    """When it was told to, where the system told."""
     refused: tuple[int, str] | None = None
     """The version that it could not load, and why: it goes on with what it had."""
     seen: float | None = None
@@ -288,7 +290,7 @@ def with_live(
             for key in ("incarnation", "state", "places", "model_version", "loading", "model"):
                 if row.get(key) not in (None, ""):
                     setattr(life, key, row[key])
-            for key in ("seen", "progressed"):
+            for key in ("seen", "progressed", "loading_since"):
                 if row.get(key):
                     setattr(life, key, max(row[key] + shift, getattr(life, key) or 0.0))
             if life.since is None or not life.reason:  # else the log tells more

@@ -44,6 +44,8 @@ class StandIn:
         self.args, self.weights, self.label = args, args.model, "default"
         self.going = asyncio.Event()
         self.going.set()
+        self.fails_with = 0
+        """The status of every request for tokens; 0: they are answered."""
         self.started = random.Random(os.urandom(8)).uniform(1.7e9, 1.8e9)
 
     def app(self) -> Starlette:
@@ -52,6 +54,7 @@ class StandIn:
             Route("/v1/models", self.models), Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/inference/v1/generate", self.generate, methods=["POST"]),
             Route("/set_token_seconds", self.set_token_seconds, methods=["POST"]),
+            Route("/fail_with", self.fail_with, methods=["POST"]),
         ]
         if self.args.dev:
             routes += [
@@ -88,6 +91,11 @@ class StandIn:
     async def set_token_seconds(self, request: Request) -> Response:
         """Be as fast as a test wants it; no server of others has this route."""
         self.args.token_seconds = float((await _json(request))["seconds"])
+        return Response(status_code=200)
+
+    async def fail_with(self, request: Request) -> Response:
+        """Answer requests for tokens with this status from now on, as who stands in front of a server may."""
+        self.fails_with = int((await _json(request))["status"])
         return Response(status_code=200)
 
     # --- weights ----------------------------------------------------------------------------------------------------
@@ -150,6 +158,8 @@ class StandIn:
     async def _answer(
         self, request: Request, told: dict[str, Any], prompt: list[int], s: dict[str, Any], *, tokens: bool
     ) -> Response:
+        if self.fails_with:
+            raise Refused(self.fails_with, "nothing is answered here")
         if told.get("model") not in (None, self.args.model):
             raise Refused(404, f"The model `{told['model']}` does not exist.")
         if not prompt or not all(isinstance(t, int) and t >= 0 for t in prompt):

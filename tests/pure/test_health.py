@@ -94,6 +94,24 @@ def test_a_runner_that_can_t_load_the_current_weights_is_a_problem_with_its_reas
     assert problems(row | {"state": "ready", "refused": ""}, [server()]) == []
 
 
+@pytest.mark.parametrize(("seconds", "told"), [(3600.0, True), (30.0, False)])
+def test_an_engine_that_loads_weights_for_long_is_a_problem(seconds: float, told: bool) -> None:
+    row = {"places": 4, "model_version": 0, "loading": 1, "loading_since": time.time() - seconds}
+    found = problems(row, [server()])
+    assert len(found) == told
+    for line in found:
+        assert line.startswith("runner-0 has been loading weights version 1 for 60 min")
+        assert f"see whether {URL} does something, else `trinity-es" in line
+        assert "`trinity-es restart-runner runner-0`" in line
+        assert f"`trinity-es scale CONFIG --remove {URL}`" in line
+    assert problems(row | {"loading": None, "loading_since": None}, [server()]) == []
+
+
+def test_a_person_is_shown_since_when_weights_are_loaded() -> None:
+    rows = [{"runner": "runner-0", "state": "ready", "pid": 2, "loading": 1, "loading_since": 1e9}]
+    assert f"loading weights version 1 since {time.strftime('%H:%M:%S', time.localtime(1e9))}, pid 2" in shown(rows)
+
+
 @pytest.mark.parametrize(("load", "said"), [
     (64, "64 of 64 places taken"), (70, "64 of 64 places taken, 6 more units sent ahead"), (3, "3 of 64 places taken"),
 ])

@@ -74,6 +74,9 @@ def test_p36_a_conversation_stays_with_its_engine_unless_that_is_much_busier() -
     b.busy = 1
     assert chosen(engines, *conversation_keys(other, None)[0]) == "a"
     assert conversation_keys(other, "mine") == (["session/mine"], ["session/mine"])
+    long = [conversation_keys({}, text * 60_000)[0] for text in "abab"]
+    assert long[0] == long[2] != long[1] == long[3]
+    assert len(long[0][0]) < 200, "so many are remembered"
 
 
 def test_p36_a_request_waits_for_an_engine() -> None:

@@ -19,7 +19,16 @@ from trinity_es.events.store.retry import within
 from trinity_es.events.values import BatchId
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.tables.runner_history import natural
-from trinity_es.projections.why.answer import ADD_SERVER, Why, mend, mend_weights, span, start_server, unread
+from trinity_es.projections.why.answer import (
+    ADD_SERVER,
+    Why,
+    another_life,
+    mend,
+    mend_weights,
+    span,
+    start_server,
+    unread,
+)
 from trinity_es.projections.why.explain import SILENT_SECONDS
 from trinity_es.projections.why.situation import RunnerSnapshot, SystemSnapshot, with_live
 from trinity_es.system import remembered_log_end
@@ -31,6 +40,8 @@ READ_SECONDS = 10.0
 """Maximum of the time that the log may take to be read: its server may be frozen."""
 AWAITED_SECONDS = 10.0
 """How long an engine may wait for what somebody else has to do, its server say, before that is a problem."""
+LOADING_SECONDS = 300.0
+"""How long an engine may load weights before that is a problem: nothing else ends a server that hangs in it."""
 _WHOLE = {"no_server", "unwritten", "no_system", "restarting", "no_answer", "fenced", "no_coordinator", "no_database"}
 """Causes that are told once for the system, not once a batch."""
 
@@ -250,6 +261,12 @@ def _wrong(life: RunnerSnapshot, now: float) -> str | None:
         case "started" if life.waits_for and now - (life.progressed or 0.0) > AWAITED_SECONDS and not life.leaving:
             way = f"; {start_server(life.server)}" if life.server else ""
             return f"waits to start its engine: {life.waits_for}{way}"
+    loads = now - (life.loading_since or now) if life.state == "ready" and life.loading is not None else 0.0
+    if loads > LOADING_SECONDS:
+        awaited = f" (it waits for {life.waits_for})" if life.waits_for else ""
+        what = life.server or "its engine"
+        return (f"has been loading weights version {life.loading} for {span(loads)}{awaited}, and gets no work "
+                f"meanwhile: see whether {what} does something, else {another_life(life.name, life.server)}")
     if life.trouble:
         return f"can't store what it finished, keeps it and tries again: {life.trouble}"
     if (life.silent or 0.0) > SILENT_SECONDS:

@@ -23,6 +23,8 @@ __all__ = ["Backend", "BackendPool", "conversation_keys"]
 
 REMEMBERED = 16384
 """Maximum number of conversations whose engine is remembered."""
+MOST_SESSION = 100
+"""Maximum length of a session's name that is remembered as it is; of a longer one its digest is."""
 
 
 @dataclass(slots=True)
@@ -119,6 +121,7 @@ def conversation_keys(body: Mapping[str, Any], session: str | None) -> tuple[lis
     answer in it were a request once.
     """
     if session:
+        session = session if len(session) <= MOST_SESSION else hashlib.sha256(session.encode()).hexdigest()
         return [f"session/{session}"], [f"session/{session}"]
     messages = body.get("messages")
     if not isinstance(messages, list):

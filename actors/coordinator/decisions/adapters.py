@@ -13,16 +13,23 @@ from trinity_es.projections.runner import RunnerLife, RunnerState
 __all__ = ["excused", "has_all", "lacks", "load_result", "publish", "remove", "too_many"]
 
 
-def publish(adapters: Adapters, new: ev.AdapterPublished, most: int) -> list[ev.Event]:
-    """Decide on a publication. `most`: adapters that engines have room for.
+def publish(
+    adapters: Adapters, new: ev.AdapterPublished, most: int, models: Collection[str] = ()
+) -> list[ev.Event]:
+    """Decide on a publication. `most`: adapters that engines have room for; `models`: the names that models have.
 
-    The same files again change nothing, or tell where they lie now. Raises SyncError for an older version, for one that
-    was published with other files, and for one adapter too many.
+    The same files again change nothing, or tell where they lie now. Raises SyncError for the name of a model, for an
+    older version, for one that was published with other files, and for one adapter too many.
     """
     if most == 0:
         raise SyncError(
             f"adapter {new.adapter!r} was not published: engines serve no adapters; set "
             "explorer.rollout_model.lora (max_adapters, max_rank) and start the system again"
+        )
+    if new.adapter in models:
+        raise SyncError(
+            f"adapter {new.adapter!r} was not published: a model is called so, and a request names one or the other: "
+            "give the adapter another name"
         )
     known = adapters.get(new.adapter)
     current = current_adapters(adapters)

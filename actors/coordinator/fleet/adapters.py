@@ -6,6 +6,7 @@ load one: a request keeps the version that it began with. A runner that comes up
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from trinity_es.actors.coordinator.decisions import adapters
@@ -49,9 +50,9 @@ class AdapterWaiter:
 class AdapterLoading:
     """Tells the runners of a registry which adapters to serve, and records what came of it."""
 
-    def __init__(self, registry: RunnerRegistry, most: int) -> None:
-        """Begin with nobody. `most`: adapters that engines have room for; 0: they serve none."""
-        self.registry, self.live, self.most = registry, registry.live, most
+    def __init__(self, registry: RunnerRegistry, most: int, models: Collection[str] = ()) -> None:
+        """Begin with nobody. `most`: adapters that engines have room for; 0: they serve none. `models`: their names."""
+        self.registry, self.live, self.most, self.models = registry, registry.live, most, models
         self.waiters: list[AdapterWaiter] = []
         self._orders = int(registry.sender.now() * 1e6)  # none that a runner has of an earlier coordinator
 
@@ -98,7 +99,7 @@ class AdapterLoading:
     # --- versions ---------------------------------------------------------------------------------------------------
     def publish(self, new: ev.AdapterPublished) -> AdapterWaiter:
         """Have every runner load a version: `decisions/adapters.py` says which may be published."""
-        self.live.record(*adapters.publish(self.live.adapters, new, self.most))
+        self.live.record(*adapters.publish(self.live.adapters, new, self.most, self.models))
         waiter = AdapterWaiter(new.adapter, new.version)
         self.waiters.append(waiter)
         for runner in self.registry.up():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from trinity_es.actors.coordinator.decisions import batches, runners
@@ -30,11 +31,11 @@ class RunnerLifecycle:
 
     def __init__(
         self, registry: RunnerRegistry, weights: WeightLoading, dispatcher: Dispatcher, max_adapters: int = 0,
-        servers: bool = False,
+        servers: bool = False, models: Collection[str] = (),
     ) -> None:
-        """`servers`: the engines are servers of others."""
+        """`servers`: the engines are servers of others; `models`: the names that models have."""
         self.registry, self.weights, self.dispatcher = registry, weights, dispatcher
-        self.adapters = AdapterLoading(registry, max_adapters)
+        self.adapters = AdapterLoading(registry, max_adapters, models)
         self.live, self.servers = registry.live, servers
 
     def on_status(self, message: RunnerStatus, address: Any) -> None:

@@ -103,6 +103,7 @@ class RunnerRegistry:
     def status(self) -> list[dict[str, Any]]:
         """Return every runner at a glance, as plain JSON."""
         load = loads(self.live.batches.values())
+        now, monotonic = self.clock(), self.sender.now()
         return [
             {
                 "runner": r.name,
@@ -114,6 +115,7 @@ class RunnerRegistry:
                 "load": load.get((r.name, r.incarnation), 0),
                 "model_version": r.model_version,
                 "loading": r.loading,
+                "loading_since": None if r.loading is None else now - (monotonic - r.loading_since),
                 "refused": r.life.refuses(self.live.weights),
                 "adapters": dict(r.adapters),
                 "reason": r.life.reason,

@@ -61,7 +61,8 @@ class Handlers:
         most = 0 if lora is None else lora.max_adapters
         of_others = config.rollout.servers is not None
         weights = WeightLoading(registry, rolling)
-        self.fleet = RunnerLifecycle(registry, weights, dispatcher, most, servers=of_others)
+        models = {"rollout", config.rollout.engine.model_path, *config.auxiliary}
+        self.fleet = RunnerLifecycle(registry, weights, dispatcher, most, servers=of_others, models=models)
         self.leases = LeaseFleet(registry, actor, releases)
         self.queue = ExperienceQueue(config.buffer.queue, live, router, actor, registry.clock)
         self.scheduler = SchedulerHandlers(config, live, dispatcher, dynamic_timeout, router, actor)

@@ -12,9 +12,10 @@ import orjson
 import psutil
 import pytest
 
-from tests.helpers.endpoint import HELLO, Recorder, posted, serving
+from tests.helpers.endpoint import HELLO, TOKEN, Recorder, posted, serving
 from trinity_es.actors.engines.remote_engine import RemoteEngine
 from trinity_es.actors.engines.sampling import MOST_PROMPTS, MOST_TOKENS
+from trinity_es.actors.engines.schema_limits import oversized
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving import http_server
 from trinity_es.actors.serving.token_id_routes import engine_routes
@@ -55,6 +56,70 @@ async def test_absurd_numbers_by_other_names_are_refused_too(asked: dict[str, An
         refused = await posted(server, {**({"messages": HELLO} if "chat" in path else {"prompt": "x"}), **asked}, path)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == next(iter(asked))
+    assert engine.asked == []
+
+
+MANY = 10_001
+SCHEMAS: list[dict[str, Any]] = [
+    {"type": "array", "minItems": MANY}, {"type": "array", "maxItems": 1e9}, {"type": "string", "minLength": MANY},
+    {"properties": {"a": {"type": "string", "maxLength": MANY}}}, {"anyOf": [{"minProperties": MANY}]},
+    {"type": "string", "pattern": "^a{1001}$"}, {"type": "string", "pattern": "a{0,99999999999999999999}"},
+    {"patternProperties": {"a{2000}": {}}}, {"allOf": [{"type": "array", "maxItems": 9999}] * 11},
+    {"description": "x" * 2**20},
+]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda s: str(s)[:40])
+async def test_a_schema_that_would_cost_gigabytes_is_refused_whichever_way_it_comes(schema: dict[str, Any]) -> None:
+    engine = Recorder()
+    with pytest.raises(WorkflowError, match=r"json_schema: .* the most"):
+        await Model(engine).generate_async("x", json_schema=schema)
+    with pytest.raises(DataError, match=r"rollout_args: json_schema: .* the most"):
+        Model(engine, defaults={"json_schema": schema})
+    chat, text, generate = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
+    told = orjson.dumps(schema).decode()
+    given: list[tuple[str, dict[str, Any]]] = [
+        (chat, {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}),
+        (chat, {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]}),
+        (text, {"prompt": "x", "structured_outputs": {"json": schema}}),
+        (text, {"prompt": "x", "structured_outputs": {"json": told}}),
+        (generate, {"token_ids": [1], "sampling_params": {"structured_outputs": {"json": told}}}),
+        ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_schema", "schema": schema}}}),
+        ("/v1/messages", {"messages": HELLO, "tools": [{"name": "f", "input_schema": schema}]}),
+    ]
+    async with serving(engine) as server:
+        for path, body in given:
+            refused = await posted(server, body, path)
+            assert refused.status_code == 400, refused.text
+            assert "the most" in refused.json()["error"]["message"]
+    assert engine.asked == []
+
+
+@pytest.mark.parametrize(
+    "outputs", [{"regex": "a{2000}"}, {"grammar": 'root ::= "a"{1,2000}'}, {"grammar": '"a"~2000'}]
+)
+async def test_so_is_a_regex_or_a_grammar(outputs: dict[str, Any]) -> None:
+    async with serving(Recorder()) as server:
+        refused = await posted(server, {"prompt": "x", "structured_outputs": outputs}, "/v1/completions")
+    assert refused.status_code == 400
+    assert "1,000 are the most" in refused.json()["error"]["message"]
+
+
+def test_an_ordinary_schema_is_taken() -> None:
+    date = {"type": "string", "pattern": r"^\d{4}-\d{2}$", "description": "as {2024}"}
+    for schema in ({"properties": {"minItems": date, "pattern": date}}, {"type": "array", "maxItems": 10_000}):
+        assert oversized(schema) is None
+
+
+@pytest.mark.parametrize("n", ["4096", 4096.0])
+async def test_answers_are_counted_however_n_is_written(n: Any) -> None:
+    engine = Recorder()
+    async with serving(engine) as server:
+        refused = await posted(server, {"prompt": ["x"] * 17, "n": n}, "/v1/completions")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+        assert "69,632 answers" in refused.json()["error"]["message"]
+        refused = await posted(server, {"prompt": "x", "n": "5000"}, "/v1/completions")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
     assert engine.asked == []
 
 
@@ -202,6 +267,30 @@ async def test_a_connection_that_asks_nothing_after_an_answer_is_closed(
         assert b"HTTP/1.1" in await asyncio.wait_for(reader.readuntil(b"}"), 20)
         writer.write(more)
         await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+
+
+async def test_a_body_that_does_not_end_is_answered_and_its_connection_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "BODY_SECONDS", 0.5)
+    monkeypatch.setattr(http_server, "HEADER_SECONDS", 0.5)
+    async with serving(Recorder()) as server:
+        reader, writer = await _connected(server.url)
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKEN}\r\n"
+        writer.write(f"{head}transfer-encoding: chunked\r\n\r\n".encode())
+
+        async def trickle() -> None:
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    writer.write(b"1\r\n{\r\n")
+                    await writer.drain()
+                    await asyncio.sleep(0.05)
+
+        trickling = asyncio.create_task(trickle())
+        with contextlib.suppress(ConnectionResetError):
+            told = await asyncio.wait_for(reader.readuntil(b"body_too_slow"), 20)
+            assert told.startswith(b"HTTP/1.1 408")
+            await asyncio.wait_for(reader.read(), 20)
+        trickling.cancel()
         writer.close()
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -9,6 +13,9 @@ import orjson
 import pytest
 
 from tests.helpers.endpoint import CHAT, HELLO, TOKEN, Recorder, client, posted, serving
+from trinity_es.actors.engines.interface import Completion, Sampling
+from trinity_es.actors.rollout.model import Model
+from trinity_es.actors.rollout.result import classify
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.events.errors import EngineError
 
@@ -47,6 +54,35 @@ async def test_an_error_is_told_as_the_routes_api_tells_it() -> None:
         assert refused.json()["error"]["type"] == "authentication_error"
         refused = await posted(server, {}, "/s/gone/v1/messages")
         assert (refused.status_code, refused.json()["error"]["type"]) == (404, "not_found_error")
+
+
+class Broken(Recorder):
+    """Its logprobs are no numbers."""
+
+    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
+        return [replace(c, logprobs=[math.nan] * len(c.token_ids)) for c in await super().generate(prompt, sampling)]
+
+    async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
+        for whole in await self.generate(prompt, sampling):
+            yield whole
+
+
+async def test_an_answer_that_can_not_be_kept_says_why_and_is_the_engines_failure() -> None:
+    said, engine = "logprobs[0] is nan", Broken()
+    model = Model(engine)
+    with pytest.raises(EngineError, match=re.escape(said)) as failed:
+        await model.generate_async("x")
+    assert classify(failed.value)[0] == "infra", "weights or a GPU, not the task"
+    async with serving(engine) as server:
+        session = server.open(model)
+        for stream in (False, True):
+            model.failed = None
+            told = await posted(server, {**CHAT, "stream": stream}, f"/s/{session}/v1/chat/completions")
+            assert said in told.text
+            assert "response already started" not in told.text
+            assert stream or told.status_code == 500
+            assert isinstance(model.failed, EngineError)
+            assert said in str(model.failed)
 
 
 async def test_who_asks_for_another_model_is_told_the_names_that_are_served() -> None:

@@ -132,6 +132,8 @@ def test_a_bad_adapter_changes_nothing(start_system: StartSystem, tmp_path: Path
     client = system(start_system, engines=1)
     client.sync_adapter("math", 1, make_adapter(tmp_path / "1"))
     before = client.log.head().position
+    with pytest.raises(SyncError, match="adapter 'rollout' was not published: a model is called so"):
+        client.sync_adapter("rollout", 1, make_adapter(tmp_path / "2"))
     high = make_adapter(tmp_path / "high", rank=16)
     for name, version, path, said in (
         ("math", 2, high, "its rank is 16, engines are ready for 8"),

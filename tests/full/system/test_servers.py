@@ -325,6 +325,23 @@ def said(client: RolloutClient, *command: str) -> tuple[int, str]:
     return done.exit_code, done.stdout
 
 
+@pytest.mark.parametrize("status", [400, 404])
+def test_a_server_that_fails_all_takes_no_task_with_it_while_another_serves(
+    start_system: StartSystem, tiny: Path, tmp_path: Path, status: int
+) -> None:
+    broken, good = (stand_in(tiny, tmp_path / f"{n}.log", "--token-seconds", "0.02").start() for n in range(2))
+    with ended(broken, good):
+        client = start_system(explorer=over_http(tiny, urls=[broken.ready().url, good.ready().url]))
+        client.submit_batch(batch_id=1, tasks=letters(60), batch_type="train")
+        wait_until(lambda: len(runs_by(client, 1)) == 2, "both to have finished runs", 60)
+        broken.tell("/fail_with", status=status)
+        assert client.finalize_train_batch(1, timeout=120)["finished_task_count"] == 60
+        failed = [e.event for e in client.log.events(batch_id=1) if isinstance(e.event, ev.AttemptFailed)]
+        assert failed, "the server did fail what it had"
+        assert {(e.retry, e.blamed) for e in failed} == {(True, False)}
+        assert len(failed) <= 4 * 4, "what it had at each of its lives, not what the other would have done"
+
+
 def test_a_server_that_can_t_have_the_current_weights_is_named_everywhere_and_holds_up_the_next_start(
     start_system: StartSystem, tiny: Path, other: Path, tmp_path: Path
 ) -> None:

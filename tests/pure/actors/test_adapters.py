@@ -125,13 +125,14 @@ def test_a_version_follows_another_and_adapters_are_apart() -> None:
     (published(version=3, digest="other"), 2, "published with other contents: give it a new version"),
     (published("code"), 1, "there are math already, and engines have room for 1: remove_adapter one"),
     (published("gone", 1), 2, "version 1 of adapter 'gone' was removed: give it a new version"),
+    (published("tiny"), 2, "a model is called so.*: give the adapter another name"),
     (published(), 0, "engines serve no adapters; set explorer.rollout_model.lora"),
 ])
 def test_what_may_not_be_published_is_refused(new: ev.AdapterPublished, most: int, said: str) -> None:
     known = after(published("gone"), ev.AdapterRemoved(adapter="gone", version=1), published(version=3))
     before = dict(known)
     with pytest.raises(SyncError, match=said):
-        decisions.publish(known, new, most)
+        decisions.publish(known, new, most, {"rollout", "tiny"})
     assert known == before
 
 

@@ -352,6 +352,15 @@ def test_p9_a_runner_that_comes_up_and_can_t_load_the_current_version_stays_fail
     assert (row["state"], row["refused"], row["loading"]) == ("ready", "", None)
 
 
+def test_it_is_told_since_when_a_runner_loads() -> None:
+    fleet, _live, _sender = crew_of("runner-0")
+    before = fleet.registry.clock()
+    fleet.weights.publish(1, "/disk/1", "checkpoint")
+    [row] = fleet.registry.status()
+    assert row["loading"] == 1
+    assert before <= row["loading_since"] <= fleet.registry.clock()
+
+
 # --- the engine's side ----------------------------------------------------------------------------------------------
 class Transferring(StandIn):
     """AsyncLLM with vLLM's weight transfer."""

@@ -1,0 +1,263 @@
+"""The engine over HTTP where a server's answers are errors, are not whole, or can't be: whose fault each is."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from tests.helpers.http_engines import EIGHT, play
+from tests.helpers.vllm_stand_in import StandIn
+from trinity_es.actors.engines import http_engine, vllm_http_api
+from trinity_es.actors.engines.http_engine import HTTPEngine
+from trinity_es.actors.engines.interface import EngineConfig
+from trinity_es.actors.engines.vllm_http_api import VLLMServer
+from trinity_es.events.errors import EngineError
+
+BAD = 99
+"""A prompt with this token is answered wrongly where `alone`."""
+PLAIN = pytest.mark.parametrize("spans", [True, False], ids=["spans", "labels"])
+
+
+class Wrong(StandIn):
+    """A server in this process, which answers as `wrong` says once that is set: with errors, or strange choices."""
+
+    def __init__(self, model: Path, *, spans: bool = True) -> None:
+        super().__init__(argparse.Namespace(
+            model=str(model), max_model_len=64, api_key="", dev=True, scale_out=spans, account="",
+            logprobs_mode="processed_logprobs", latency=0.0, token_seconds=0.0, load_seconds=0.0, port=1,
+        ))
+        self.wrong: dict[str, Any] = {}
+        self.alone = False
+        self.asked = 0
+
+    async def _answer(
+        self, request: Request, told: dict[str, Any], prompt: list[int], s: dict[str, Any], *, tokens: bool
+    ) -> Response:
+        self.asked += 1
+        self.now = {} if self.alone and BAD not in prompt else self.wrong
+        if "times" in self.now:
+            self.now["times"] -= 1
+            if self.now["times"] < 0:
+                self.now = self.wrong = {}
+        if "status" in self.now:
+            return Response(self.now.get("body", "nope"), self.now["status"])
+        made = await super()._answer(request, told, prompt, s, tokens=tokens)
+        if "nan" in self.now and isinstance(made, JSONResponse):
+            return Response(re.sub(rb'"(logprob|token_logprobs)":(\[?)-?[0-9.e-]+', rb'"\1":\2NaN', bytes(made.body)))
+        return made
+
+    async def _make(self, prompt: list[int], s: dict[str, Any], index: int) -> tuple[list[int], list[list[Any]]]:
+        return await super()._make(prompt, {**s, **self.now.get("sampling", {})}, index)
+
+    def _choice(
+        self, index: int, ids: list[int], spans: list[list[Any]], s: dict[str, Any], tokens: bool
+    ) -> dict[str, Any]:
+        choice = super()._choice(index, ids, spans, s, tokens)
+        if "token" in self.now:
+            made = [self.now["token"]] * len(ids)
+            choice["token_ids"] = made
+            for row, token in zip((choice["logprobs"] or {}).get("content") or (), made, strict=False):
+                row["token_id"] = token
+            if (choice["logprobs"] or {}).get("tokens"):
+                choice["logprobs"]["tokens"] = [f"token_id:{token}" for token in made]
+        if "logprob" in self.now and choice["logprobs"]:
+            for row in choice["logprobs"].get("content") or ():
+                row["logprob"] = self.now["logprob"]
+            if "token_logprobs" in choice["logprobs"]:
+                choice["logprobs"]["token_logprobs"] = [self.now["logprob"]] * len(ids)
+        choice |= self.now.get("choice", {})
+        if "weights" in self.now:
+            label = self.label
+            choice["weight_versions"] = [{"version": label, "start": a, "end": b} for a, b in self.now["weights"]]
+        return choice
+
+
+@contextlib.asynccontextmanager
+async def met(server: StandIn, model: Path) -> AsyncIterator[HTTPEngine]:
+    engine = HTTPEngine(EngineConfig(model_path=str(model), options={"url": "http://a:1"}))
+    engine.server = VLLMServer("http://a:1", transport=httpx.ASGITransport(server.app()))
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.stop()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pauses, and nobody looks at the server between two requests."""
+    monkeypatch.setattr(http_engine, "WATCH_SECONDS", 3600.0)
+    for module in (http_engine, vllm_http_api):
+        monkeypatch.setattr(module, "BUSY_SECONDS", (0.0, 0.01, 0.02))
+
+
+IMPOSSIBLE: dict[str, dict[str, Any]] = {
+    "ended by an error": {"choice": {"finish_reason": "error"}}, "ended by a number": {"choice": {"finish_reason": 5}},
+    "a token beyond int32": {"token": 2**40}, "a negative token": {"token": -5},
+    "a token out of the vocabulary": {"token": 10_000_000}, "half a token": {"token": 70.7},
+    "no number": {"token": True},
+    "an answer in other characters": {"choice": {"index": "x"}}, "NaN": {"nan": True}, "above 0": {"logprob": 5.0},
+    "what vLLM writes for NaN": {"logprob": -9999.0}, "none": {"logprob": None},
+    "more than was asked for": {"sampling": {"max_tokens": 40}},
+    "deep": {"status": 200, "body": "[" * 100_000}, "a list": {"status": 200, "body": "[1]"},
+    "no content": {"status": 204, "body": ""},
+}
+SHIFTED = [[(100, 108)], [(-8, 0)], [(0, 4), (0, 4)], [(0, 16), (8, 0)], [(0, 4), (5, 9)], [(0, 4)], [],
+           [(4, 8), (4, 8)], [(0, 5), (3, 8)], [(0, 9), (9, 8)]]
+
+
+@PLAIN
+@pytest.mark.parametrize("wrong", IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
+def test_an_answer_that_can_not_be_counts_for_nothing_and_is_the_servers_fault(
+    tiny: Path, wrong: dict[str, Any], spans: bool
+) -> None:
+    server = Wrong(tiny, spans=spans)
+
+    async def main() -> None:
+        async with met(server, tiny) as engine:
+            server.wrong, server.alone = wrong, True
+            with pytest.raises(EngineError) as failed:
+                await engine.generate([BAD], EIGHT)
+            assert not failed.value.details.get("refused")
+            assert not failed.value.details.get("dead"), "others are answered"
+            assert await engine.generate([5], EIGHT)
+            if "nan" not in wrong:  # which is not JSON, so no stream of this stand-in has it
+                with pytest.raises(EngineError) as failed:
+                    async for _ in engine.stream([BAD], EIGHT):
+                        pass
+                assert not failed.value.details.get("refused")
+            server.alone = False
+            with pytest.raises(EngineError, match="it fails what it answered when it was met") as failed:
+                await engine.generate([BAD], replace(EIGHT, n=2))
+            assert failed.value.details["dead"]
+
+    play(main)
+
+
+@pytest.mark.parametrize("weights", SHIFTED)
+def test_weights_are_told_of_each_token_once_in_order(tiny: Path, weights: list[tuple[int, int]]) -> None:
+    server = Wrong(tiny)
+
+    async def main() -> None:
+        async with met(server, tiny) as engine:
+            server.wrong, server.alone = {"weights": [(0, 3), (3, 8)]}, True
+            assert [c.version_spans for c in await engine.generate([BAD], EIGHT)] == [  # type: ignore[attr-defined]
+                ((0, 0, 3), (0, 3, 8))
+            ]
+            server.wrong = {"weights": weights}
+            with pytest.raises(EngineError, match="does not say which weights made each of 8 tokens"):
+                await engine.generate([BAD], EIGHT)
+
+    play(main)
+
+
+@PLAIN
+def test_a_whole_answer_has_an_end_and_tokens(tiny: Path, spans: bool) -> None:
+    server = Wrong(tiny, spans=spans)
+
+    async def main() -> None:
+        async with met(server, tiny) as engine:
+            for wrong in ({"finish_reason": None}, {"token_ids": None, "logprobs": None}):
+                server.wrong, server.alone = {"choice": wrong}, True
+                with pytest.raises(EngineError):
+                    await engine.generate([BAD], replace(EIGHT, logprobs=False))
+
+    play(main)
+
+
+@pytest.mark.parametrize("status", [307, 401, 403, 404, 408, 425, 429, 500, 502, 503, 504])
+def test_an_error_that_a_server_has_with_all_ends_the_engine_and_with_one_request_fails_that(
+    tiny: Path, status: int
+) -> None:
+    server = Wrong(tiny)
+
+    async def main() -> None:
+        async with met(server, tiny) as engine:
+            told = f'{{"error": {{"message": "no", "type": "t", "param": null, "code": {status}}}}}'
+            server.wrong, server.alone = {"status": status, "body": told}, True
+            for dead in (False, True):
+                server.alone = not dead
+                with pytest.raises(EngineError) as failed:
+                    await engine.generate([BAD], EIGHT)
+                assert not failed.value.details.get("refused"), "no task is at fault"
+                if status != 429 and status != 503:  # which may answer others meanwhile
+                    assert bool(failed.value.details.get("dead")) == dead == (engine.dead is not None)
+
+    play(main)
+
+
+def test_a_request_is_at_fault_where_vllm_says_so_and_answers_others(tiny: Path) -> None:
+    server = Wrong(tiny)
+    told = '{"error": {"message": "too long", "type": "BadRequestError", "param": null, "code": 400}}'
+
+    async def main() -> None:
+        async with met(server, tiny) as engine:
+            for status, body, refused in ((400, told, True), (422, told, True), (400, "<html>gateway</html>", False)):
+                server.wrong, server.alone = {"status": status, "body": body}, True
+                with pytest.raises(EngineError) as failed:
+                    await engine.generate([BAD], EIGHT)
+                assert bool(failed.value.details.get("refused")) == refused
+            server.wrong, server.alone = {"status": 400, "body": told}, False
+            with pytest.raises(EngineError) as failed:
+                await engine.generate([5], EIGHT)
+            assert failed.value.details.get("dead"), "what it answered when it was met was no fault"
+
+    play(main)
+
+
+def test_a_refusal_of_a_server_that_restarted_is_none(tiny: Path) -> None:
+    server = Wrong(tiny)
+
+    async def main() -> None:
+        async with met(server, tiny) as engine:
+            told = '{"error": {"message": "too long"}}'
+            server.wrong, server.alone, server.label = {"status": 400, "body": told}, True, "default"
+            with pytest.raises(EngineError, match="it restarted, or somebody else changed its weights") as failed:
+                await engine.generate([BAD], EIGHT)
+            assert failed.value.details["dead"]
+
+    play(main)
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_server_that_takes_nothing_for_a_while_is_waited_for(tiny: Path, status: int) -> None:
+    server = Wrong(tiny)
+
+    async def main() -> None:
+        async with met(server, tiny) as engine:
+            server.wrong = {"status": status, "times": 3}
+            assert await engine.generate([5], EIGHT)
+            server.wrong = {"status": status, "times": 3}
+            assert [piece async for piece in engine.stream([5], EIGHT)][-1].finish_reason
+            server.wrong, server.alone, server.asked = {"status": status}, True, 0
+            with pytest.raises(EngineError, match=f"answered {status}") as failed:
+                await engine.generate([BAD], EIGHT)
+            assert not failed.value.details
+            assert server.asked == 5, "four times, and what it answered when it was met"
+            assert await engine.generate([5], EIGHT)
+
+    play(main)
+
+
+def test_a_server_that_takes_nothing_any_more_ends_the_engine(tiny: Path) -> None:
+    server = Wrong(tiny)
+
+    async def main() -> None:
+        async with met(server, tiny) as engine:
+            engine._answered = float("-inf")  # it has answered nobody for long
+            server.wrong = {"status": 429}
+            with pytest.raises(EngineError, match="answered 429") as failed:
+                await engine.generate([5], EIGHT)
+            assert failed.value.details["dead"]
+
+    play(main)
