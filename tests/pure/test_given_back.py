@@ -128,10 +128,10 @@ def test_arguments_in_another_order_are_the_same_where_the_answer_is_json() -> N
 def test_an_answer_of_many_braces_is_read_soon(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     failed, read = 0, json.JSONDecoder.raw_decode
 
-    def counted(decoder: json.JSONDecoder, text: str, at: int = 0) -> Any:
+    def counted(decoder: json.JSONDecoder, text: str, idx: int = 0) -> Any:
         nonlocal failed
         failed += 1
-        found = read(decoder, text, at)
+        found = read(decoder, text, idx)
         failed -= 1
         return found
 
