@@ -116,6 +116,25 @@ def test_calls_of_a_client_s_own_form_fit_none(calls: Any) -> None:
     assert fit({"role": "assistant", "tool_calls": calls}, ['{"name": "w", "arguments": {}}']) is Fit.NONE
 
 
-def test_an_answer_of_many_braces_is_read_soon() -> None:
-    for text in ('{"a":' * 20_000, "{" * 200_000, "<" * 200_000, '{"name": "w", "arguments": {}}' * 2000):
-        assert fit(calling(("w", {})), [text]) is Fit.NONE
+def test_arguments_in_another_order_are_the_same_where_the_answer_is_json() -> None:
+    turned = dict(reversed(TO.items()))
+    for form in (hermes, mistral, llama, deepseek, kimi):
+        assert fit(calling(("weather", turned)), [form("weather", TO)]) is Fit.WHOLE
+
+
+@pytest.mark.parametrize("text", [
+    '{"a":' * 20_000, "{" * 200_000, '{"a", ' * 50_000, "<" * 200_000, '{"name": "w", "arguments": {}}' * 2000,
+])
+def test_an_answer_of_many_braces_is_read_soon(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed, read = 0, json.JSONDecoder.raw_decode
+
+    def counted(decoder: json.JSONDecoder, text: str, idx: int = 0) -> Any:
+        nonlocal failed
+        failed += 1
+        found = read(decoder, text, idx)
+        failed -= 1
+        return found
+
+    monkeypatch.setattr(json.JSONDecoder, "raw_decode", counted)
+    assert fit(calling(("w", {})), [text]) is Fit.NONE
+    assert failed <= 1000

@@ -66,7 +66,7 @@ async def test_a_chat_that_no_tokenization_makes_fit_is_refused_before_it_is_tok
 
 
 @pytest.mark.parametrize("text", [
-    "word" * (LARGE // 4 - 1) + "word ", "word" + " " * LARGE, "é" * LARGE, "\n" * LARGE * 2,
+    "word" * (LARGE // 4 - 1) + "word ", "word" + " " * LARGE, "é" * LARGE * 2, "\n" * LARGE * 2,
 ])
 def test_nothing_is_refused_that_may_fit(text: str) -> None:
     refuse_too_long(Words(), text, LARGE // 4 + 1)
