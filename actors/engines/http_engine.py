@@ -49,8 +49,11 @@ REFUSED_LOOKS = 2
 """Looks in a row at a server that can't be reached after which it is given up."""
 TRY_SECONDS = 30.0
 """How long a server that failed a request may take to answer what it answered before; one that is silent is watched."""
-_TRIED = Sampling(top_k=1, max_tokens=4, ignore_eos=True)
-"""What a server is tried with. The logprob of the only token that may be sampled is 0."""
+BRAKE_SECONDS = 0.1, 10.0
+"""Pause after a request failed, which doubles with each in a row: the first, and the longest. Else a server that fails
+all but a try would draw more than its share."""
+_TRIED = Sampling(max_tokens=4, ignore_eos=True)
+"""What a server is tried with: as plain as can be."""
 STOP_SECONDS = 8.0
 """How long a stop waits for a change of weights that is under way: less than the guardian waits for the stop."""
 _PROBE = "Here are 12,345 of  them,\n\tça va? 好的 don't!"
@@ -82,8 +85,8 @@ class HTTPEngine(ServerWeights):
         self._confirming: asyncio.Task[None] | None = None
         self._confirm_next: asyncio.Task[None] | None = None
         self._trying: asyncio.Task[bool] | None = None
-        self._answered = 0.0
-        """When it gave its last whole answer."""
+        self._answered, self._failed = 0.0, 0
+        """When it gave its last whole answer, and how many requests failed since."""
 
     # --- life -------------------------------------------------------------------------------------------------------
     @staticmethod
@@ -255,6 +258,11 @@ class HTTPEngine(ServerWeights):
             self._die(f"it fails what it answered when it was met: {e}")
         return True
 
+    async def _brake(self) -> None:
+        self._failed += 1
+        first, longest = BRAKE_SECONDS
+        await self._or_death(asyncio.sleep(min(longest, first * 2.0 ** min(self._failed - 1, 10))))
+
     def _alive(self) -> None:
         if self._dead is not None:
             raise EngineError(f"{self.server.url} serves nothing: {self._dead}", dead=True)
@@ -273,7 +281,9 @@ class HTTPEngine(ServerWeights):
             made = self._answers(told, sampling)
             if len(made) != sampling.n:
                 raise EngineError(f"{self.server.url} gave {len(made)} answers where {sampling.n} were asked for")
-            return [self._completion(ids, answer, sampling, version) for answer in made]
+            texts = [TextCutter(self.tokenizer, sampling.stop).add(a.ids, a.stop, last=True) for a in made]
+            spans = [self._spans(a, len(a.ids), version) for a in made]
+            return [_completed(ids, *one) for one in zip(made, texts, spans, strict=True)]
 
         return await self._told(ids, sampling, read) * copies
 
@@ -343,7 +353,7 @@ class HTTPEngine(ServerWeights):
             if not spans:
                 await self._or_death(self._confirm())
             found = read(told, version)
-        self._answered = time.monotonic()
+        self._answered, self._failed = time.monotonic(), 0
         return found
 
     def _answers(self, told: Any, sampling: Sampling, *, whole: bool = True) -> list[Answer]:
@@ -366,12 +376,14 @@ class HTTPEngine(ServerWeights):
             self._alive()
             if "status" in e.details:
                 await self._try()
+                await self._brake()
             raise EngineError(str(e)) from e  # it passed: it is this request's failure alone
         except EngineError as e:
             self._alive()
-            if not await self._try():
-                raise EngineError(str(e)) from e
-            raise
+            if await self._try() and e.details.get("refused"):
+                raise
+            await self._brake()
+            raise EngineError(str(e)) from e
         finally:
             self._asking -= 1
 
@@ -394,10 +406,6 @@ class HTTPEngine(ServerWeights):
         return (self.max_model_len or 0) - len(ids)
 
     # --- answers ----------------------------------------------------------------------------------------------------
-    def _completion(self, ids: list[int], answer: Answer, sampling: Sampling, version: int) -> Completion:
-        text = TextCutter(self.tokenizer, sampling.stop).add(answer.ids, answer.stop, last=True)
-        return _completed(ids, answer, text, self._spans(answer, len(answer.ids), version))
-
     def _spans(self, answer: Answer, count: int, version: int) -> tuple[tuple[int, int, int], ...]:
         """Return which versions made which tokens of a whole answer. Raises EngineError where that is not known.
 
@@ -430,7 +438,7 @@ class HTTPEngine(ServerWeights):
         """Return True if the logprob of the only token that may be sampled is 0."""
         self._vocabulary = vocabulary(self._model, self.tokenizer)
         self._tried_with = [int(token) for token in self.tokenizer.encode("a")][-1:] or [0]
-        [made] = await self.generate(self._tried_with, _TRIED)
+        [made] = await self.generate(self._tried_with, replace(_TRIED, top_k=1))
         return all(abs(value) < 1e-6 for value in made.logprobs or ())
 
 

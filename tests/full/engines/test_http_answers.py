@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator
@@ -97,8 +98,22 @@ async def met(server: StandIn, model: Path) -> AsyncIterator[HTTPEngine]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pauses, and nobody looks at the server between two requests."""
     monkeypatch.setattr(http_engine, "WATCH_SECONDS", 3600.0)
+    monkeypatch.setattr(http_engine, "BRAKE_SECONDS", (0.0, 0.0))
     for module in (http_engine, vllm_http_api):
         monkeypatch.setattr(module, "BUSY_SECONDS", (0.0, 0.01, 0.02))
+
+
+def _noted(pauses: list[float]) -> Any:
+    """`asyncio.sleep` that writes pauses of the brake down, and does not wait."""
+    real = asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        if seconds < 0.25 or seconds > 2.0:
+            await real(seconds)
+        else:
+            pauses.append(seconds)
+
+    return sleep
 
 
 IMPOSSIBLE: dict[str, dict[str, Any]] = {
@@ -247,6 +262,22 @@ def test_a_server_that_takes_nothing_for_a_while_is_waited_for(tiny: Path, statu
             assert await engine.generate([5], EIGHT)
 
     play(main)
+
+
+def test_a_server_that_answers_a_try_alone_draws_little(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, pauses = Wrong(tiny), list[float]()
+    monkeypatch.setattr(http_engine, "BRAKE_SECONDS", (0.25, 2.0))
+
+    async def main() -> None:
+        async with met(server, tiny) as engine:
+            server.wrong, server.alone = {"status": 500}, True
+            monkeypatch.setattr(http_engine.asyncio, "sleep", _noted(pauses))  # type: ignore[attr-defined]
+            for prompt in (BAD, BAD, BAD, BAD, BAD, 5, BAD):
+                with contextlib.suppress(EngineError):
+                    await engine.generate([prompt], EIGHT)
+
+    play(main)
+    assert pauses == [0.25, 0.5, 1.0, 2.0, 2.0, 0.25]
 
 
 def test_a_server_that_takes_nothing_any_more_ends_the_engine(tiny: Path) -> None:
