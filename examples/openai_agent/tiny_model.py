@@ -1,7 +1,7 @@
 """A tiny model that knows the form of a tool call, but not yet that calling is better than guessing.
 
-It is that of examples/grpo, taught for half a minute on one core: asked "How many plums?", it calls the tool `count` in
-about every other conversation, and guesses in the rest. Nothing is downloaded.
+It is that of examples/grpo, taught for a minute or less on one core: asked "How many plums?", it calls the tool `count`
+about every other time, and guesses otherwise. Nothing is downloaded.
 
     python -m examples.openai_agent.tiny_model runs/openai_agent
 """
@@ -18,7 +18,7 @@ from examples.grpo.tiny_model import make_tiny_model
 
 __all__ = ["CHAT_TEMPLATE", "make_model", "write_tasks"]
 
-ITEMS = ["apples", "bananas", "cherries", "dates", "figs", "lemons", "melons", "plums"]
+ITEMS = ["apples", "bananas", "cherries", "dates", "figs", "melons", "plums", "tomatoes"]
 NUMBERS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 
 CHAT_TEMPLATE = (
@@ -31,20 +31,21 @@ CHAT_TEMPLATE = (
 """Calls are written as Hermes writes them, so that vLLM's parser `hermes` reads them."""
 
 
-def make_model(directory: str | Path, steps: int = 250, seed: int = 0) -> Path:
-    """Write the taught model and its tokenizer to `directory` and return it. Same seed, same weights."""
+def make_model(directory: str | Path, steps: int = 400, seed: int = 0) -> Path:
+    """Write the taught model and its tokenizer to the new folder `directory`; returns it. Same seed, same weights."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = make_tiny_model(directory, seed)
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    path = Path(directory)
+    half = make_tiny_model(path.with_name(f".{path.name}.half"), seed)  # a model that was not taught is none
+    tokenizer = AutoTokenizer.from_pretrained(half)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|tool|>"]})
     tokenizer.add_tokens(["<tool_call>", "</tool_call>"])  # not special: the parser has to see them
     tokenizer.chat_template = CHAT_TEMPLATE
     assistant, end = tokenizer.convert_tokens_to_ids(["<|assistant|>", "<|end|>"])
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(half, dtype=torch.float32)
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     optimizer, dice = torch.optim.AdamW(model.parameters()), random.Random(seed)
     for step in range(steps):
@@ -57,9 +58,9 @@ def make_model(directory: str | Path, steps: int = 250, seed: int = 0) -> Path:
         optimizer.zero_grad()
         model(input_ids=rows.input_ids, attention_mask=rows.attention_mask, labels=labels).loss.backward()
         optimizer.step()
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    model.save_pretrained(half)
+    tokenizer.save_pretrained(half)
+    return half.rename(path)
 
 
 def _lesson(dice: random.Random) -> list[dict[str, Any]]:
@@ -73,7 +74,7 @@ def _lesson(dice: random.Random) -> list[dict[str, Any]]:
 
 
 def write_tasks(directory: str | Path, train_rows: int = 512, eval_rows: int = 32, seed: int = 0) -> Path:
-    """Write `train.jsonl` and `eval.jsonl` to `directory` and return it: in each row a question, a shelf, the answer."""
+    """Write `train.jsonl` and `eval.jsonl` to `directory` and return it: rows of a question, a shelf and its answer."""
     path, dice = Path(directory), random.Random(seed)
     path.mkdir(parents=True, exist_ok=True)
     for name, count in (("train", train_rows), ("eval", eval_rows)):

@@ -18,7 +18,7 @@ class Shelf(Workflow):
         # A sync workflow plays one run at a time in a process of its own: the environment is this run's.
         os.environ |= {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.token}
         said = answer(self.task.task_desc, self.task.raw_task["shelf"], endpoint.model)
-        experiences = self.model.extract_experience_from_history()  # one: the conversation, with the model's words marked
+        experiences = self.model.extract_experience_from_history()  # one: all turns, with what the model said marked
         for experience in experiences:
             experience.reward = float(said == self.task.truth)
             experience.metrics = {"calls": sum(bool(m.get("tool_calls")) for m in experience.messages or [])}
