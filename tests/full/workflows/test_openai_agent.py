@@ -19,7 +19,6 @@ from trinity_es.events.vocabulary import BatchFinalized
 from trinity_es.projections.reading.log_reader import Log
 
 
-
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(600)
@@ -69,6 +68,7 @@ def test_the_agent_is_trained_by_one_command_on_what_was_sampled_alone(tmp_path:
     recomputed = GRPOTrainer(str(tmp_path / "model")).logprobs(learned).detach().numpy()
     for e, row in zip(learned, recomputed, strict=True):
         assert e.logprobs is not None
+        assert e.action_mask is not None
         sampled = np.flatnonzero(e.action_mask)
         np.testing.assert_allclose(row[sampled], e.logprobs[sampled], atol=1e-3)
 
