@@ -1,0 +1,45 @@
+"""An agent on the OpenAI SDK, with a tool: asked how many there are of something, it may count them before it answers.
+
+Nothing in this file knows of trinity_es: it asks whatever OPENAI_BASE_URL and OPENAI_API_KEY name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from openai import OpenAI
+
+__all__ = ["answer"]
+
+COUNT: Any = {
+    "type": "function",
+    "function": {
+        "name": "count", "description": "Count what is on the shelf.",
+        "parameters": {"type": "object", "required": ["item"], "properties": {"item": {"type": "string"}}},
+    },
+}
+
+
+def count(shelf: Mapping[str, str], arguments: str) -> str:
+    """Return how many there are of the item that the arguments, a JSON text, name; or what is wrong with them."""
+    try:
+        return shelf[json.loads(arguments)["item"]]
+    except (KeyError, TypeError, ValueError) as error:
+        return f"error: {error!r}"
+
+
+def answer(question: str, shelf: Mapping[str, str], model: str = "gpt-5-mini", turns: int = 4) -> str:
+    """Return what the model answers, which may call `count` first; "" if it still calls after so many turns."""
+    client = OpenAI()
+    messages: list[Any] = [{"role": "user", "content": question}]
+    for _ in range(turns):
+        said = client.chat.completions.create(model=model, messages=messages, tools=[COUNT]).choices[0].message
+        messages.append(said)
+        if not said.tool_calls:
+            return said.content or ""
+        for call in said.tool_calls:
+            seen = count(shelf, call.function.arguments)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": seen})
+    return ""
