@@ -28,7 +28,9 @@ CHAT_TEMPLATE = (
     "{% if message.role == 'assistant' %}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""Calls are written as Hermes writes them, so that vLLM's parser `hermes` reads them."""
+"""Calls are written as Hermes writes them, so that vLLM's parser `hermes` reads them. The model knows its one tool by
+heart; a template for a larger one shows it `tools`.
+"""
 
 
 def make_model(directory: str | Path, steps: int = 400, seed: int = 0) -> Path:

@@ -49,12 +49,12 @@ def test_the_agent_is_trained_by_one_command_on_what_was_sampled_alone(tmp_path:
         assert (e.logprobs[~e.action_mask] == 0).all()
         response = e.tokens[e.prompt_length :]
         parts = [
-            (mask, tokenizer.decode([token for token, _ in pairs]))
+            (mask, [token for token, _ in pairs])
             for mask, pairs in groupby(zip(response, e.action_mask, strict=True), key=lambda pair: bool(pair[1]))
         ]
-        told = [text for mask, text in parts if not mask]
-        assert all(text.startswith("<|tool|>") and text.endswith("<|assistant|>") for text in told), parts
-        said = [text.removesuffix("<|end|>") for mask, text in parts if mask]
+        told = [tokenizer.decode(ids) for mask, ids in parts if not mask]
+        assert all(text.startswith("<|tool|>") and text.endswith("<|assistant|>") for text in told), e.response_text
+        said = [tokenizer.decode(ids, skip_special_tokens=True) for mask, ids in parts if mask]
         if e.eid.uid not in last.values():  # a call that the template writes otherwise later ends a sequence
             continue
         assert e.reward == (said[-1] == rows[e.eid.task]["answer"])
