@@ -29,6 +29,8 @@ class Score:
 
     grader_timeout: float | None = 30.0
     """How long a scorer may take, in seconds: some solve equations that the model wrote."""
+    grader_imports = "reasoning_gym"
+    """What graders are forked with: it takes a second and more to import."""
 
     def __init__(self, *, family: str, args: Mapping[str, Any], answer_tag: str | None = "answer") -> None:
         self._family, self._args, self._tag = family, json.dumps(args, sort_keys=True), answer_tag

@@ -40,6 +40,15 @@ def fill(url: str) -> None:
     failed = ev.AttemptFailed(task=0, run_id_base=0, failed_runs=[0], attempt=1, runner="runner-0", incarnation=1,
                               kind="workflow", message="boom", retry=False)
     lone: list[ev.Event] = [ev.BatchSubmitted(batch_id="lone", batch_type="train", repeat_times=[1], tasks=[{}])]
+    unit = ev.Unit(task=0, run_id_base=0, runs=1, attempt=1)
+    plays: list[ev.Event] = [
+        ev.BatchSubmitted(batch_id="plays", batch_type="train", repeat_times=[1], tasks=[{}]),
+        ev.TasksDispatched(runner="runner-0", incarnation=1, units=[unit], model_version=0),
+    ]
+    taken = ev.LeaseTaken(
+        lease="es-1", batch_id="plays", submission="", unit=unit, run=0, runner="runner-0", incarnation=1,
+        provider="boxes:Boxes", ttl=60.0, expires=160.0, creation_timeout=60.0,
+    )
     with EventLog.open(url, durability="process", projectors=projectors()) as log:
         runner = "runner/runner-0"
         loaded = ev.WeightsLoaded(runner="runner-0", incarnation=1, version=1, seconds=0.25)
@@ -48,6 +57,8 @@ def fill(url: str) -> None:
                     Write(stream="answers", expected_version=0, events=answers(digest)),
                     Write(stream="weights", expected_version=log.stream_version("weights"),
                           events=[ev.WeightsPublished(version=1, path="/w/1")]),
+                    Write(stream="batch/plays", expected_version=0, events=plays),
+                    Write(stream="leases", expected_version=0, events=[taken]),
                     Write(stream=runner, expected_version=log.stream_version(runner), events=[loaded]),
                     Write(stream="batch/lone", expected_version=0, events=[*lone, failed])], commit_id="more")
     assert verify_log(url).problems == []

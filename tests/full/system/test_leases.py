@@ -51,11 +51,11 @@ def types_of(client: RolloutClient) -> list[str]:
 
 def holds(service: Service, n: int = 1) -> list[dict[str, Any]]:
     """So many sandboxes are alive, and used."""
-    wait_until(lambda: len([b for b in service.alive() if b["users"]]) >= n, f"{n} sandboxes to be used", 30)
+    wait_until(lambda: len([b for b in service.alive() if b["users"]]) >= n, f"{n} sandboxes to be used", 120)
     return service.alive()
 
 
-def all_released(client: RolloutClient, service: Service, seconds: float = 30) -> None:
+def all_released(client: RolloutClient, service: Service, seconds: float = 60) -> None:
     wait_until(lambda: client.log.leases() == [], "every lease to be released, by the log", seconds)
     assert service.alive() == []
 

@@ -124,7 +124,15 @@ def test_no_program_is_left_behind() -> None:
     program = "import time\nopen('pid', 'w').write('x')\ntime.sleep(3600)"
     assert judged(program, seconds=0.5) == 0
     mine = psutil.Process(os.getpid())
-    wait_until(lambda: not [p for p in mine.children() if "judged_program.py" in " ".join(p.cmdline())], "their ends")
+    wait_until(lambda: not [p for p in mine.children() if "judged_program.py" in command_of(p)], "their ends")
+
+
+def command_of(process: psutil.Process) -> str:
+    """Its command line; empty when it has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # a zombie, too
+        return ""
 
 
 @pytest.mark.parametrize("truth", [None, 5, [], [1], {"inputs": ["1"]}, {"inputs": ["1"], "outputs": []}])
