@@ -148,12 +148,14 @@ def kill_while_training(
     """
     last = int(trainee.settings["max_steps"])
     steps = sorted(chance.randrange(1, last) for _ in kinds)
-    killed = []
-    began = time.monotonic()
+    killed: list[tuple[int, str]] = []
     for kind, step in zip(kinds, steps, strict=True):
+        if not trainee.reach(step - 1, seconds):
+            break
+        began = time.monotonic()
         if not trainee.reach(step, seconds):
             break
-        pace = min((time.monotonic() - began) / max(step, 1), 1.0)
+        pace = min(time.monotonic() - began, 1.0)  # of a step, or of nothing where this is the second kill at one
         time.sleep(chance.uniform(0.0, pace))  # anywhere in what comes next
         trainee.kill(kind)
         killed.append((trainee.step(), kind))

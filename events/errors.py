@@ -27,14 +27,14 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
-    "AlreadyRunning", "AnswerDelivered", "AnswerNotFound", "BatchAlreadyActive", "BatchNotFound", "BatchTypeMismatch",
-    "CommitMismatch", "ConcurrencyError", "ConfigError", "CorruptPayload", "DataError", "EngineError",
-    "EnvironmentFailed", "Fenced", "FinalizeTimeout", "GraderError", "InvalidEvent", "LogCorrupt", "LogError",
-    "LogNotFound", "LogReplaced", "LogRewound", "LogTooNew", "LogUnavailable", "NotALog", "NotFinite", "NotRunning",
-    "PayloadNotFound",
-    "PipelineError", "RequestRefused", "RunnerNotFound", "StartupError", "SyncError", "TakeTimeout",
-    "TaskNotSerializable", "TasksetError", "TrinityError", "UnknownWorkflow", "VersionMismatch", "WaitTimeout",
-    "WeightNotFound", "WorkflowError", "WrongKey", "error_from_dict", "error_to_dict",
+    "AlreadyRunning", "AnswerDelivered", "AnswerNotFound", "BatchAlreadyActive", "BatchNotFound",
+    "BatchTypeMismatch", "CommitMismatch", "ConcurrencyError", "ConfigError", "CorruptPayload", "DataError",
+    "EngineError", "EnvironmentFailed", "Fenced", "FinalizeTimeout", "GraderError", "InvalidEvent", "LogCorrupt",
+    "LogError", "LogNotFound", "LogReplaced", "LogRewound", "LogTooNew", "LogUnavailable", "NotALog", "NotFinite",
+    "NotRunning", "PayloadNotFound", "PipelineError", "RequestRefused", "RunnerNotFound", "StartupError",
+    "SyncError", "TakeTimeout", "TaskNotSerializable", "TasksetError", "TrinityError", "UnknownWorkflow",
+    "VersionMismatch", "WaitTimeout", "WeightNotFound", "WorkflowError", "WrongKey", "error_from_dict",
+    "error_to_dict",
 ]
 
 

@@ -131,10 +131,18 @@ class Lease:
         self.handle = self._recordable(f"the handle of lease provider {self._path}", handle)
         self._leases.report(self.key, "held", handle=self.handle)
 
-    def _left(self, reason: str, error: BaseException) -> None:
+    def _left(self, reason: str, error: BaseException) -> Future[None]:
+        """Tell why. Whoever calls waits for it: what a worker process told at last is not heard beside its end."""
         _log.warning("lease %s of %s %s: %r", self.key, self._path, reason, error)
+        return self._leases.report(self.key, "left", reason=f"it {reason}: {type(error).__name__}: {error}")
+
+    async def _left_async(self, reason: str, error: BaseException) -> None:
         with contextlib.suppress(WorkflowError):  # the run is over: its end has told
-            self._leases.report(self.key, "left", reason=f"it {reason}: {type(error).__name__}: {error}")
+            await asyncio.wrap_future(self._left(reason, error))
+
+    def _left_sync(self, reason: str, error: BaseException) -> None:
+        with contextlib.suppress(WorkflowError):  # as above
+            self._left(reason, error).result()
 
     def _renewed(self) -> None:
         self._leases.report(self.key, "renewed", ttl=self.ttl)
@@ -151,7 +159,7 @@ class Lease:
             except TimeoutError as e:
                 raise self._late() from e
         except BaseException as e:
-            self._left("could not be made", e)
+            await self._left_async("could not be made", e)
             raise
         if hasattr(self.provider, "renew"):
             self._renewing = asyncio.create_task(self._renew_async()).cancel
@@ -162,7 +170,7 @@ class Lease:
         try:
             await _called_async(self.provider.release, self.key, self.handle)
         except BaseException as e:
-            self._left("could not be released by its run", e)
+            await self._left_async("could not be released by its run", e)
             if not isinstance(e, Exception):
                 raise
         else:
@@ -187,7 +195,7 @@ class Lease:
             self._time_left()
             self._made(self._called(self.provider.create, self.key, self.ttl))
         except BaseException as e:
-            self._left("could not be made", e)
+            self._left_sync("could not be made", e)
             self._close_loop()
             raise
         if hasattr(self.provider, "renew"):
@@ -201,7 +209,7 @@ class Lease:
         try:
             self._called(self.provider.release, self.key, self.handle)
         except BaseException as e:
-            self._left("could not be released by its run", e)
+            self._left_sync("could not be released by its run", e)
             if not isinstance(e, Exception):
                 raise
         else:

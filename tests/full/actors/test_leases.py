@@ -4,9 +4,11 @@ kinds."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sqlite3
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -390,6 +392,34 @@ def test_what_can_not_be_made_is_left_to_be_looked_for(
 
     asyncio.run(work())
     assert told.said == ["taken", "left"]
+
+
+class FarAway(RunLeases):
+    """The leases of a run in a worker process: what is told is there a moment later, or never where nobody waits."""
+
+    def report(self, lease: str, what: str, **more: Any) -> Future[None]:
+        done: Future[None] = Future()
+        threading.Timer(0.1, lambda: done.set_result(super(FarAway, self).report(lease, what, **more).result())).start()
+        return done
+
+
+@pytest.mark.parametrize("how", ["async with", "with"])
+@pytest.mark.parametrize("trouble", ["refuses", "fails"])
+def test_what_is_left_was_heard_before_its_run_goes_on_to_its_end(tmp_path: Path, how: str, trouble: str) -> None:
+    told = Told()
+    wanted = Lease(FarAway(told), f"{__name__}:Kept", {"folder": str(tmp_path), "how": trouble})
+
+    async def use() -> None:
+        async with wanted:
+            pass
+
+    with contextlib.suppress(ConnectionError):
+        if how == "async with":
+            asyncio.run(use())
+        else:
+            with wanted:
+                pass
+    assert told.said[-1] == "left"
 
 
 def test_a_run_that_ends_leaves_what_it_did_not_release_and_takes_no_more(tmp_path: Path) -> None:
