@@ -87,7 +87,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def turn(item: pytest.Item) -> int:
         if _has_engines(item.nodeid.partition("::")[0]):
             return 0
-        return 1 if item.path.parent.name in ("system", "main") else 2
+        return 1 if item.path.parent.name in ("environments", "integrations", "main", "system") else 2
 
     items.sort(key=turn)
 

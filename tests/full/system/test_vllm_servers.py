@@ -1,0 +1,141 @@
+"""A real `vllm serve` that somebody else runs, as an engine: the acceptance, and whether its logprobs are right."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.helpers.engines import largest_difference
+from tests.helpers.real_engine import TOLERANCE
+from tests.helpers.servers import EXTENSION, ended, letters, over_http, real_server, runs_by, stand_in
+from tests.helpers.systems import StartSystem
+from tests.helpers.vllm_stand_in import FIRST, LAST
+from trinity_es.client.rollout_client import RolloutClient
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.experience import Experience
+from trinity_es.testing import wait_until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
+
+
+def tokens_by(client: RolloutClient, batch: int | str) -> Counter[str]:
+    """How many tokens of a batch's experiences each runner made."""
+    made_by: dict[tuple[int | str, int], str] = {
+        (e.event.task, r.run): e.event.runner for e in client.log.events(batch_id=batch)
+        if isinstance(e.event, ev.RunsFinished) for r in e.event.runs
+    }
+    found = Counter[str]()
+    for e in client.experiences(batch):
+        found[made_by[e.eid.task, e.eid.run]] += e.tokens.size - e.prompt_length
+    return found
+
+
+def written_by(weights: Path, e: Experience) -> bool:
+    """Whether a stand-in with these weights would have given this answer; the runs of a task are asked for together."""
+    prompt = [int(t) for t in e.tokens[: e.prompt_length]]
+    ids = [int(t) for t in e.tokens[e.prompt_length :]]
+    task, run = int(e.eid.task), e.eid.run
+    return ids in [
+        [random.Random(f"{prompt}/{at}/{n}/{weights}/{seed!r}").randint(FIRST, LAST) for at in range(len(ids))]
+        for seed, n in ((task + run, 0), (task, run))
+    ]
+
+
+def test_i3_four_servers_share_the_work_and_three_troubles_in_one_batch_lose_nothing(
+    start_system: StartSystem, tiny: Path, other: Path, tmp_path: Path
+) -> None:
+    token_seconds = 0.02
+    speed = ("--token-seconds", str(token_seconds))
+    real = real_server(tiny, tmp_path / "real.log", "--enable-scale-out", "--worker-extension-cls", EXTENSION).start()
+    first, second, third, late = (stand_in(tiny, tmp_path / f"stand-in-{n}.log", *speed) for n in range(4))
+    with ended(real, first, second, third, late):
+        for server in (first, second, third):
+            server.start().ready()
+        real.ready(240)
+        urls = [real.url, first.url, second.url, third.url]
+        client = start_system(explorer=over_http(tiny, urls=urls) | {"max_concurrency": 8})
+        client.submit_batch(batch_id=1, tasks=letters(32), batch_type="train")  # what is compiled on first use
+        client.finalize_train_batch(1, timeout=120)
+
+        # A server gets what it is fast enough for: make the stand-ins as fast as the real one is on this machine.
+        client.submit_batch(batch_id="speed", tasks=letters(200), batch_type="train")
+        client.finalize_train_batch("speed", timeout=120)
+        shares = tokens_by(client, "speed")
+        mean = sum(shares[f"runner-{n}"] for n in (1, 2, 3)) / 3
+        for server in (first, second, third):
+            server.tell("/set_token_seconds", seconds=token_seconds * mean / shares["runner-0"])
+
+        client.submit_batch(batch_id=2, tasks=letters(400), batch_type="train")
+        assert client.finalize_train_batch(2, timeout=200)["finished_task_count"] == 400
+        shares = tokens_by(client, 2)
+        total = sum(shares.values())
+        assert total == 400 * 2 * 8
+        assert all(0.15 <= shares[f"runner-{n}"] / total <= 0.35 for n in range(4)), shares
+
+        client.sync_weights(1, other)
+        long = letters(400)
+        for task in long:  # so that those who come take part
+            task.rollout_args["max_tokens"] = 24
+        client.submit_batch(batch_id=3, tasks=long, batch_type="train")
+        wait_until(lambda: sum(runs_by(client, 3).values()) > 100, "some to be finished")
+        first.kill()
+        late.start()
+        client.scale_servers(add=[late.url])
+        second.kill()
+        second.start()  # with the weights that it was started with
+        assert client.finalize_train_batch(3, timeout=300)["finished_task_count"] == 400
+        experiences = list(client.experiences(3))
+        assert len({(e.eid.task, e.eid.run) for e in experiences}) == len(experiences) == 800, "lost, or twice"
+        assert sum(runs_by(client, 3).values()) == 800
+        assert {tuple(map(tuple, e.info["version_spans"])) for e in experiences} == {((1, 0, 24),)}
+        made_by: dict[tuple[int | str, int], str] = {
+            (e.event.task, r.run): e.event.runner for e in client.log.events(batch_id=3)
+            if isinstance(e.event, ev.RunsFinished) for r in e.event.runs
+        }
+        of_stand_ins = [e for e in experiences if made_by[e.eid.task, e.eid.run] != "runner-0"]
+        for e in of_stand_ins:
+            assert written_by(other, e)
+            assert not written_by(tiny, e)
+
+        def ready() -> set[str]:
+            return {r["runner"] for r in client.status()["runners"] if r["state"] == "ready"}
+
+        wait_until(lambda: {"runner-2", "runner-4"} <= ready(), "who came, and who came back", 120)
+        client.submit_batch(batch_id=4, tasks=letters(200), batch_type="train")
+        assert client.finalize_train_batch(4, timeout=200)["finished_task_count"] == 200
+        assert {"runner-0", "runner-2", "runner-3", "runner-4"} == set(runs_by(client, 4))
+
+
+@pytest.mark.parametrize("route", ["--enable-scale-out", "--no-enable-scale-out"])
+def test_logprobs_of_a_real_server_agree_with_torch_before_and_after_a_sync(
+    start_system: StartSystem, tiny: Path, tmp_path: Path, route: str
+) -> None:
+    from examples.grpo.trainer import GRPOTrainer
+
+    server = real_server(tiny, tmp_path / "real.log", route, "--worker-extension-cls", EXTENSION).start()
+    with ended(server):
+        server.ready(240)
+        client = start_system(explorer=over_http(tiny, urls=[server.url]))
+        trainer = GRPOTrainer(str(tiny))
+
+        def play(batch: int) -> list[Experience]:
+            client.submit_batch(batch_id=batch, tasks=letters(16), batch_type="train")
+            client.finalize_train_batch(batch, timeout=120)
+            return list(client.experiences(batch))
+
+        before = play(1)
+        assert largest_difference(trainer, before) < TOLERANCE
+        rng = np.random.default_rng(0)
+        for e in before:
+            e.advantages = np.full(e.tokens.size - e.prompt_length, rng.normal(), dtype=np.float32)
+        trainer.step(before)
+        trainer.save(str(tmp_path / "v1"))
+        client.sync_weights(1, tmp_path / "v1")
+        after = play(2)
+        assert {tuple(map(tuple, e.info["version_spans"])) for e in after} == {((1, 0, 8),)}
+        assert largest_difference(trainer, after) < TOLERANCE
+        assert largest_difference(trainer, before) > 10 * TOLERANCE
