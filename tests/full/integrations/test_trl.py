@@ -1,6 +1,6 @@
 """TRL's own trainers on our engines: the real GRPOTrainer, and what AsyncGRPOTrainer does with a worker.
 
-TRL is installed beside what is there. The engines play a script, but where it says vLLM.
+TRL is installed beside what is there. The engines play a script.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks.trl_kills import KINDS, WRONG, Trainee, account, kill_while_training
-from tests.helpers.client_packages import TRL, ask, installed
-from tests.helpers.paths import ROOT
+from tests.helpers.client_packages import ask
 from tests.helpers.systems import StartSystem, events
 from trinity_es.events import vocabulary as ev
 
@@ -25,14 +24,6 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 HERE = Path(__file__).parent
 SCRIPTED = ["explorer.rollout_model.engine_type=scripted"]
-
-
-@pytest.fixture(scope="module")
-def trl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The variables with which a script finds TRL, and us."""
-    folder = installed(tmp_path_factory.mktemp("trl") / "packages", *TRL, beside=True)["PYTHONPATH"]
-    return {"PYTHONPATH": os.pathsep.join((folder, str(ROOT))), "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false"}
 
 
 def system(start_system: StartSystem, folder: Path, **sections: Any) -> Path:
@@ -148,21 +139,3 @@ def test_async_worker_and_weight_transfer_do_what_the_trainer_does_with_them(
     assert told["stopped"] == "the rollouts do not run: start() them"
     submitted = [e.batch_id for e in events(client, ev.BatchSubmitted)]
     assert len(submitted) == len(set(submitted))
-
-
-@pytest.mark.skipif(not os.environ.get("LONG"), reason="takes both cores for minutes: LONG=1 has it played")
-@pytest.mark.vllm
-def test_trl_learns_the_letters_from_one_command(
-    tmp_path: Path, trl: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in trl.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)  # tests/conftest.py has one for all of a process
-    trainee = Trainee(tmp_path / "run", [], {"max_steps": 100})
-    try:
-        kill_while_training(trainee, ["trainer"], random.Random(0), seconds=600)
-        found = account(trainee, None)
-    finally:
-        trainee.end()
-    assert found["reward"] >= 0.7
-    assert {name: found[name] for name in WRONG if found[name]} == {}, trainee.log_end()
