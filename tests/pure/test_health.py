@@ -31,10 +31,10 @@ def problems(row: dict[str, Any], servers: list[dict[str, Any]], child: str | No
     return list(health.problems(config, out, live, []))
 
 
-def shown(rows: list[dict[str, Any]]) -> str:
+def shown(rows: list[dict[str, Any]], *problems: str) -> str:
     found = {
         "store": "s", "up": True, "admin": {"pid": 1}, "coordinator": None, "runners": rows, "batches": [],
-        "problems": ["something"],
+        "problems": problems,
     }
     out = io.StringIO()
     health.show(Console(file=out, width=200), found)
@@ -122,6 +122,13 @@ def test_no_more_places_are_taken_than_there_are(load: int, said: str) -> None:
 
 def test_a_person_is_shown_what_a_runner_waits_for() -> None:
     rows = [{"runner": "runner-0", "state": "started", "pid": 2, "waits_for": AWAITED}]
-    text = shown(rows)
+    text = shown(rows, "something")
     assert f"waits to start its engine: {AWAITED}, pid 2" in text
     assert "all is well" not in text
+
+
+@pytest.mark.parametrize(("state", "says"), [
+    ("ready", "all is well"), ("starting", "nothing is wrong, and no engine is ready yet"),
+])
+def test_all_is_well_where_an_engine_serves(state: str, says: str) -> None:
+    assert shown([{"runner": "runner-0", "state": state, "pid": 2}]).endswith(f"{says}\n")

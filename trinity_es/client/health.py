@@ -310,5 +310,11 @@ def show(out: Console, found: dict[str, Any]) -> None:
             line(f"    waits for: {b['waiting_for']}", "red" if b["stalled"] else "dim")
     for problem in found["problems"]:
         line(f"! {problem}", "red")
-    if not found["problems"]:
-        line("all is well" if found["up"] else "nothing runs, and nothing is open", "green" if found["up"] else "")
+    if found["problems"]:
+        return
+    if not found["up"]:
+        line("nothing runs, and nothing is open")
+    elif any(r["state"] == "ready" for r in found["runners"]):
+        line("all is well", "green")
+    else:
+        line("nothing is wrong, and no engine is ready yet", "yellow")
