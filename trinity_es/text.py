@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from trinity_es.projections.reading.log_reader import Log
 
 __all__ = [
-    "batch_named", "clock", "cut", "does", "event_document", "event_line", "harmless_json", "name_of", "place_of",
-    "plain", "shown", "sparkline", "summary",
+    "batch_named", "clock", "cut", "does", "error_line", "event_document", "event_line", "harmless_json", "name_of",
+    "place_of", "plain", "shown", "sparkline", "summary",
 ]
 
 
+_FRAME = re.compile(r'^ *File "([^"\n]+)", line (\d+), in (\S+)', re.MULTILINE)
+"""A frame of a traceback, as Python writes it."""
 _OBEYED = re.compile("[\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]")
 
 
@@ -50,6 +52,17 @@ def plain(text: object, width: int | None = None, *, lines: bool = False) -> str
     if width is None or max(len(line), len(whole)) <= width:
         return line
     return line[: width - 1] + "…"
+
+
+def error_line(text: object, width: int) -> str:
+    """Return an error's text as `plain` does: of one with a traceback what was raised, and where, as its last frame."""
+    said, _, frames = str(text).partition("\n")
+    places = _FRAME.findall(frames)
+    if not places:
+        return plain(text, width)
+    file, line, function = places[-1]
+    where = plain(f" ({file.rpartition('/')[2]}:{line} in {function})", 100)
+    return plain(said, max(1, width - len(where))) + where
 
 
 def harmless_json(document: bytes) -> bytes:

@@ -27,8 +27,8 @@ _WATCH_SECONDS = 0.5
 
 
 def short(e: BaseException) -> str:
-    """Return the last line of what an exception says, after its class."""
-    lines = [line for line in str(e).strip().splitlines() if line.strip()]
+    """Return the last line of what an exception says, after its class; pydantic's last one is only where to read on."""
+    lines = [line for line in str(e).splitlines() if line.strip() and "errors.pydantic.dev" not in line]
     text = lines[-1].strip() if lines else ""
     return f"{type(e).__name__}: {text[:300]}" if text else type(e).__name__
 

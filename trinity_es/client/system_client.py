@@ -167,6 +167,7 @@ class SystemClient:
         lifecycle.wait_ready(
             self.status, validation.seconds("timeout", timeout) or self.config.system.startup_timeout,
             progress=progress, runners=explorer.engine_num, servers=len(explorer.rollout_model.servers.urls),
+            logs=self.config.system.log_dir,
         )
 
     def _end(self) -> int:

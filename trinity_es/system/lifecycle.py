@@ -83,12 +83,12 @@ def _start_lock(path: Path) -> Iterator[None]:
 
 def wait_ready(
     status: Callable[[], dict[str, Any]], timeout: float, *, progress: Callable[[dict[str, Any]], None] | None = None,
-    runners: int, servers: int = 0,
+    runners: int, servers: int = 0, logs: str,
 ) -> None:
     """Wait until all runners serve, and load no weights. Raises StartupError with the reason of the first that failed.
 
-    `status` asks the system; `progress` is told each answer. `servers`: so many of the runners are for servers of
-    others. Where fewer are wanted by now, those are waited for, and one at least.
+    `status` asks the system; `progress` is told each answer; `logs` is the folder of its text logs. `servers`: so many
+    of the runners are for servers of others. Where fewer are wanted by now, those are waited for, and one at least.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -104,12 +104,13 @@ def wait_ready(
             if child["state"] == "quarantined" and child["name"] not in leaving:
                 raise StartupError(
                     f"{child['name']} ended {child['deaths']} times and is quarantined ({child['reason']}); "
-                    "its log tells more"
+                    f"{child['name']}.log in {logs} tells more"
                 )
         failed = [r for r in states.values() if r["state"] == "failed"]
         if failed:
             what = "serves nothing" if failed[0].get("refused") else "could not start its engine"
-            raise StartupError(f"{failed[0]['runner']} {what}: {failed[0]['reason']}")
+            name = failed[0]["runner"]
+            raise StartupError(f"{name} {what}: {failed[0]['reason']} ({name}.log in {logs} tells more)")
         if sum(r["state"] == "ready" and r.get("loading") is None for r in states.values()) >= needed:
             return
         if time.monotonic() > deadline:

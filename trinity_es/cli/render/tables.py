@@ -21,7 +21,7 @@ from trinity_es.projections.batch import BatchState
 from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline
 from trinity_es.projections.history.critical_path import Segment, segments
 from trinity_es.projections.tables.batch_list import BatchRow
-from trinity_es.text import clock, name_of, plain
+from trinity_es.text import clock, error_line, name_of, plain
 
 __all__ = [
     "columns", "console", "fitted", "metrics_table", "print_batches", "print_state", "print_story", "state_json",
@@ -236,7 +236,7 @@ def _course(story: BatchTimeline, task: TaskTimeline) -> str:
             end = a.dispatched_at if a.ended_at is None else a.ended_at
             piece += f" → +{end - story.submitted_at:.2f}"
         elif a.outcome != "running":
-            piece += f" attempt {a.attempt} {a.outcome}: {plain(a.message, 80)}"
+            piece += f" attempt {a.attempt} {a.outcome}: {error_line(a.message, 80)}"
         else:
             piece += " …"
         segments.append(piece)
@@ -265,7 +265,7 @@ def print_state(out: Console, state: BatchState) -> None:
     out.print(Text("\n".join(lines)))
     for number, status in sorted(state.statuses.items()):
         if not status.ok:
-            out.print(Text(f"  task {number}: {plain(status.message, 150)}", style="red"))
+            out.print(Text(f"  task {number}: {error_line(status.message, 150)}", style="red"))
     if state.final_result is not None:
         out.print(metrics_table(state.final_result["metrics"]))
 

@@ -13,7 +13,7 @@ from trinity_es.cli.render.tables import state_text
 from trinity_es.events.experience import Experience
 from trinity_es.projections.history.attempts import RunRow
 from trinity_es.projections.history.task_history import TaskHistory, prompt_of
-from trinity_es.text import clock, plain
+from trinity_es.text import clock, error_line, plain
 
 __all__ = ["print_run", "print_task"]
 
@@ -27,7 +27,7 @@ def print_task(out: Console, course: TaskHistory, asked: dict[str, Any] | None) 
     """Print a task: what was asked, what happened, what its runs came to."""
     _head(out, course, asked)
     for turn in course.turns[:_MOST]:
-        _line(out, f"  +{turn.at - course.submitted_at:8.2f} s  {turn.position:>7}  {plain(turn.what, 400)}")
+        _line(out, f"  +{turn.at - course.submitted_at:8.2f} s  {turn.position:>7}  {error_line(turn.what, 400)}")
     if len(course.turns) > _MOST:
         _line(out, f"  and {len(course.turns) - _MOST} more: --json has all")
     if course.made:
@@ -87,7 +87,9 @@ def print_run(
 def _head(out: Console, course: TaskHistory, asked: dict[str, Any] | None) -> None:
     out.print(Text(f"batch {plain(course.batch_id)} task {course.task}  ", style="bold") + state_text(course.state))
     if course.reason:
-        _line(out, f"because     {plain(course.reason, 400)}")
+        _line(out, f"because     {error_line(course.reason, 400)}")
+        for line in course.reason.splitlines()[1:]:  # a traceback: the author of what raised it looks here
+            _line(out, f"            {plain(line, 200)}")
     index = (asked or {}).get("index") or {}
     if index:
         taskset = f"taskset {plain(index['taskset'], 80)}, " if "taskset" in index else ""
