@@ -162,7 +162,7 @@ ADD_SERVER = "`trinity-es scale CONFIG --add URL` adds a server"
 _WAYS = {
     "no_database": "see to the database, or to the way to it: all goes on by itself when it answers again",
     "no_system": "`trinity-es up CONFIG` goes on with it where it stopped (`trinity-es resume CONFIG` with its trainer "
-                 "too); finished tasks are not run again",
+                 "too, or start the trainer of your own again); finished tasks are not run again",
     "no_answer": "`trinity-es status` tells more; `trinity-es down` and `trinity-es up` go on with what is open",
     "unwritten": "do what it says: what was acknowledged is safe, and all goes on by itself after that",
     "unstored": "do what it says: what is finished is kept in the runner, and is stored by itself after that",

@@ -281,6 +281,19 @@ def test_an_unknown_batch_is_one_clear_line_and_exit_code_2(log: Path, command: 
     assert done.stdout == ""
 
 
+def test_a_step_without_the_rest_of_its_batch_s_name_is_told_the_rest(log: Path) -> None:
+    done = cli("why", "0", "--log", log)
+    assert done.exit_code == 2
+    assert "did you mean 0/letters?" in done.stderr
+
+
+def test_the_newest_run_may_lie_right_below_runs(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "trl").mkdir(parents=True)
+    (tmp_path / "runs" / "trl" / "log.sqlite").write_bytes(log.read_bytes())
+    assert "log: runs/trl/log.sqlite (the newest run here" in cli("status").stderr
+
+
 @pytest.mark.parametrize("at", ["nonsense", "2026-13-40", "12.5", "-3", "", "1e9", "999999"])
 def test_a_nonsense_moment_is_refused(log: Path, at: str) -> None:
     done = cli("replay", "3", f"--at={at}", "--log", log)

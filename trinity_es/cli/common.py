@@ -23,7 +23,7 @@ from trinity_es.events.errors import BatchNotFound, LogNotFound
 from trinity_es.events.store.database import masked
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.reading.log_reader import Log, open_log
-from trinity_es.text import batch_named, harmless_json
+from trinity_es.text import batch_named, harmless_json, name_of
 
 if TYPE_CHECKING:  # it takes a while, and who reads a log needs none
     from trinity_es.config.config import Config
@@ -38,8 +38,8 @@ _TIME_OF_DAY = re.compile(r"\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?")
 MOST = 2**63 - 1
 """Maximum number that a database holds."""
 LOG_VARIABLE = "TRINITY_ES_LOG"
-NEWEST = ("runs/*/*/log.sqlite", "runs/*/runs/*/*/log.sqlite")
-"""Where runs lie under the working directory: those of a config there, and those of `trinity-es demo`."""
+NEWEST = ("runs/*/log.sqlite", "runs/*/*/log.sqlite", "runs/*/runs/*/*/log.sqlite")
+"""Where runs lie under the working directory: those of a trainer and of a config there, and of `trinity-es demo`."""
 
 LogOption = Annotated[
     str | None,
@@ -113,7 +113,9 @@ def find_batch(log: Log, text: str) -> BatchId:
         raise BatchNotFound(f"no batch {text!r} in {log.url}: that is no text")
     if (found := batch_named(log, text)) is not None:
         return found
-    raise BatchNotFound(f"no batch {text} in {log.url}: `trinity-es batches` lists what there is")
+    same_step = [name_of(row.batch_id) for row in log.batches() if name_of(row.batch_id).startswith(f"{text}/")]
+    meant = f" did you mean {' or '.join(same_step[:3])}?" if same_step else ""
+    raise BatchNotFound(f"no batch {text} in {log.url}:{meant} `trinity-es batches` lists what there is")
 
 
 def _is_text(argument: str) -> bool:

@@ -46,7 +46,7 @@ from trinity_es.system.leftovers import end_leftovers
 
 __all__ = ["main", "start"]
 
-START_SECONDS = 20.0
+START_SECONDS = 60.0
 """Maximum time that a keeper takes to come up."""
 
 END_SECONDS = 40.0
@@ -67,6 +67,7 @@ def start(config: Config, admin: dict[str, Any]) -> None:
     """
     words = Path(config.system.log_dir) / "keeper.log"
     with os.fdopen(open_private(words, os.O_WRONLY | os.O_APPEND), "ab") as out:
+        before = out.seek(0, os.SEEK_END)  # what earlier ones said is not about this one
         process = subprocess.Popen(
             [sys.executable, "-m", "trinity_es.system.keeper"],
             stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True,
@@ -77,7 +78,9 @@ def start(config: Config, admin: dict[str, Any]) -> None:
     # One that is still starting could not be stopped, and would start again what was ended meanwhile.
     running_system.came_true(lambda: running(config) is not None or process.poll() is not None, START_SECONDS)
     if running(config) is None:
-        told = words.read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+        process.kill()  # later it would start again what was ended meanwhile
+        process.wait()
+        told = words.read_bytes()[before:].decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
         raise StartupError(f"the keeper did not come up, which would start the system again: {told[0]} ({words})")
 
 
