@@ -1,0 +1,55 @@
+"""Lease providers that keep what they make as files, and that go wrong as they are told to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+__all__ = ["AsyncKept", "Half", "Kept"]
+
+
+class Kept:
+    """A provider that keeps what it made in a folder: a file for each, named by its key."""
+
+    def __init__(self, folder: str, how: str = "") -> None:
+        self.folder, self.how = Path(folder), how
+
+    def create(self, key: str, ttl: float) -> str:
+        (self.folder / key).touch()
+        if self.how == "refuses":
+            raise ConnectionError("no sandbox today")
+        return {"secret": "hf_" + "a" * 24, "large": "x" * 10_000}.get(self.how, f"of {key}")
+
+    def release(self, key: str, handle: str | None) -> None:
+        print("released", key)  # noqa: T201  # a provider may
+        match self.how:
+            case "hangs":
+                time.sleep(60)
+            case "exits":
+                os._exit(3)
+            case "fails" | "refuses to end":
+                raise ConnectionError("out of order")
+        (self.folder / key).unlink(missing_ok=True)
+
+
+class AsyncKept(Kept):
+    """The same, to be awaited."""
+
+    async def create(self, key: str, ttl: float) -> str:  # type: ignore[override]  # either is a provider
+        if self.how == "slow":
+            await asyncio.sleep(60)
+        return super().create(key, ttl)
+
+    async def release(self, key: str, handle: str | None) -> None:  # type: ignore[override]
+        if self.how == "hangs":
+            await asyncio.sleep(60)
+        super().release(key, handle)
+
+
+class Half:
+    """No provider."""
+
+    def create(self, key: str, ttl: float) -> str:
+        return key
