@@ -44,6 +44,7 @@ class Place(Timers):
         self.asked: list[tuple[list[str], Callable[[dict[str, str]], None]]] = []
         self.live = LiveState(self.log, open_payloads(url))
         self.fleet = self.new_fleet()
+        self.fleet.begin()
         self.live.record(
             ev.RunnerStarted(runner="runner-0", incarnation=1, pid=1, host="h", engine="scripted"),
             ev.RunnerReady(runner="runner-0", incarnation=1, places=4, model_version=0, load_seconds=0.0),
@@ -175,6 +176,47 @@ def test_a_lease_that_is_not_renewed_is_released(place: Place) -> None:
     assert place.tick(20) == []
     assert place.tick(90) == ["LeaseOrphaned"]
     assert len(place.asked) == 1
+
+
+def test_a_lease_in_use_outlives_an_outage_in_which_it_could_not_be_renewed(place: Place) -> None:
+    place.tell("taken")
+    place.tell("held", handle="box")
+    place.time += 500  # the coordinator is dead, and then the log can't be read
+    place.fleet, place.timers = place.new_fleet(), {}
+    place.turn()
+    assert place.tick(500) == [], "no runner knows of this coordinator yet"
+    place.fleet.begin()
+    place.turn()
+    assert place.tick(5) == []
+    assert place.tell("renewed") == ["LeaseRenewed"]
+    assert place.tick(90) == []
+    place.fleet.forget()  # the log was away
+    place.turn()
+    assert place.tick(90) == []
+    place.fleet.begin()
+    place.turn()
+    assert place.tick(29) == []
+    assert place.tick(2) == ["LeaseOrphaned"], "nobody renewed it"
+
+
+def test_a_release_that_proves_nothing_is_followed_by_another(place: Place) -> None:
+    """It was begun while the thing was being made, without its handle; it ended when that was long over."""
+    place.tell("taken")
+    place.fail()
+    place.tell("held", handle="late")
+    place.time += 61
+    assert place.answer() == []
+    assert len(place.asked) == 1, "tried again at once, with the handle"
+    assert place.answer() == ["LeaseReleased"]
+
+
+def test_what_is_known_of_tries_is_forgotten_with_the_lease(place: Place) -> None:
+    place.tell("taken")
+    place.tell("held", handle="box")
+    place.fail()
+    place.answer(es_1="out of order")
+    assert place.tell("released") == ["LeaseReleased"], "by its owner after all"
+    assert (place.fleet._tries, place.fleet._due) == ({}, {})
 
 
 def test_the_next_coordinator_finds_what_is_open_and_releases_what_is_nobody_s(place: Place, tmp_path: Path) -> None:
