@@ -23,7 +23,7 @@ from trinity_es.events.private_files import make_private_folder, open_private, t
 
 __all__ = [
     "MASK", "SECRET_KEYS", "Secret", "SecretFile", "is_reference", "is_secret", "is_secret_key", "marked",
-    "marked_text", "mask", "masked_keys", "replaced", "unmarked",
+    "marked_text", "mask", "masked_keys", "masked_text", "replaced", "unmarked",
 ]
 
 MASK = "***"
@@ -59,6 +59,8 @@ _WITHIN = re.compile(
 )
 """A secret inside a longer text: stricter, since a prompt may speak of tokens and bearers."""
 _URL_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/@:]*:([^\s/@]+)@\S*$", re.IGNORECASE)
+_URL_PASSWORDS = re.compile(r"(?<=://)[^\s/@:]*:([^\s/@]+)@")
+"""The same of URLs inside a longer text."""
 _REFERENCE = re.compile(r"\$\{secret:([0-9a-f]{24})\}")
 _MARK = "$secret"
 SHORT = 6
@@ -151,6 +153,16 @@ def _masked(value: str) -> str:
     if type(value) is str and not _LOOKS.fullmatch(value) and _WITHIN.search(value):
         return _WITHIN.sub(lambda m: m[0].replace(m["value"] or m["key"], MASK), value)
     return MASK
+
+
+def masked_text(text: str, environment: Mapping[str, str]) -> str:
+    """Return a text, of a program's error say, with `***` for the keys of this environment and for what looks like one.
+    """
+    for name, value in environment.items():
+        if name != "PWD" and is_secret_key(name) and len(value) >= SHORT:
+            text = text.replace(value, MASK)
+    text = _URL_PASSWORDS.sub(lambda m: m[0].replace(m[1], MASK), text)
+    return _WITHIN.sub(lambda m: m[0].replace(m["value"] or m["key"], MASK), text)
 
 
 def masked_keys(value: Any, path: str = "") -> list[str]:

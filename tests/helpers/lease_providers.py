@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -27,6 +28,18 @@ class Kept:
         match self.how:
             case "hangs":
                 time.sleep(60)
+            case "hangs with a child":  # a command that waits for a daemon
+                child = subprocess.Popen(["sleep", "600"])
+                (self.folder / "child").write_text(str(child.pid))
+                child.wait()
+            case "leaves a child":  # as what goes into the background does, with all that was open
+                if (pid := os.fork()) == 0:
+                    os.setsid()
+                    time.sleep(600)
+                    os._exit(0)
+                (self.folder / "child").write_text(str(pid))
+            case "says a key":
+                raise ConnectionError(f"401: {os.environ['SANDBOX_API_KEY']} sk-{'a' * 24} https://me:hunter22@host/x")
             case "exits":
                 os._exit(3)
             case "fails" | "refuses to end":

@@ -3,6 +3,8 @@ kinds."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sqlite3
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,10 +23,12 @@ from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.messages import LeaseChange, LeaseReport
 from trinity_es.events import vocabulary as ev
+from trinity_es.events.processes import process_start_time
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.store.payloads import open_payloads
 from trinity_es.projections.leases import OpenLease
 from trinity_es.projections.tables.read_models import projectors
+from trinity_es.testing import wait_until
 
 UNIT = ev.Unit(task=0, run_id_base=0, runs=1, attempt=1)
 PROVIDERS = "tests.helpers.lease_providers"
@@ -282,6 +286,29 @@ def test_one_that_hangs_keeps_no_other(tmp_path: Path) -> None:
     hangs, ends = lease(tmp_path, "es-1", how="hangs"), lease(tmp_path, "es-2")
     found = lease_releases.released([hangs, ends], seconds=1.0)
     assert found == {"es-1": "it had not ended after 1 s", "es-2": ""}
+
+
+def test_what_a_provider_started_ends_with_its_process(tmp_path: Path) -> None:
+    [error] = lease_releases.released(
+        [lease(tmp_path, how="hangs with a child")], seconds=600.0, more_seconds=-597.0
+    ).values()
+    assert error == "the process that was to release it had not ended after 3 s"
+    child = int((tmp_path / "child").read_text())
+    wait_until(lambda: process_start_time(child) is None, "the provider's child to end")
+
+
+@pytest.mark.timeout(60)
+def test_what_goes_on_after_its_process_is_not_waited_for(tmp_path: Path) -> None:
+    try:
+        assert lease_releases.released([lease(tmp_path, how="leaves a child")]) == {"es-1": ""}
+    finally:
+        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+
+
+def test_no_key_stands_in_the_error_of_a_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANDBOX_API_KEY", "quite-plain-words")
+    [error] = lease_releases.released([lease(tmp_path, how="says a key")]).values()
+    assert error == "ConnectionError: 401: *** *** https://me:***@host/x"
 
 
 def test_a_process_that_does_not_even_begin_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
