@@ -197,10 +197,18 @@ class SecretFile:
 
     def scrubbed(self, text: str) -> str:
         """Return a text, of a workflow's error say, with `***` for every secret that was revealed here."""
-        for name, value in self._known.items():
+        for name, value in list(self._known.items()):  # any thread may ask
             if name != "salt" and len(value) >= SHORT:
                 text = text.replace(value, MASK)
         return text
+
+    def stands_in(self, value: Any) -> bool:
+        """Return True for a JSON value that holds a secret which was revealed here."""
+        if isinstance(value, Mapping):
+            return any(self.stands_in(part) for pair in value.items() for part in pair)
+        if isinstance(value, list | tuple):
+            return any(self.stands_in(part) for part in value)
+        return isinstance(value, str) and self.scrubbed(value) != value
 
     def _look_up(self, name: str) -> str:
         if name not in self._known:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from trinity_es.actors.message_sizes import shortened
 from trinity_es.actors.messages import LeaseChange
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import WorkflowError
@@ -64,7 +63,7 @@ def changed(
         case "released" if lease is not None:
             return [ev.LeaseReleased(lease=key, by="owner")]
         case "left" if lease is not None and not lease.orphaned:
-            return [ev.LeaseOrphaned(lease=key, reason=shortened(change.reason))]
+            return [ev.LeaseOrphaned(lease=key, reason=change.reason)]
     return []
 
 

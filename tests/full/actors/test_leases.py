@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from trinity_es.actors.coordinator.fleet.leases import LeaseFleet
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.messages import LeaseChange, LeaseReport
+from trinity_es.actors.runner.lease_reports import LeaseReports
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.processes import process_start_time
 from trinity_es.events.store.log import EventLog, Write
@@ -36,6 +38,13 @@ PROVIDER = f"{PROVIDERS}:Kept"
 
 
 # --- the coordinator's side -------------------------------------------------------------------------------------------
+def change(what: Any, lease: str = "es-1", **more: Any) -> LeaseChange:
+    return LeaseChange(
+        lease=lease, what=what, batch_id=7, submission="s", unit=UNIT, run=0, provider=PROVIDER, ttl=100.0,
+        creation_timeout=60.0, **more,
+    )
+
+
 class Place(Timers):
     """A live state with one attempt on one runner, and what is around it. A turn is written when it ends."""
 
@@ -85,11 +94,10 @@ class Place(Timers):
         return [type(e).__name__ for w in turn.writes for e in w.events] + more
 
     def tell(self, what: Any, lease: str = "es-1", **more: Any) -> list[str]:
-        change = LeaseChange(
-            lease=lease, what=what, batch_id=7, submission="s", unit=UNIT, run=0, provider=PROVIDER, ttl=100.0,
-            creation_timeout=60.0, **more,
-        )
-        self.fleet.on_report(LeaseReport("runner-0", 1, 1, [change]), "runner-0")
+        return self.report(LeaseReport("runner-0", 1, 1, [change(what, lease, **more)]))
+
+    def report(self, group: LeaseReport) -> list[str]:
+        self.fleet.on_report(group, "runner-0")
         return self.turn()
 
     def fail(self) -> list[str]:
@@ -212,6 +220,21 @@ def test_a_release_that_proves_nothing_is_followed_by_another(place: Place) -> N
     assert place.answer() == []
     assert len(place.asked) == 1, "tried again at once, with the handle"
     assert place.answer() == ["LeaseReleased"]
+
+
+def test_what_is_sent_again_takes_no_lease_that_was_released(place: Place) -> None:
+    """Its run was cancelled while it waited for the log, whose answer was lost."""
+    reports = LeaseReports("runner-0", 1)
+    types = []
+    for what in ("taken", "left"):
+        reports.put(change(what, reason="r"), Future())
+        [group] = reports.gathered(None, 0.0)
+        types += place.report(group)
+    place.time += 61
+    assert types + place.answer() + place.answer() == ["LeaseTaken", "LeaseOrphaned", "LeaseReleased"]
+    again = reports.due(0.0, anew=True)
+    assert len(again) == 2
+    assert [place.report(group) for group in again] == [[], []]
 
 
 def test_what_is_known_of_tries_is_forgotten_with_the_lease(place: Place) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -14,9 +15,14 @@ import pytest
 
 from trinity_es import Experience, Task, Workflow
 from trinity_es.actors.engines.interface import Engine, EngineConfig
+from trinity_es.actors.message_sizes import ERROR_LENGTH
+from trinity_es.actors.messages import LeaseChange, UnitAssignment
 from trinity_es.actors.rollout.leases import Lease, RunLeases
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
+from trinity_es.actors.runner.lease_reports import LeaseReports, UnitLeases
+from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, StartupError, WorkflowError
+from trinity_es.events.secrets import SecretFile
 from trinity_es.testing import ScriptedEngine, wait_until
 
 PROVIDERS = "tests.helpers.lease_providers"
@@ -193,3 +199,65 @@ def test_without_a_system_the_same_workflow_plays(tmp_path: Path) -> None:
 
     asyncio.run(work())
     assert list(tmp_path.iterdir()) == []
+
+
+# --- on the way to the coordinator ------------------------------------------------------------------------------------
+class Owner:
+    """A runner, as far as it takes what its runs tell."""
+
+    def __init__(self) -> None:
+        self.leases = LeaseReports("runner-0", 1)
+
+    def post(self, call: Callable[[], None]) -> None:
+        call()
+
+    def lease_changed(self, change: LeaseChange, recorded: Future[None]) -> None:
+        self.leases.put(change, recorded)
+
+    def sent(self) -> list[LeaseChange]:
+        return [change for group in self.leases.gathered(None, 0.0) for change in group.changes]
+
+
+@pytest.fixture
+def owner() -> Owner:
+    return Owner()
+
+
+@pytest.fixture
+def unit(owner: Owner, tmp_path: Path) -> UnitLeases:
+    """Of a task with a secret."""
+    secrets = SecretFile(tmp_path)
+    assert secrets.reveal(secrets.hide({"api_key": SECRET})) == {"api_key": SECRET}
+    item = UnitAssignment(7, "s", ev.Unit(task=0, run_id_base=0, runs=1, attempt=1), None)
+    return UnitLeases(cast(Any, owner), item, secrets)
+
+
+SECRET = "quite plain \"words\""
+
+
+def test_no_text_of_a_provider_keeps_what_others_tell(owner: Owner, unit: UnitLeases) -> None:
+    """A file's name in it need not be UTF-8, and a library may say a lot."""
+    unit.report(lease="es-1", what="left", run=0, reason="no file \udcff " + "x" * 100_000)
+    unit.report(lease="es-2", what="held", run=0, handle="box")
+    left, held = owner.sent()
+    assert left.reason.startswith("no file ? xxx")
+    assert len(left.reason) == ERROR_LENGTH
+    assert held.handle == "box"
+
+
+def test_no_secret_of_a_task_is_told(
+    owner: Owner, unit: UnitLeases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SANDBOX_API_KEY", "plainer-words")
+    for what, more in (("taken", {"args": {"deep": [f"it is {SECRET}"]}}), ("held", {"handle": {SECRET: 1}})):
+        with pytest.raises(WorkflowError, match="holds a secret of a task"):
+            unit.report(lease="es-1", what=what, run=0, **more)
+    unit.report(lease="es-1", what="left", run=0, reason=f"401: {SECRET}, plainer-words")
+    assert [(c.what, c.reason) for c in owner.sent()] == [("left", "401: ***, ***")]
+
+
+def test_what_could_not_be_sent_is_refused_where_it_is_told(owner: Owner, unit: UnitLeases) -> None:
+    for handle in (object(), "x" * 10_000, "\udcff"):
+        with pytest.raises(WorkflowError, match="handle"):
+            unit.report(lease="es-1", what="held", run=0, handle=handle)
+    assert owner.sent() == []

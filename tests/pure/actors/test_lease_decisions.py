@@ -207,6 +207,30 @@ def test_one_that_may_not_be_taken_is_an_error_where_it_was_asked_for() -> None:
         waits.result(0)
 
 
+def test_one_that_is_left_before_it_was_in_the_log_is_wanted_no_more() -> None:
+    """Nothing was made of it: what is sent again would only take it once more."""
+    reports, waits = LeaseReports("runner-0", 2), Future[None]()
+    reports.put(TAKEN, waits)
+    reports.put(change("held", handle="box-1"), Future())
+    reports.gathered(None, 0.0)
+    reports.put(change("left", reason="r"), Future())
+    with pytest.raises(WorkflowError, match="was left"):
+        waits.result(0)
+    reports.gathered(None, 0.0)
+    assert [[c.what for c in group.changes] for group in reports.due(0.0, anew=True)] == [["held"], ["left"]]
+    reports.acknowledge(LeaseReply(2, 1, {}))
+    assert [group.number for group in reports.due(0.0, anew=True)] == [2]
+
+
+def test_what_can_not_be_grouped_takes_nothing_with_it() -> None:
+    reports = LeaseReports("runner-0", 2)
+    reports.put(TAKEN, Future())
+    reports.put(change("held", handle=object()), Future())
+    with pytest.raises(TypeError):
+        reports.gathered(None, 0.0)
+    assert [c.what for c in reports._waiting] == ["taken", "held"]
+
+
 @given(st.lists(st.sampled_from(["put", "send", "lose", "ack", "wait", "anew"]), max_size=40))
 def test_nothing_that_was_told_is_lost(steps: list[str]) -> None:
     reports, now, told, arrived = LeaseReports("runner-0", 2), 0.0, 0, list[str]()
