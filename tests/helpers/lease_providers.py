@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
+import threading
 import time
 from pathlib import Path
 
-__all__ = ["AsyncKept", "Half", "Kept"]
+__all__ = ["ASKED", "LATE", "RELEASED", "AsyncKept", "Half", "Kept"]
+
+LATE = threading.Event()
+"""What is made late is made when this is set."""
+ASKED: list[str] = []
+"""Keys of all that this process was asked to make."""
+RELEASED: list[tuple[str, str | None]] = []
+"""Key and handle of all that this process released."""
 
 
 class Kept:
@@ -18,9 +27,18 @@ class Kept:
         self.folder, self.how = Path(folder), how
 
     def create(self, key: str, ttl: float) -> str:
+        ASKED.append(key)
+        match self.how:
+            case "late":
+                LATE.wait(30)
+            case "takes its time":
+                time.sleep(0.4)
+            case "refuses":
+                (self.folder / key).touch()
+                raise ConnectionError("no sandbox today")
+            case "times out":
+                raise TimeoutError("its own")
         (self.folder / key).touch()
-        if self.how == "refuses":
-            raise ConnectionError("no sandbox today")
         return {"secret": "hf_" + "a" * 24, "large": "x" * 10_000}.get(self.how, f"of {key}")
 
     def release(self, key: str, handle: str | None) -> None:
@@ -45,14 +63,19 @@ class Kept:
             case "fails" | "refuses to end":
                 raise ConnectionError("out of order")
         (self.folder / key).unlink(missing_ok=True)
+        RELEASED.append((key, handle))
 
 
 class AsyncKept(Kept):
     """The same, to be awaited."""
 
     async def create(self, key: str, ttl: float) -> str:  # type: ignore[override]  # either is a provider
-        if self.how == "slow":
-            await asyncio.sleep(60)
+        match self.how:
+            case "slow":
+                await asyncio.sleep(60)
+            case "is not stopped":
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(60)
         return super().create(key, ttl)
 
     async def release(self, key: str, handle: str | None) -> None:  # type: ignore[override]

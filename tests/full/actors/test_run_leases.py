@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 
+from tests.helpers.lease_providers import ASKED, LATE, RELEASED
 from trinity_es import Experience, Task, Workflow
 from trinity_es.actors.engines.interface import Engine, EngineConfig
 from trinity_es.actors.message_sizes import ERROR_LENGTH
@@ -90,22 +91,98 @@ def test_nothing_is_made_when_nobody_would_look_for_it_any_more(tmp_path: Path) 
     ("AsyncKept", "secret", WorkflowError, "looks like a secret"),
     ("AsyncKept", "large", WorkflowError, "8,192 are the most"),
     ("AsyncKept", "slow", StartupError, r"nothing within 0.2 s \(creation_timeout\)"),
+    ("AsyncKept", "times out", TimeoutError, "its own"),
+    ("Kept", "times out", TimeoutError, "its own"),
 ])
+@pytest.mark.parametrize("by", ["async with", "with"])
+@pytest.mark.timeout(30)
 def test_what_can_not_be_made_is_left_to_be_looked_for(
-    tmp_path: Path, cls: str, how: str, error: type[Exception], says: str
+    tmp_path: Path, by: str, cls: str, how: str, error: type[Exception], says: str
 ) -> None:
     told = Told()
     wanted = Lease(
         RunLeases(told), f"{PROVIDERS}:{cls}", {"folder": str(tmp_path), "how": how}, creation_timeout=0.2
     )
 
+    with pytest.raises(error, match=says):
+        enter(wanted, by)
+    assert told.said == ["taken", "left"]
+
+
+def enter(wanted: Lease, by: str) -> None:
+    async def use() -> None:
+        async with wanted:
+            pass
+
+    if by == "async with":
+        asyncio.run(use())
+    else:
+        with wanted:
+            pass
+
+
+@pytest.mark.parametrize(("by", "cls", "how"), [
+    ("with", "Kept", "takes its time"), ("with", "AsyncKept", "is not stopped"),
+    ("async with", "AsyncKept", "is not stopped"),
+])
+@pytest.mark.timeout(30)
+def test_what_is_made_too_late_is_released_by_its_handle(tmp_path: Path, by: str, cls: str, how: str) -> None:
+    """`create` can't be stopped in its thread, and need not end when it is cancelled."""
+    told = Told()
+    args = {"folder": str(tmp_path), "how": how}
+    wanted = Lease(RunLeases(told), f"{PROVIDERS}:{cls}", args, creation_timeout=0.2)
+    with pytest.raises(StartupError, match="creation_timeout"):
+        enter(wanted, by)
+    assert (wanted.key, f"of {wanted.key}") in RELEASED
+    assert told.said == ["taken", "left"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("why", ["its time is over", "its run is cancelled"])
+@pytest.mark.timeout(60)
+def test_what_a_thread_makes_when_nobody_waits_any_more_is_released_by_its_handle(tmp_path: Path, why: str) -> None:
+    told = Told()
+    wanted = Lease(
+        RunLeases(told), PROVIDER, {"folder": str(tmp_path), "how": "late"},
+        creation_timeout=0.2 if why == "its time is over" else 60.0,
+    )
+    LATE.clear()
+
     async def work() -> None:
-        with pytest.raises(error, match=says):
-            async with wanted:
-                pass
+        entering = asyncio.ensure_future(wanted.__aenter__())
+        if why == "its run is cancelled":
+            async with asyncio.timeout(30):
+                while wanted.key not in ASKED:
+                    await asyncio.sleep(0.01)
+            entering.cancel()
+        with pytest.raises((StartupError, asyncio.CancelledError)):
+            await entering
+        LATE.set()
 
     asyncio.run(work())
+    wait_until(lambda: (wanted.key, f"of {wanted.key}") in RELEASED, "what was made to be released")
     assert told.said == ["taken", "left"]
+    assert list(tmp_path.iterdir()) == []
+
+
+class Refused(RunLeases):
+    """The leases of a run in a worker process, whose runner finds a secret of its task in each handle."""
+
+    def report(self, lease: str, what: str, **more: Any) -> Future[None]:
+        done = super().report(lease, what, **more)
+        if what == "held":
+            done = Future()
+            done.set_exception(WorkflowError("it holds a secret of a task"))
+        return done
+
+
+@pytest.mark.parametrize("by", ["async with", "with"])
+@pytest.mark.parametrize("cls", ["Kept", "AsyncKept"])
+def test_a_handle_that_must_not_be_told_is_an_error_where_it_is_made(tmp_path: Path, by: str, cls: str) -> None:
+    told = Told()
+    with pytest.raises(WorkflowError, match="holds a secret"):
+        enter(Lease(Refused(told), f"{PROVIDERS}:{cls}", {"folder": str(tmp_path)}), by)
+    assert told.said[-1] == "left"
 
 
 class FarAway(RunLeases):
@@ -123,16 +200,8 @@ def test_what_is_left_was_heard_before_its_run_goes_on_to_its_end(tmp_path: Path
     told = Told()
     wanted = Lease(FarAway(told), f"{PROVIDERS}:Kept", {"folder": str(tmp_path), "how": trouble})
 
-    async def use() -> None:
-        async with wanted:
-            pass
-
     with contextlib.suppress(ConnectionError):
-        if how == "async with":
-            asyncio.run(use())
-        else:
-            with wanted:
-                pass
+        enter(wanted, how)
     assert told.said[-1] == "left"
 
 
