@@ -23,7 +23,7 @@ from trinity_es.events.private_files import make_private_folder, open_private, t
 
 __all__ = [
     "MASK", "SECRET_KEYS", "Secret", "SecretFile", "is_reference", "is_secret", "is_secret_key", "marked",
-    "marked_text", "mask", "masked_keys", "replaced", "unmarked",
+    "marked_text", "mask", "masked_keys", "masked_text", "replaced", "unmarked",
 ]
 
 MASK = "***"
@@ -59,6 +59,8 @@ _WITHIN = re.compile(
 )
 """A secret inside a longer text: stricter, since a prompt may speak of tokens and bearers."""
 _URL_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/@:]*:([^\s/@]+)@\S*$", re.IGNORECASE)
+_URL_PASSWORDS = re.compile(r"(?<=://)[^\s/@:]*:([^\s/@]+)@")
+"""The same of URLs inside a longer text."""
 _REFERENCE = re.compile(r"\$\{secret:([0-9a-f]{24})\}")
 _MARK = "$secret"
 SHORT = 6
@@ -153,6 +155,16 @@ def _masked(value: str) -> str:
     return MASK
 
 
+def masked_text(text: str, environment: Mapping[str, str]) -> str:
+    """Return a text, of a program's error say, with `***` for the keys of this environment and for what looks like one.
+    """
+    for name, value in environment.items():
+        if name != "PWD" and is_secret_key(name) and len(value) >= SHORT:
+            text = text.replace(value, MASK)
+    text = _URL_PASSWORDS.sub(lambda m: m[0].replace(m[1], MASK), text)
+    return _WITHIN.sub(lambda m: m[0].replace(m["value"] or m["key"], MASK), text)
+
+
 def masked_keys(value: Any, path: str = "") -> list[str]:
     """Return the keys under which something is masked in what `mask` returned."""
     if isinstance(value, Mapping):
@@ -185,10 +197,18 @@ class SecretFile:
 
     def scrubbed(self, text: str) -> str:
         """Return a text, of a workflow's error say, with `***` for every secret that was revealed here."""
-        for name, value in self._known.items():
+        for name, value in list(self._known.items()):  # any thread may ask
             if name != "salt" and len(value) >= SHORT:
                 text = text.replace(value, MASK)
         return text
+
+    def stands_in(self, value: Any) -> bool:
+        """Return True for a JSON value that holds a secret which was revealed here."""
+        if isinstance(value, Mapping):
+            return any(self.stands_in(part) for pair in value.items() for part in pair)
+        if isinstance(value, list | tuple):
+            return any(self.stands_in(part) for part in value)
+        return isinstance(value, str) and self.scrubbed(value) != value
 
     def _look_up(self, name: str) -> str:
         if name not in self._known:

@@ -38,6 +38,11 @@ class OpenLease:
         return self.taken.expires - self.taken.ttl
 
     @property
+    def made_by(self) -> float:
+        """When nothing comes of making it any more, unix seconds."""
+        return self.taken_at + self.taken.creation_timeout
+
+    @property
     def state(self) -> str:
         """`taken` (nothing is known of what was made), `held`, or `orphaned`."""
         return "orphaned" if self.orphaned else "held" if self.held else "taken"

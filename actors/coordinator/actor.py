@@ -204,6 +204,8 @@ class Coordinator(BaseActor):
         """Say who coordinates. Runners then say again who they are, and send what was not acknowledged; the guardian
         knows them all, also those that came or died meanwhile."""
         session = self.opened()
+        if session.opened:
+            self.handlers.leases.begin()
         self.send(self.guardian, CoordinatorUp(self.myAddress, session.lease.epoch if session.opened else 0))
 
     # --- what the session of the log tells --------------------------------------------------------------------------
@@ -226,6 +228,7 @@ class Coordinator(BaseActor):
     def forget(self) -> None:
         """Forget what was known of the runners beyond the log."""
         self.fleet.forget()
+        self.handlers.leases.forget()
 
     def waits(self, error: Exception) -> None:
         """Let clients find this coordinator, which tells them what it waits for."""

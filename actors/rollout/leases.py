@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol, Self
 
@@ -31,6 +31,8 @@ RENEWALS = 3
 """How often a lease is renewed within its time to live."""
 SHORTEST_TTL = 5.0
 """Minimum of seconds that a lease may live: renewals are events."""
+CANCEL_SECONDS = 1.0
+"""How long an async `create` may take to end once it was cancelled."""
 
 _log = logging.getLogger(__name__)
 
@@ -99,6 +101,9 @@ class Lease:
         self.handle: Any = None
         self._until = 0.0
         """When nothing may come of making it any more, monotonic seconds."""
+        self._deciding = threading.Lock()
+        self._given_up = False
+        """Nobody waits for it to be made: what comes of that is released."""
         self._renewing: Callable[[], object] = lambda: None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -117,19 +122,70 @@ class Lease:
             creation_timeout=self.creation_timeout,
         )
 
-    def _time_left(self) -> float:
-        """Seconds that making it may take. Raises StartupError: what would be made now, nobody would look for."""
-        left = self._until - time.monotonic()
-        if left <= 0.0:
+    def _require_time(self) -> None:
+        """Raise StartupError where it is too late to make it: nobody would look for that."""
+        if time.monotonic() >= self._until:
             raise self._late()
-        return left
 
     def _late(self) -> StartupError:
         return StartupError(f"{self._path} made nothing within {self.creation_timeout:g} s (creation_timeout)")
 
-    def _made(self, handle: Any) -> None:
-        self.handle = self._recordable(f"the handle of lease provider {self._path}", handle)
-        self._leases.report(self.key, "held", handle=self.handle)
+    def _accepted(self, handle: Any) -> Future[None] | None:
+        """Take what was made, and tell it; None where it came too late, or nobody waits for it any more."""
+        with self._deciding:
+            if self._given_up or time.monotonic() >= self._until:
+                return None
+            self.handle = self._recordable(f"the handle of lease provider {self._path}", handle)
+            return self._leases.report(self.key, "held", handle=self.handle)
+
+    def _create(self) -> Any:
+        """Have it made in this thread; an async `create` returns what `_finished` waits for, another one None.
+
+        Nothing stops it here. What it makes too late it releases itself.
+        """
+        made = self.provider.create(self.key, self.ttl)
+        if inspect.isawaitable(made):
+            return made
+        told = self._accepted(made)
+        if told is None:
+            with self._logged("came too late, and could not be released"):
+                _called_here(self.provider.release, self.key, made)
+            raise self._late()
+        told.result()
+        return None
+
+    async def _finished(self, making: Awaitable[Any]) -> None:
+        """Take what an async `create` makes."""
+        made = await making
+        told = self._accepted(made)
+        if told is None:
+            with self._logged("came too late, and could not be released"):
+                await _called_async(self.provider.release, self.key, made)
+            raise self._late()
+        await asyncio.wrap_future(told)
+
+    async def _in_time(self, making: Coroutine[Any, Any, None]) -> None:
+        """Wait until it is made, or its time is over. Then, and when this is cancelled, it is given up."""
+        task = asyncio.ensure_future(making)
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # or asyncio says that nobody looked
+        try:
+            await asyncio.wait({task}, timeout=self._until - time.monotonic())
+        finally:
+            if not task.done():
+                with self._deciding:
+                    self._given_up = True
+                task.cancel()
+                await asyncio.wait({task}, timeout=CANCEL_SECONDS)
+        if self._given_up:
+            raise self._late()
+        task.result()
+
+    @contextlib.contextmanager
+    def _logged(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as e:
+            _log.warning("lease %s of %s %s: %r", self.key, self._path, what, e)
 
     def _left(self, reason: str, error: BaseException) -> Future[None]:
         """Tell why. Whoever calls waits for it: what a worker process told at last is not heard beside its end."""
@@ -152,18 +208,23 @@ class Lease:
         self.provider = await asyncio.to_thread(build_provider, self._path, self._args)  # it may import for long
         try:
             await asyncio.wrap_future(self._take())
-            left = self._time_left()
-            try:
-                making = _called_async(self.provider.create, self.key, self.ttl)
-                self._made(await asyncio.wait_for(making, left))
-            except TimeoutError as e:
-                raise self._late() from e
+            self._require_time()
+            await self._in_time(self._create_async())
         except BaseException as e:
             await self._left_async("could not be made", e)
             raise
         if hasattr(self.provider, "renew"):
             self._renewing = asyncio.create_task(self._renew_async()).cancel
         return self
+
+    async def _create_async(self) -> None:
+        """Have it made, by an async `create` on this loop, by another one in a thread."""
+        if inspect.iscoroutinefunction(self.provider.create):
+            making = self.provider.create(self.key, self.ttl)
+        else:
+            making = await asyncio.to_thread(self._create)
+        if making is not None:
+            await self._finished(making)
 
     async def __aexit__(self, *_: object) -> None:
         self._renewing()
@@ -179,11 +240,9 @@ class Lease:
     async def _renew_async(self) -> None:
         while True:
             await asyncio.sleep(self.ttl / RENEWALS)
-            try:
+            with self._logged("could not be renewed, and is tried again"):
                 await _called_async(self.provider.renew, self.key, self.handle, self.ttl)
                 self._renewed()
-            except Exception as e:
-                _log.warning("lease %s could not be renewed, and is tried again: %r", self.key, e)
 
     # --- in a sync workflow -----------------------------------------------------------------------------------------
     def __enter__(self) -> Self:
@@ -192,8 +251,10 @@ class Lease:
         self.provider = build_provider(self._path, self._args)
         try:
             self._take().result()
-            self._time_left()
-            self._made(self._called(self.provider.create, self.key, self.ttl))
+            self._require_time()
+            making = self._create()
+            if making is not None:
+                self._on_own_loop(self._in_time(self._finished(making)))
         except BaseException as e:
             self._left_sync("could not be made", e)
             self._close_loop()
@@ -219,22 +280,20 @@ class Lease:
 
     def _renew(self, over: threading.Event) -> None:
         while not over.wait(self.ttl / RENEWALS):
-            try:
-                renewed = self.provider.renew(self.key, self.handle, self.ttl)
-                if inspect.isawaitable(renewed):
-                    asyncio.run(_awaited(renewed))
+            with self._logged("could not be renewed, and is tried again"):
+                _called_here(self.provider.renew, self.key, self.handle, self.ttl)
                 self._renewed()
-            except Exception as e:
-                _log.warning("lease %s could not be renewed, and is tried again: %r", self.key, e)
 
     def _called(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Return what a method of the provider gives; async ones run on one loop of this lease's own."""
+        """Return what a method of the provider gives."""
         found = call(*args)
-        if not inspect.isawaitable(found):
-            return found
+        return self._on_own_loop(found) if inspect.isawaitable(found) else found
+
+    def _on_own_loop(self, awaitable: Awaitable[Any]) -> Any:
+        """Return what comes of it, on one loop of this lease's own."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-        return self._loop.run_until_complete(_awaited(found))
+        return self._loop.run_until_complete(_awaited(awaitable))
 
     def _close_loop(self) -> None:
         if self._loop is not None:
@@ -252,6 +311,13 @@ def _in_loop() -> bool:
 
 async def _awaited(value: Any) -> Any:
     return await value
+
+
+def _called_here(call: Callable[..., Any], *args: Any) -> None:
+    """Call a method of a provider in a thread without a loop; an async one runs on a loop for it alone."""
+    found = call(*args)
+    if inspect.isawaitable(found):
+        asyncio.run(_awaited(found))
 
 
 async def _called_async(call: Callable[..., Any], *args: Any) -> Any:

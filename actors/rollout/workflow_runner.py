@@ -431,9 +431,3 @@ async def _awaited(workflow: Any) -> Any:
         return await workflow.run_async()
     except (SystemExit, KeyboardInterrupt) as e:
         raise ended(type(workflow), e) from e
-
-
-
-
-
-

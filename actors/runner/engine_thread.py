@@ -320,7 +320,7 @@ class EngineThread:
                 told = self.secrets.reveal(orjson.loads(data))
                 task = task_from_dict(told, batch_id=item.batch_id, task_id=item.unit.task)
                 assert self.workflows is not None  # no unit comes before this runner is ready
-                leases, limit = UnitLeases(self.owner, item), item.timeout or None
+                leases, limit = UnitLeases(self.owner, item, self.secrets), item.timeout or None
                 done = await self.workflows.execute(task, item.batch_id, runs, timeout=limit, leases=leases)
             except asyncio.CancelledError:
                 raise

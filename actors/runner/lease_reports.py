@@ -2,20 +2,25 @@
 
 Changes go out in numbered groups, in their order, and a group is kept, and given out again, until the coordinator says
 that it is in the log. A lease that is taken is waited for, so it goes at once, with all that was told before it; the
-rest waits a moment for company.
+rest waits a moment for company. Texts are cleaned, and values looked at, where they are told (`UnitLeases`): later
+there is nobody to refuse them to.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from trinity_es.actors.message_sizes import grouped
+from trinity_es.actors.lease_providers import recordable
+from trinity_es.actors.message_sizes import grouped, shortened
 from trinity_es.actors.messages import LeaseChange, LeaseReply, LeaseReport, UnitAssignment
 from trinity_es.events.errors import WorkflowError
+from trinity_es.events.secrets import SecretFile, masked_text
 from trinity_es.events.store.log_end import Mark
 
 if TYPE_CHECKING:
@@ -41,19 +46,35 @@ class LeaseReports:
 
     def put(self, change: LeaseChange, recorded: Future[None]) -> None:
         """Have a change sent with the next group; `recorded` is done when a lease that is taken is in the log."""
+        if change.what in ("released", "left") and change.lease in self._futures:
+            self._take_back(change.lease)
         self._waiting.append(change)
         if change.what == "taken":
             self._futures[change.lease] = recorded
         else:
             recorded.set_result(None)
 
+    def _take_back(self, lease: str) -> None:
+        """Ask no more for a lease that is not known to be in the log: nothing was made, and nobody waits for it.
+
+        It may be there all the same, and be released by now: sent again, it would be taken once more.
+        """
+
+        def wanted(changes: list[LeaseChange]) -> list[LeaseChange]:
+            return [c for c in changes if (c.lease, c.what) != (lease, "taken")]
+
+        self._waiting = wanted(self._waiting)
+        self._unacked = {n: replace(group, changes=wanted(group.changes)) for n, group in self._unacked.items()}
+        self._futures.pop(lease).set_exception(WorkflowError("the lease was left before it was in the log"))
+
     def gathered(self, known: Mark | None, now: float) -> list[LeaseReport]:
         """Return what waits, as groups to be sent now."""
         if not self._waiting:
             return []
-        changes, self._waiting = self._waiting, []
+        parts = grouped(self._waiting, lambda c: 400 + len(orjson.dumps([c.provider, c.args, c.handle, c.reason])))
+        self._waiting = []
         groups = []
-        for part in grouped(changes, lambda c: 400 + len(orjson.dumps([c.args, c.handle, c.reason]))):
+        for part in parts:
             self._number += 1
             group = LeaseReport(self.name, self.incarnation, self._number, part, known)
             self._unacked[self._number], self._sent[self._number] = group, now
@@ -86,11 +107,16 @@ class LeaseReports:
 class UnitLeases:
     """Takes what the runs of one attempt tell of their leases (a `LeaseRecorder`), from any thread."""
 
-    def __init__(self, owner: Runner, item: UnitAssignment) -> None:
-        self._owner, self._item = owner, item
+    def __init__(self, owner: Runner, item: UnitAssignment, secrets: SecretFile) -> None:
+        """`secrets`: of tasks, which must not stand in the log."""
+        self._owner, self._item, self._secrets = owner, item, secrets
 
     def report(self, *, lease: str, what: Any, run: int, **more: Any) -> Future[None]:
-        """Have the runner tell its coordinator."""
+        """Have the runner tell its coordinator. Raises WorkflowError for what can't, or must not, be recorded."""
+        for name in more.keys() & {"args", "handle"}:
+            self._require(f"the {name} of a lease", more[name])
+        if "reason" in more:
+            more["reason"] = shortened(masked_text(self._secrets.scrubbed(more["reason"]), os.environ))
         item = self._item
         change = LeaseChange(
             lease=lease, what=what, batch_id=item.batch_id, submission=item.submission, unit=item.unit, run=run, **more
@@ -99,3 +125,12 @@ class UnitLeases:
         recorded.set_running_or_notify_cancel()  # from here on it can't be cancelled, and any answer fits
         self._owner.post(functools.partial(self._owner.lease_changed, change, recorded))
         return recorded
+
+    def _require(self, what: str, value: Any) -> None:
+        try:
+            recordable(what, value)
+        except ValueError as e:
+            raise WorkflowError(str(e)) from None
+        if self._secrets.stands_in(value):
+            raise WorkflowError(f"{what} holds a secret of a task, and would stand in the log: let the provider read "
+                                "it from the environment")

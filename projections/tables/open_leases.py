@@ -7,12 +7,17 @@ that is open, so that a coordinator finds them at once however many there ever w
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import cache
+from typing import TYPE_CHECKING
 
 import orjson
 from sqlalchemy import BigInteger, Column, Connection, MetaData, String, Table, Text, delete, insert, inspect, select
 
 from trinity_es.events.store.log import Recorded
 from trinity_es.projections.leases import OpenLease, OpenLeases, evolve_leases
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 __all__ = ["NAME", "apply", "metadata", "read_open"]
 
@@ -43,10 +48,15 @@ def apply(connection: Connection, item: Recorded) -> None:
         connection.execute(insert(_table), [{"lease": key, "position": position, "data": data}])
 
 
-def _lease(data: str) -> OpenLease:
+@cache
+def _adapter() -> TypeAdapter[OpenLease]:
     from pydantic import TypeAdapter  # here, not above: who reads no lease needs none
 
-    return TypeAdapter(OpenLease).validate_python(orjson.loads(data))
+    return TypeAdapter(OpenLease)
+
+
+def _lease(data: str) -> OpenLease:
+    return _adapter().validate_python(orjson.loads(data))
 
 
 def read_open(connection: Connection) -> OpenLeases:

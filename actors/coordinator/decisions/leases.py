@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from trinity_es.actors.message_sizes import shortened
 from trinity_es.actors.messages import LeaseChange
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import WorkflowError
@@ -17,7 +16,11 @@ from trinity_es.projections.batch import BatchState
 from trinity_es.projections.leases import OpenLease
 from trinity_es.projections.runner import RunnerLife, RunnerState
 
-__all__ = ["changed", "orphans", "over", "released"]
+__all__ = ["GRACE_SECONDS", "changed", "orphans", "over", "released"]
+
+GRACE_SECONDS = 30.0
+"""How long runners have, once they know the coordinator, to tell of renewals that nobody took, before expiries count.
+It is some times longer than they wait until they send a group again."""
 
 
 def over(batch: BatchState | None, life: RunnerLife | None, change: LeaseChange | ev.LeaseTaken) -> str:
@@ -60,17 +63,18 @@ def changed(
         case "released" if lease is not None:
             return [ev.LeaseReleased(lease=key, by="owner")]
         case "left" if lease is not None and not lease.orphaned:
-            return [ev.LeaseOrphaned(lease=key, reason=shortened(change.reason))]
+            return [ev.LeaseOrphaned(lease=key, reason=change.reason)]
     return []
 
 
 def orphans(
     leases: Iterable[OpenLease], batches: Mapping[BatchId, BatchState],
-    lives: Mapping[tuple[str, int], RunnerLife], now: float,
+    lives: Mapping[tuple[str, int], RunnerLife], now: float, known_since: float,
 ) -> list[ev.Event]:
     """Return which of these leases nobody will release: their attempt is over, or they were not renewed in time.
 
-    `batches`: the open ones, by id.
+    `batches`: the open ones, by id. `known_since`: when runners were told of this coordinator, unix seconds; infinite
+    where they were not yet. What they renewed before, they tell after that.
     """
     events: list[ev.Event] = []
     for lease in leases:
@@ -78,19 +82,20 @@ def orphans(
         if lease.orphaned:
             continue
         reason = over(batches.get(taken.batch_id), lives.get((taken.runner, taken.incarnation)), taken)
-        if not reason and lease.expires < now:
+        if not reason and max(lease.expires, known_since + GRACE_SECONDS) < now:
             reason = "it expired: it was not renewed"
         if reason:
             events.append(ev.LeaseOrphaned(lease=taken.lease, reason=reason))
     return events
 
 
-def released(lease: OpenLease | None, error: str, tries: int, now: float) -> list[ev.Event]:
+def released(lease: OpenLease | None, given: OpenLease, begun: float, error: str, tries: int) -> list[ev.Event]:
     """Take what came of a try at releasing an orphaned lease; `tries`: of those that failed, with this one.
 
-    Nothing is recorded where it has to be tried again and there is no news: a failure that is known, whose number of
-    tries is no power of two; or a success that proves nothing, for a creation that nobody heard the end of may still
-    come through.
+    `given`: the lease as it was when the try began, at `begun` (unix seconds): what it was not given, it can't have
+    released. Nothing is recorded where it has to be tried again and there is no news: a failure that is known, whose
+    number of tries is no power of two; or a success that proves nothing, for a creation that nobody had heard the end
+    of when the try began may still have come through.
     """
     if lease is None:
         return []  # its owner was faster
@@ -98,6 +103,6 @@ def released(lease: OpenLease | None, error: str, tries: int, now: float) -> lis
     if error:
         news = error != lease.error or tries & (tries - 1) == 0
         return [ev.LeaseReleaseFailed(lease=key, error=error, tries=tries)] if news else []
-    if not lease.held and now < lease.taken_at + lease.taken.creation_timeout:
+    if not given.held and begun < given.made_by:
         return []
     return [ev.LeaseReleased(lease=key, by="coordinator")]

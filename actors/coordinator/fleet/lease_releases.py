@@ -6,13 +6,16 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 
 import orjson
 
+from trinity_es.actors.base import kill_group
 from trinity_es.actors.reports import clean_text
 from trinity_es.actors.system_key import FILE_VARIABLE, KEY_VARIABLE
+from trinity_es.events.secrets import masked_text
 from trinity_es.projections.leases import OpenLease
 
 __all__ = ["LeaseReleases"]
@@ -21,6 +24,8 @@ RELEASE_SECONDS = 60.0
 """How long one release may take."""
 START_SECONDS = 60.0
 """How long such a process may take on top of that: to start, to import, and for its turn where many are released."""
+KILL_SECONDS = 10.0
+"""How long it may take to end once it was killed."""
 
 Done = Callable[[dict[str, str]], None]
 
@@ -56,25 +61,36 @@ def released(
     main = "trinity_es.actors.coordinator.release_main"
     code = f"import sys; sys.path[:] = {sys.path!r}; from {main} import main; main()"
     environment = {k: v for k, v in os.environ.items() if k not in (KEY_VARIABLE, FILE_VARIABLE)}
-    said, trouble = b"", ""
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, str(os.getpid())], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env=environment,
-        )
-    except OSError as e:
-        trouble = f"no process could be started to release it: {e}"
-    else:
+    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as said:  # no pipes: what it starts may keep those
+        asked.write(orjson.dumps(given))
+        asked.seek(0)
         try:
-            said, _ = process.communicate(orjson.dumps(given), timeout=seconds + more_seconds)
-            trouble = f"the process that was to release it ended with status {process.returncode}"
-        except subprocess.TimeoutExpired:
-            process.kill()
-            said, _ = process.communicate()
-            trouble = f"the process that was to release it had not ended after {seconds + more_seconds:g} s"
+            process = subprocess.Popen(
+                [sys.executable, "-c", code, str(os.getpid())], stdin=asked, stdout=said, env=environment,
+                start_new_session=True,
+            )
+        except OSError as e:
+            trouble = f"no process could be started to release it: {e}"
+        else:
+            trouble = _ended(process, seconds + more_seconds)
+        said.seek(0)
+        lines = said.read().splitlines()
     answers: dict[str, str] = {}
-    for line in said.splitlines():
+    for line in lines:
         with contextlib.suppress(orjson.JSONDecodeError, KeyError):  # it was cut off
             answer = orjson.loads(line)
-            answers[answer["lease"]] = clean_text(answer["error"])
+            answers[answer["lease"]] = clean_text(masked_text(answer["error"], os.environ))
     return {e.taken.lease: answers.get(e.taken.lease, trouble) for e in leases}
+
+
+def _ended(process: subprocess.Popen[bytes], seconds: float) -> str:
+    """Wait for its end, and end what it leaves behind in its session; returns what to say where it said nothing."""
+    try:
+        process.wait(seconds)
+        trouble = f"the process that was to release it ended with status {process.returncode}"
+    except subprocess.TimeoutExpired:
+        trouble = f"the process that was to release it had not ended after {seconds:g} s"
+    kill_group(process.pid)
+    with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel keeps it: a file system that does not answer
+        process.wait(KILL_SECONDS)
+    return trouble

@@ -8,6 +8,8 @@ its lease too, does no harm.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -46,6 +48,16 @@ class LeaseFleet:
         """Tries that failed, of leases that are to be tried again."""
         self._due: dict[str, float] = {}
         """When they are, unix seconds."""
+        self._known_since = math.inf
+        """When runners were told of this coordinator, unix seconds."""
+
+    def begin(self) -> None:
+        """Count expiries from now on, after a time for runners: they are told of this coordinator."""
+        self._known_since = self._registry.clock()
+
+    def forget(self) -> None:
+        """Count no expiries until runners are told again: what they told meanwhile is lost."""
+        self._known_since = math.inf
 
     # --- what runs tell ---------------------------------------------------------------------------------------------
     def on_report(self, message: LeaseReport, address: Any) -> None:
@@ -80,7 +92,7 @@ class LeaseFleet:
     def look_at(self, leases: Any) -> None:
         """Record which of these leases nobody will release, and have them released when that is durable."""
         live = self._live
-        found = decisions.orphans(list(leases), live.batches, live.lives, self._registry.clock())
+        found = decisions.orphans(list(leases), live.batches, live.lives, self._registry.clock(), self._known_since)
         live.record(*found)
         if found:
             live.then(self.release_due)
@@ -91,32 +103,32 @@ class LeaseFleet:
 
     def release_due(self) -> None:
         """Begin to release what is due, a process for each provider that has none."""
-        now = self._registry.clock()
+        now, live = self._registry.clock(), self._live.leases
+        self._tries = {key: n for key, n in self._tries.items() if key in live}  # the others' owners released them
+        self._due = {key: at for key, at in self._due.items() if key in live}
         due: dict[str, list[OpenLease]] = {}
-        for key, lease in self._live.leases.items():
+        for key, lease in live.items():
             provider = lease.taken.provider
             if lease.orphaned and provider not in self._busy and self._due.get(key, 0.0) <= now:
                 due.setdefault(provider, []).append(lease)
         for provider, leases in due.items():
             self._busy.add(provider)
-            self._releases.start(leases, lambda found, provider=provider: self._released(provider, found))  # type: ignore[misc]  # binds the loop's value
+            self._releases.start(leases, functools.partial(self._released, provider, leases, now))
 
-    def _released(self, provider: str, found: dict[str, str]) -> None:
-        """Take what came of a process."""
+    def _released(self, provider: str, leases: Sequence[OpenLease], begun: float, found: dict[str, str]) -> None:
+        """Take what came of a process that was begun with these leases."""
         self._busy.discard(provider)
         now = self._registry.clock()
-        for key, error in found.items():
+        for given in leases:
+            key, error = given.taken.lease, found[given.taken.lease]
             lease = self._live.leases.get(key)
             tries = max(self._tries.get(key, 0), lease.tries if lease is not None else 0) + bool(error)
-            self._live.record(*decisions.released(lease, error, tries, now))
-            if lease is None or key not in self._live.leases:
-                self._tries.pop(key, None)
-                self._due.pop(key, None)
-            elif error:
+            self._live.record(*decisions.released(lease, given, begun, error, tries))
+            if error:
                 first, most = PAUSE_SECONDS
                 self._tries[key], self._due[key] = tries, now + min(most, first * 2.0 ** min(tries - 1, 30))
-            else:  # a creation may still come through
-                self._due[key] = lease.taken_at + lease.taken.creation_timeout
+            elif lease is not None:  # where it is still open, a creation may have come through, or may still
+                self._due[key] = now if lease.held else lease.made_by
         self._live.then(self.release_due)
 
     def is_busy(self) -> bool:

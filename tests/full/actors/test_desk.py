@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.systems import scripted
+from tests.helpers.timers import Timers
 from trinity_es.actors.commands import (
     AbortBatch,
     Command,
@@ -35,14 +36,14 @@ from trinity_es.projections.tables.read_models import projectors
 from trinity_es.system.launch import settings
 
 
-class Place:
+class Place(Timers):
     """All handlers with their live state and runners. A test fires the timers; a turn is written when it ends."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         config = settings(scripted(folder))
         url = f"sqlite:///{folder / 'log.sqlite'}"
         self.log = EventLog.open(url, create=True, durability="process", projectors=projectors())
-        self.timers: dict[str, Callable[[], None]] = {}
         self.sent: list[tuple[Any, Any]] = []
         self.commits = 0
         self.live = LiveState(self.log, open_payloads(url))
@@ -61,15 +62,6 @@ class Place:
 
     def send(self, to: Any, message: Any) -> None:
         self.sent.append((to, message))
-
-    def after(self, seconds: float, name: str, call: Callable[[], None]) -> None:
-        self.timers[name] = call
-
-    def cancel(self, name: str) -> None:
-        self.timers.pop(name, None)
-
-    def has_timer(self, name: str) -> bool:
-        return name in self.timers
 
     def start(self, leases: Any, done: Any) -> None:
         """Release nothing: no test here takes a lease."""

@@ -3,101 +3,61 @@ kinds."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
+import signal
 import sqlite3
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from trinity_es import Experience, Task, Workflow, open_log
+from tests.helpers.timers import Timers
+from trinity_es import open_log
 from trinity_es.actors.coordinator.fleet import lease_releases
 from trinity_es.actors.coordinator.fleet.leases import LeaseFleet
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.live_state import LiveState
-from trinity_es.actors.engines.interface import Engine, EngineConfig
 from trinity_es.actors.messages import LeaseChange, LeaseReport
-from trinity_es.actors.rollout.leases import Lease, RunLeases
-from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
+from trinity_es.actors.runner.lease_reports import LeaseReports
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import ConfigError, StartupError, WorkflowError
+from trinity_es.events.processes import process_start_time
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.store.payloads import open_payloads
 from trinity_es.projections.leases import OpenLease
 from trinity_es.projections.tables.read_models import projectors
-from trinity_es.testing import ScriptedEngine, wait_until
+from trinity_es.testing import wait_until
 
 UNIT = ev.Unit(task=0, run_id_base=0, runs=1, attempt=1)
-PROVIDER = f"{__name__}:Kept"
-
-
-class Kept:
-    """A provider that keeps what it made in a folder: a file for each, named by its key."""
-
-    def __init__(self, folder: str, how: str = "") -> None:
-        self.folder, self.how = Path(folder), how
-
-    def create(self, key: str, ttl: float) -> str:
-        (self.folder / key).touch()
-        if self.how == "refuses":
-            raise ConnectionError("no sandbox today")
-        return {"secret": "hf_" + "a" * 24, "large": "x" * 10_000}.get(self.how, f"of {key}")
-
-    def release(self, key: str, handle: str | None) -> None:
-        print("released", key)  # noqa: T201  # a provider may
-        match self.how:
-            case "hangs":
-                time.sleep(60)
-            case "exits":
-                os._exit(3)
-            case "fails" | "refuses to end":
-                raise ConnectionError("out of order")
-        (self.folder / key).unlink(missing_ok=True)
-
-
-class AsyncKept(Kept):
-    """The same, to be awaited."""
-
-    async def create(self, key: str, ttl: float) -> str:  # type: ignore[override]  # either is a provider
-        if self.how == "slow":
-            await asyncio.sleep(60)
-        return super().create(key, ttl)
-
-    async def release(self, key: str, handle: str | None) -> None:  # type: ignore[override]
-        if self.how == "hangs":
-            await asyncio.sleep(60)
-        super().release(key, handle)
-
-
-class Half:
-    """No provider."""
-
-    def create(self, key: str, ttl: float) -> str:
-        return key
+PROVIDERS = "tests.helpers.lease_providers"
+PROVIDER = f"{PROVIDERS}:Kept"
 
 
 # --- the coordinator's side -------------------------------------------------------------------------------------------
-class Place:
+def change(what: Any, lease: str = "es-1", **more: Any) -> LeaseChange:
+    return LeaseChange(
+        lease=lease, what=what, batch_id=7, submission="s", unit=UNIT, run=0, provider=PROVIDER, ttl=100.0,
+        creation_timeout=60.0, **more,
+    )
+
+
+class Place(Timers):
     """A live state with one attempt on one runner, and what is around it. A turn is written when it ends."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         url = f"sqlite:///{folder / 'log.sqlite'}"
         self.log = EventLog.open(url, create=True, durability="process", projectors=projectors())
         self.time, self.commits = 1000.0, 0
-        self.timers: dict[str, Callable[[], None]] = {}
         self.sent: list[Any] = []
         self.asked: list[tuple[list[str], Callable[[dict[str, str]], None]]] = []
         self.live = LiveState(self.log, open_payloads(url))
         self.fleet = self.new_fleet()
+        self.fleet.begin()
         self.live.record(
             ev.RunnerStarted(runner="runner-0", incarnation=1, pid=1, host="h", engine="scripted"),
             ev.RunnerReady(runner="runner-0", incarnation=1, places=4, model_version=0, load_seconds=0.0),
@@ -118,15 +78,6 @@ class Place:
     def send(self, to: Any, message: Any) -> None:
         self.sent.append(message)
 
-    def after(self, seconds: float, name: str, call: Callable[[], None]) -> None:
-        self.timers[name] = call
-
-    def cancel(self, name: str) -> None:
-        self.timers.pop(name, None)
-
-    def has_timer(self, name: str) -> bool:
-        return name in self.timers
-
     def start(self, leases: Sequence[OpenLease], done: Callable[[dict[str, str]], None]) -> None:
         self.asked.append(([lease.taken.lease for lease in leases], done))
 
@@ -143,11 +94,10 @@ class Place:
         return [type(e).__name__ for w in turn.writes for e in w.events] + more
 
     def tell(self, what: Any, lease: str = "es-1", **more: Any) -> list[str]:
-        change = LeaseChange(
-            lease=lease, what=what, batch_id=7, submission="s", unit=UNIT, run=0, provider=PROVIDER, ttl=100.0,
-            creation_timeout=60.0, **more,
-        )
-        self.fleet.on_report(LeaseReport("runner-0", 1, 1, [change]), "runner-0")
+        return self.report(LeaseReport("runner-0", 1, 1, [change(what, lease, **more)]))
+
+    def report(self, group: LeaseReport) -> list[str]:
+        self.fleet.on_report(group, "runner-0")
         return self.turn()
 
     def fail(self) -> list[str]:
@@ -240,6 +190,62 @@ def test_a_lease_that_is_not_renewed_is_released(place: Place) -> None:
     assert len(place.asked) == 1
 
 
+def test_a_lease_in_use_outlives_an_outage_in_which_it_could_not_be_renewed(place: Place) -> None:
+    place.tell("taken")
+    place.tell("held", handle="box")
+    place.time += 500  # the coordinator is dead, and then the log can't be read
+    place.fleet, place.timers = place.new_fleet(), {}
+    place.turn()
+    assert place.tick(500) == [], "no runner knows of this coordinator yet"
+    place.fleet.begin()
+    place.turn()
+    assert place.tick(5) == []
+    assert place.tell("renewed") == ["LeaseRenewed"]
+    assert place.tick(90) == []
+    place.fleet.forget()  # the log was away
+    place.turn()
+    assert place.tick(90) == []
+    place.fleet.begin()
+    place.turn()
+    assert place.tick(29) == []
+    assert place.tick(2) == ["LeaseOrphaned"], "nobody renewed it"
+
+
+def test_a_release_that_proves_nothing_is_followed_by_another(place: Place) -> None:
+    """It was begun while the thing was being made, without its handle; it ended when that was long over."""
+    place.tell("taken")
+    place.fail()
+    place.tell("held", handle="late")
+    place.time += 61
+    assert place.answer() == []
+    assert len(place.asked) == 1, "tried again at once, with the handle"
+    assert place.answer() == ["LeaseReleased"]
+
+
+def test_what_is_sent_again_takes_no_lease_that_was_released(place: Place) -> None:
+    """Its run was cancelled while it waited for the log, whose answer was lost."""
+    reports = LeaseReports("runner-0", 1)
+    types = []
+    for what in ("taken", "left"):
+        reports.put(change(what, reason="r"), Future())
+        [group] = reports.gathered(None, 0.0)
+        types += place.report(group)
+    place.time += 61
+    assert types + place.answer() + place.answer() == ["LeaseTaken", "LeaseOrphaned", "LeaseReleased"]
+    again = reports.due(0.0, anew=True)
+    assert len(again) == 2
+    assert [place.report(group) for group in again] == [[], []]
+
+
+def test_what_is_known_of_tries_is_forgotten_with_the_lease(place: Place) -> None:
+    place.tell("taken")
+    place.tell("held", handle="box")
+    place.fail()
+    place.answer(es_1="out of order")
+    assert place.tell("released") == ["LeaseReleased"], "by its owner after all"
+    assert (place.fleet._tries, place.fleet._due) == ({}, {})
+
+
 def test_the_next_coordinator_finds_what_is_open_and_releases_what_is_nobody_s(place: Place, tmp_path: Path) -> None:
     place.tell("taken")
     place.tell("held", handle="box")
@@ -278,7 +284,7 @@ def lease(folder: Path, key: str = "es-1", provider: str = PROVIDER, **args: Any
 
 @pytest.mark.parametrize("cls", ["Kept", "AsyncKept"])
 def test_a_process_releases_with_the_class_that_the_log_names(tmp_path: Path, cls: str) -> None:
-    leases = [lease(tmp_path, f"es-{i}", f"{__name__}:{cls}") for i in range(3)]
+    leases = [lease(tmp_path, f"es-{i}", f"{PROVIDERS}:{cls}") for i in range(3)]
     assert lease_releases.released(leases) == {"es-0": "", "es-1": "", "es-2": ""}
     assert list(tmp_path.iterdir()) == []
 
@@ -295,7 +301,7 @@ def test_a_process_releases_with_the_class_that_the_log_names(tmp_path: Path, cl
 def test_a_provider_that_does_not_release_is_told_and_costs_nothing_else(
     tmp_path: Path, cls: str, how: str, says: str
 ) -> None:
-    [error] = lease_releases.released([lease(tmp_path, provider=f"{__name__}:{cls}", how=how)], seconds=1.0).values()
+    [error] = lease_releases.released([lease(tmp_path, provider=f"{PROVIDERS}:{cls}", how=how)], seconds=1.0).values()
     assert says in error
 
 
@@ -305,6 +311,29 @@ def test_one_that_hangs_keeps_no_other(tmp_path: Path) -> None:
     assert found == {"es-1": "it had not ended after 1 s", "es-2": ""}
 
 
+def test_what_a_provider_started_ends_with_its_process(tmp_path: Path) -> None:
+    [error] = lease_releases.released(
+        [lease(tmp_path, how="hangs with a child")], seconds=600.0, more_seconds=-597.0
+    ).values()
+    assert error == "the process that was to release it had not ended after 3 s"
+    child = int((tmp_path / "child").read_text())
+    wait_until(lambda: process_start_time(child) is None, "the provider's child to end")
+
+
+@pytest.mark.timeout(60)
+def test_what_goes_on_after_its_process_is_not_waited_for(tmp_path: Path) -> None:
+    try:
+        assert lease_releases.released([lease(tmp_path, how="leaves a child")]) == {"es-1": ""}
+    finally:
+        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+
+
+def test_no_key_stands_in_the_error_of_a_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANDBOX_API_KEY", "quite-plain-words")
+    [error] = lease_releases.released([lease(tmp_path, how="says a key")]).values()
+    assert error == "ConnectionError: 401: *** *** https://me:***@host/x"
+
+
 def test_a_process_that_does_not_even_begin_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asleep = tmp_path / "asleep"
     asleep.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(600)\n")
@@ -312,179 +341,6 @@ def test_a_process_that_does_not_even_begin_is_ended(tmp_path: Path, monkeypatch
     monkeypatch.setattr(sys, "executable", str(asleep))
     [error] = lease_releases.released([lease(tmp_path)], seconds=0.5, more_seconds=0.5).values()
     assert error == "the process that was to release it had not ended after 1 s"
-
-
-# --- the run's side ---------------------------------------------------------------------------------------------------
-class Told:
-    """A recorder; what is taken is in the log at once, or (`late`) when the test says so."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-        self.late = False
-        self.waiting: list[Future[None]] = []
-
-    def report(self, *, lease: str, what: Any, run: int, **more: Any) -> Future[None]:
-        self.said.append(what)
-        done: Future[None] = Future()
-        done.set_running_or_notify_cancel()
-        if self.late and what == "taken":
-            self.waiting.append(done)
-        else:
-            done.set_result(None)
-        return done
-
-
-def test_nothing_is_made_before_its_lease_is_in_the_log(tmp_path: Path) -> None:
-    async def work() -> None:
-        told = Told()
-        told.late = True
-        entering = asyncio.ensure_future(Lease(RunLeases(told), PROVIDER, {"folder": str(tmp_path)}).__aenter__())
-        while not told.waiting:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
-        assert list(tmp_path.iterdir()) == []
-        told.waiting[0].set_result(None)
-        held = await entering
-        assert [p.name for p in tmp_path.iterdir()] == [held.key]
-        assert held.handle == f"of {held.key}"
-        await held.__aexit__()
-        assert list(tmp_path.iterdir()) == []
-        assert told.said == ["taken", "held", "released"]
-
-    asyncio.run(work())
-
-
-def test_nothing_is_made_when_nobody_would_look_for_it_any_more(tmp_path: Path) -> None:
-    """The coordinator was away for longer than the creation may take."""
-    told = Told()
-    told.late = True
-    wanted = Lease(RunLeases(told), PROVIDER, {"folder": str(tmp_path)}, creation_timeout=0.05)
-    with ThreadPoolExecutor(1) as thread:
-        entering = thread.submit(wanted.__enter__)
-        wait_until(lambda: told.waiting, "it to be taken")
-        time.sleep(0.1)
-        told.waiting[0].set_result(None)
-        with pytest.raises(StartupError, match="creation_timeout"):
-            entering.result(10)
-    assert told.said == ["taken", "left"]
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(("cls", "how", "error", "says"), [
-    ("Kept", "refuses", ConnectionError, "no sandbox today"),
-    ("AsyncKept", "refuses", ConnectionError, "no sandbox today"),
-    ("AsyncKept", "secret", WorkflowError, "looks like a secret"),
-    ("AsyncKept", "large", WorkflowError, "8,192 are the most"),
-    ("AsyncKept", "slow", StartupError, r"nothing within 0.2 s \(creation_timeout\)"),
-])
-def test_what_can_not_be_made_is_left_to_be_looked_for(
-    tmp_path: Path, cls: str, how: str, error: type[Exception], says: str
-) -> None:
-    told = Told()
-    wanted = Lease(
-        RunLeases(told), f"{__name__}:{cls}", {"folder": str(tmp_path), "how": how}, creation_timeout=0.2
-    )
-
-    async def work() -> None:
-        with pytest.raises(error, match=says):
-            async with wanted:
-                pass
-
-    asyncio.run(work())
-    assert told.said == ["taken", "left"]
-
-
-class FarAway(RunLeases):
-    """The leases of a run in a worker process: what is told is there a moment later, or never where nobody waits."""
-
-    def report(self, lease: str, what: str, **more: Any) -> Future[None]:
-        done: Future[None] = Future()
-        threading.Timer(0.1, lambda: done.set_result(super(FarAway, self).report(lease, what, **more).result())).start()
-        return done
-
-
-@pytest.mark.parametrize("how", ["async with", "with"])
-@pytest.mark.parametrize("trouble", ["refuses", "fails"])
-def test_what_is_left_was_heard_before_its_run_goes_on_to_its_end(tmp_path: Path, how: str, trouble: str) -> None:
-    told = Told()
-    wanted = Lease(FarAway(told), f"{__name__}:Kept", {"folder": str(tmp_path), "how": trouble})
-
-    async def use() -> None:
-        async with wanted:
-            pass
-
-    with contextlib.suppress(ConnectionError):
-        if how == "async with":
-            asyncio.run(use())
-        else:
-            with wanted:
-                pass
-    assert told.said[-1] == "left"
-
-
-def test_a_run_that_ends_leaves_what_it_did_not_release_and_takes_no_more(tmp_path: Path) -> None:
-    told = Told()
-    run = RunLeases(told)
-
-    async def work() -> None:
-        await Lease(run, PROVIDER, {"folder": str(tmp_path)}).__aenter__()
-        run.close()
-        assert told.said == ["taken", "held", "left"]
-        with pytest.raises(WorkflowError, match="it can take no lease"):
-            await Lease(run, PROVIDER, {"folder": str(tmp_path)}).__aenter__()
-
-    asyncio.run(work())
-    assert len(list(tmp_path.iterdir())) == 1, "nothing was made for it"
-
-
-@pytest.mark.parametrize(("provider", "args", "says"), [
-    (f"{__name__}:Gone", {}, "can't be imported"),
-    (f"{__name__}:Half", {}, "has no release"),
-    (PROVIDER, {}, "can't be built"),
-])
-def test_a_class_that_is_no_provider_takes_no_lease(provider: str, args: dict[str, Any], says: str) -> None:
-    told = Told()
-    with pytest.raises(ConfigError, match=says), Lease(RunLeases(told), provider, args):
-        pass
-    assert told.said == []
-
-
-@pytest.mark.parametrize(("ttl", "creation_timeout"), [(1.0, 1.0), (60.0, 61.0), (60.0, 0.0), (float("nan"), 1.0)])
-def test_times_that_can_not_be_are_refused(ttl: float, creation_timeout: float) -> None:
-    with pytest.raises(WorkflowError, match="creation_timeout"):
-        Lease(RunLeases(), PROVIDER, ttl=ttl, creation_timeout=creation_timeout)
-
-
-def test_with_stops_no_loop(tmp_path: Path) -> None:
-    async def work() -> None:
-        with pytest.raises(WorkflowError, match="use `async with`"):
-            Lease(RunLeases(), PROVIDER, {"folder": str(tmp_path)}).__enter__()
-
-    asyncio.run(work())
-
-
-class Alone(Workflow):
-    """Takes two at once, and notes what was there meanwhile."""
-
-    def run(self) -> list[Experience]:
-        folder = self.task.workflow_args["folder"]
-        with self.lease(PROVIDER, {"folder": folder}), self.lease(f"{__name__}:AsyncKept", {"folder": folder}):
-            there = len(list(Path(folder).iterdir()))
-        return [Experience(tokens=[1, 2], prompt_length=1, reward=1.0, metrics={"there": there})]
-
-
-def test_without_a_system_the_same_workflow_plays(tmp_path: Path) -> None:
-    async def work() -> None:
-        engine = ScriptedEngine(EngineConfig(model_path=""))
-        await engine.start()
-        task = Task(workflow=Alone, workflow_args={"folder": str(tmp_path)}, batch_id=1, task_id=0)
-        status, experiences = await WorkflowRunner(cast(Engine, engine)).run_task(task, 1)
-        assert status.ok, status.message
-        assert experiences[0].metrics is not None
-        assert experiences[0].metrics["there"] == 2
-
-    asyncio.run(work())
-    assert list(tmp_path.iterdir()) == []
 
 
 # --- the log ----------------------------------------------------------------------------------------------------------

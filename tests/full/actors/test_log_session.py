@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.timers import Timers
 from trinity_es.actors.coordinator.log_session import LogSession, Phase
 from trinity_es.actors.coordinator.log_writer import UnitOfWork
 from trinity_es.actors.settings import StoreSettings
@@ -21,14 +22,13 @@ from trinity_es.events.store.payloads import open_payloads
 from trinity_es.projections.tables.read_models import projectors
 
 
-class Host:
+class Host(Timers):
     """The coordinator, as far as a session needs it. `until` runs its loop."""
 
     def __init__(self, url: str) -> None:
+        super().__init__()
         self.url, self.log = url, logging.getLogger("test")
         self.posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.timers: dict[str, Callable[[], None]] = {}
-        self.delays: list[float] = []
         self.notes: list[str] = []
         self.trouble: Exception | None = None
         """What opening the store raises."""
@@ -50,16 +50,6 @@ class Host:
 
     def send(self, to: Any, message: Any) -> None:
         raise AssertionError("a session sends nothing")
-
-    def after(self, seconds: float, name: str, call: Callable[[], None]) -> None:
-        self.timers[name] = call
-        self.delays.append(seconds)
-
-    def cancel(self, name: str) -> None:
-        self.timers.pop(name, None)
-
-    def has_timer(self, name: str) -> bool:
-        return name in self.timers
 
     def open_store(self) -> tuple[EventLog, Any]:
         if self.trouble is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import Future
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_es.actors.coordinator.decisions import leases as decisions
+from trinity_es.actors.coordinator.decisions.leases import GRACE_SECONDS
 from trinity_es.actors.lease_providers import MOST_BYTES, recordable
 from trinity_es.actors.messages import LeaseChange, LeaseReply
 from trinity_es.actors.runner.lease_reports import RESEND_SECONDS, LeaseReports
@@ -119,9 +121,9 @@ def test_a_lease_is_its_attempt_s_and_nobody_else_s(state: BatchState | None, of
     assert decisions.over(state, of, TAKEN) == why
     lives = {} if of is None else {("runner-0", 2): of}
     open_ones: dict[BatchId, BatchState] = {} if state is None else {7: state}
-    found = decisions.orphans(folded(taken(), HELD).values(), open_ones, lives, NOW)
+    found = decisions.orphans(folded(taken(), HELD).values(), open_ones, lives, NOW, NOW)
     assert found == ([ev.LeaseOrphaned(lease="es-1", reason=why)] if why else [])
-    assert decisions.orphans(folded(taken(), ORPHANED).values(), open_ones, lives, NOW) == [], "said once"
+    assert decisions.orphans(folded(taken(), ORPHANED).values(), open_ones, lives, NOW, NOW) == [], "said once"
     if why:
         with pytest.raises(WorkflowError, match=why):
             decisions.changed(None, TAKEN, "runner-0", 2, why, NOW)
@@ -129,28 +131,41 @@ def test_a_lease_is_its_attempt_s_and_nobody_else_s(state: BatchState | None, of
 
 def test_one_that_is_not_renewed_in_time_is_nobody_s() -> None:
     leases, lives = folded(taken(), HELD), {("runner-0", 2): life()}
-    assert decisions.orphans(leases.values(), {7: batch()}, lives, NOW + 99) == []
-    [event] = decisions.orphans(leases.values(), {7: batch()}, lives, NOW + 101)
+    assert decisions.orphans(leases.values(), {7: batch()}, lives, NOW + 99, NOW) == []
+    [event] = decisions.orphans(leases.values(), {7: batch()}, lives, NOW + 101, NOW)
     assert event == ev.LeaseOrphaned(lease="es-1", reason="it expired: it was not renewed")
     evolve_leases(leases, ev.LeaseRenewed(lease="es-1", expires=NOW + 200))
-    assert decisions.orphans(leases.values(), {7: batch()}, lives, NOW + 101) == []
+    assert decisions.orphans(leases.values(), {7: batch()}, lives, NOW + 101, NOW) == []
+
+
+def test_an_expiry_counts_when_runners_had_time_to_tell_of_a_renewal() -> None:
+    """While there was no coordinator, or no log, they could not."""
+    assert GRACE_SECONDS > 3 * RESEND_SECONDS
+    leases, lives = folded(taken(), HELD), {("runner-0", 2): life()}
+    told = NOW + 500
+    for now, n in ((told, 0), (told + GRACE_SECONDS - 1, 0), (told + GRACE_SECONDS + 1, 1)):
+        assert len(decisions.orphans(leases.values(), {7: batch()}, lives, now, told)) == n
+    assert decisions.orphans(leases.values(), {7: batch()}, lives, NOW + 1000, math.inf) == [], "they were not asked"
+    assert len(decisions.orphans(leases.values(), {}, lives, NOW, math.inf)) == 1, "what is over is over at once"
 
 
 # --- what came of releasing -----------------------------------------------------------------------------------------
 def test_a_creation_that_nobody_heard_the_end_of_is_looked_for_again_when_it_is_over() -> None:
     """What was asked for may still be made after nothing was found."""
     unknown, known = folded(taken(), ORPHANED)["es-1"], folded(taken(), HELD, ORPHANED)["es-1"]
-    assert decisions.released(unknown, "", 0, NOW + 59) == []
-    assert decisions.released(unknown, "", 0, NOW + 60) == [ev.LeaseReleased(lease="es-1", by="coordinator")]
-    assert decisions.released(known, "", 0, NOW + 1) == [ev.LeaseReleased(lease="es-1", by="coordinator")]
-    assert decisions.released(None, "", 0, NOW) == [], "its owner was faster"
+    done: list[ev.Event] = [ev.LeaseReleased(lease="es-1", by="coordinator")]
+    assert decisions.released(unknown, unknown, NOW + 59, "", 0) == []
+    assert decisions.released(unknown, unknown, NOW + 60, "", 0) == done
+    assert decisions.released(known, known, NOW + 1, "", 0) == done
+    assert decisions.released(known, unknown, NOW + 1, "", 0) == [], "the provider was given no handle"
+    assert decisions.released(None, unknown, NOW, "", 0) == [], "its owner was faster"
 
 
 def test_failures_are_recorded_ever_more_rarely_and_when_they_change() -> None:
     leases, recorded = folded(taken(), HELD, ORPHANED), []
     for tries in range(1, 70):
         error = "refused" if tries != 40 else "away"
-        for event in decisions.released(leases["es-1"], error, tries, NOW):
+        for event in decisions.released(leases["es-1"], leases["es-1"], NOW, error, tries):
             evolve_leases(leases, event)
             recorded.append(tries)
     assert recorded == [1, 2, 4, 8, 16, 32, 40, 41, 64]
@@ -190,6 +205,30 @@ def test_one_that_may_not_be_taken_is_an_error_where_it_was_asked_for() -> None:
     reports.acknowledge(LeaseReply(2, group.number, {"es-1": "its batch ended"}))
     with pytest.raises(WorkflowError, match="its batch ended"):
         waits.result(0)
+
+
+def test_one_that_is_left_before_it_was_in_the_log_is_wanted_no_more() -> None:
+    """Nothing was made of it: what is sent again would only take it once more."""
+    reports, waits = LeaseReports("runner-0", 2), Future[None]()
+    reports.put(TAKEN, waits)
+    reports.put(change("held", handle="box-1"), Future())
+    reports.gathered(None, 0.0)
+    reports.put(change("left", reason="r"), Future())
+    with pytest.raises(WorkflowError, match="was left"):
+        waits.result(0)
+    reports.gathered(None, 0.0)
+    assert [[c.what for c in group.changes] for group in reports.due(0.0, anew=True)] == [["held"], ["left"]]
+    reports.acknowledge(LeaseReply(2, 1, {}))
+    assert [group.number for group in reports.due(0.0, anew=True)] == [2]
+
+
+def test_what_can_not_be_grouped_takes_nothing_with_it() -> None:
+    reports = LeaseReports("runner-0", 2)
+    reports.put(TAKEN, Future())
+    reports.put(change("held", handle=object()), Future())
+    with pytest.raises(TypeError):
+        reports.gathered(None, 0.0)
+    assert [c.what for c in reports._waiting] == ["taken", "held"]
 
 
 @given(st.lists(st.sampled_from(["put", "send", "lose", "ack", "wait", "anew"]), max_size=40))

@@ -1,0 +1,332 @@
+"""Leases on the run's side: what it tells and when, with providers of all kinds; no actor, no log."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from tests.helpers.lease_providers import ASKED, LATE, RELEASED
+from trinity_es import Experience, Task, Workflow
+from trinity_es.actors.engines.interface import Engine, EngineConfig
+from trinity_es.actors.message_sizes import ERROR_LENGTH
+from trinity_es.actors.messages import LeaseChange, UnitAssignment
+from trinity_es.actors.rollout.leases import Lease, RunLeases
+from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
+from trinity_es.actors.runner.lease_reports import LeaseReports, UnitLeases
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import ConfigError, StartupError, WorkflowError
+from trinity_es.events.secrets import SecretFile
+from trinity_es.testing import ScriptedEngine, wait_until
+
+PROVIDERS = "tests.helpers.lease_providers"
+PROVIDER = f"{PROVIDERS}:Kept"
+
+
+class Told:
+    """A recorder; what is taken is in the log at once, or (`late`) when the test says so."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.late = False
+        self.waiting: list[Future[None]] = []
+
+    def report(self, *, lease: str, what: Any, run: int, **more: Any) -> Future[None]:
+        self.said.append(what)
+        done: Future[None] = Future()
+        done.set_running_or_notify_cancel()
+        if self.late and what == "taken":
+            self.waiting.append(done)
+        else:
+            done.set_result(None)
+        return done
+
+
+def test_nothing_is_made_before_its_lease_is_in_the_log(tmp_path: Path) -> None:
+    async def work() -> None:
+        told = Told()
+        told.late = True
+        entering = asyncio.ensure_future(Lease(RunLeases(told), PROVIDER, {"folder": str(tmp_path)}).__aenter__())
+        while not told.waiting:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        assert list(tmp_path.iterdir()) == []
+        told.waiting[0].set_result(None)
+        held = await entering
+        assert [p.name for p in tmp_path.iterdir()] == [held.key]
+        assert held.handle == f"of {held.key}"
+        await held.__aexit__()
+        assert list(tmp_path.iterdir()) == []
+        assert told.said == ["taken", "held", "released"]
+
+    asyncio.run(work())
+
+
+def test_nothing_is_made_when_nobody_would_look_for_it_any_more(tmp_path: Path) -> None:
+    """The coordinator was away for longer than the creation may take."""
+    told = Told()
+    told.late = True
+    wanted = Lease(RunLeases(told), PROVIDER, {"folder": str(tmp_path)}, creation_timeout=0.05)
+    with ThreadPoolExecutor(1) as thread:
+        entering = thread.submit(wanted.__enter__)
+        wait_until(lambda: told.waiting, "it to be taken")
+        time.sleep(0.1)
+        told.waiting[0].set_result(None)
+        with pytest.raises(StartupError, match="creation_timeout"):
+            entering.result(10)
+    assert told.said == ["taken", "left"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("cls", "how", "error", "says"), [
+    ("Kept", "refuses", ConnectionError, "no sandbox today"),
+    ("AsyncKept", "refuses", ConnectionError, "no sandbox today"),
+    ("AsyncKept", "secret", WorkflowError, "looks like a secret"),
+    ("AsyncKept", "large", WorkflowError, "8,192 are the most"),
+    ("AsyncKept", "slow", StartupError, r"nothing within 0.2 s \(creation_timeout\)"),
+    ("AsyncKept", "times out", TimeoutError, "its own"),
+    ("Kept", "times out", TimeoutError, "its own"),
+])
+@pytest.mark.parametrize("by", ["async with", "with"])
+@pytest.mark.timeout(30)
+def test_what_can_not_be_made_is_left_to_be_looked_for(
+    tmp_path: Path, by: str, cls: str, how: str, error: type[Exception], says: str
+) -> None:
+    told = Told()
+    wanted = Lease(
+        RunLeases(told), f"{PROVIDERS}:{cls}", {"folder": str(tmp_path), "how": how}, creation_timeout=0.2
+    )
+
+    with pytest.raises(error, match=says):
+        enter(wanted, by)
+    assert told.said == ["taken", "left"]
+
+
+def enter(wanted: Lease, by: str) -> None:
+    async def use() -> None:
+        async with wanted:
+            pass
+
+    if by == "async with":
+        asyncio.run(use())
+    else:
+        with wanted:
+            pass
+
+
+@pytest.mark.parametrize(("by", "cls", "how"), [
+    ("with", "Kept", "takes its time"), ("with", "AsyncKept", "is not stopped"),
+    ("async with", "AsyncKept", "is not stopped"),
+])
+@pytest.mark.timeout(30)
+def test_what_is_made_too_late_is_released_by_its_handle(tmp_path: Path, by: str, cls: str, how: str) -> None:
+    """`create` can't be stopped in its thread, and need not end when it is cancelled."""
+    told = Told()
+    args = {"folder": str(tmp_path), "how": how}
+    wanted = Lease(RunLeases(told), f"{PROVIDERS}:{cls}", args, creation_timeout=0.2)
+    with pytest.raises(StartupError, match="creation_timeout"):
+        enter(wanted, by)
+    assert (wanted.key, f"of {wanted.key}") in RELEASED
+    assert told.said == ["taken", "left"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("why", ["its time is over", "its run is cancelled"])
+@pytest.mark.timeout(60)
+def test_what_a_thread_makes_when_nobody_waits_any_more_is_released_by_its_handle(tmp_path: Path, why: str) -> None:
+    told = Told()
+    wanted = Lease(
+        RunLeases(told), PROVIDER, {"folder": str(tmp_path), "how": "late"},
+        creation_timeout=0.2 if why == "its time is over" else 60.0,
+    )
+    LATE.clear()
+
+    async def work() -> None:
+        entering = asyncio.ensure_future(wanted.__aenter__())
+        if why == "its run is cancelled":
+            async with asyncio.timeout(30):
+                while wanted.key not in ASKED:
+                    await asyncio.sleep(0.01)
+            entering.cancel()
+        with pytest.raises((StartupError, asyncio.CancelledError)):
+            await entering
+        LATE.set()
+
+    asyncio.run(work())
+    wait_until(lambda: (wanted.key, f"of {wanted.key}") in RELEASED, "what was made to be released")
+    assert told.said == ["taken", "left"]
+    assert list(tmp_path.iterdir()) == []
+
+
+class Refused(RunLeases):
+    """The leases of a run in a worker process, whose runner finds a secret of its task in each handle."""
+
+    def report(self, lease: str, what: str, **more: Any) -> Future[None]:
+        done = super().report(lease, what, **more)
+        if what == "held":
+            done = Future()
+            done.set_exception(WorkflowError("it holds a secret of a task"))
+        return done
+
+
+@pytest.mark.parametrize("by", ["async with", "with"])
+@pytest.mark.parametrize("cls", ["Kept", "AsyncKept"])
+def test_a_handle_that_must_not_be_told_is_an_error_where_it_is_made(tmp_path: Path, by: str, cls: str) -> None:
+    told = Told()
+    with pytest.raises(WorkflowError, match="holds a secret"):
+        enter(Lease(Refused(told), f"{PROVIDERS}:{cls}", {"folder": str(tmp_path)}), by)
+    assert told.said[-1] == "left"
+
+
+class FarAway(RunLeases):
+    """The leases of a run in a worker process: what is told is there a moment later, or never where nobody waits."""
+
+    def report(self, lease: str, what: str, **more: Any) -> Future[None]:
+        done: Future[None] = Future()
+        threading.Timer(0.1, lambda: done.set_result(super(FarAway, self).report(lease, what, **more).result())).start()
+        return done
+
+
+@pytest.mark.parametrize("how", ["async with", "with"])
+@pytest.mark.parametrize("trouble", ["refuses", "fails"])
+def test_what_is_left_was_heard_before_its_run_goes_on_to_its_end(tmp_path: Path, how: str, trouble: str) -> None:
+    told = Told()
+    wanted = Lease(FarAway(told), f"{PROVIDERS}:Kept", {"folder": str(tmp_path), "how": trouble})
+
+    with contextlib.suppress(ConnectionError):
+        enter(wanted, how)
+    assert told.said[-1] == "left"
+
+
+def test_a_run_that_ends_leaves_what_it_did_not_release_and_takes_no_more(tmp_path: Path) -> None:
+    told = Told()
+    run = RunLeases(told)
+
+    async def work() -> None:
+        await Lease(run, PROVIDER, {"folder": str(tmp_path)}).__aenter__()
+        run.close()
+        assert told.said == ["taken", "held", "left"]
+        with pytest.raises(WorkflowError, match="it can take no lease"):
+            await Lease(run, PROVIDER, {"folder": str(tmp_path)}).__aenter__()
+
+    asyncio.run(work())
+    assert len(list(tmp_path.iterdir())) == 1, "nothing was made for it"
+
+
+@pytest.mark.parametrize(("provider", "args", "says"), [
+    (f"{PROVIDERS}:Gone", {}, "can't be imported"),
+    (f"{PROVIDERS}:Half", {}, "has no release"),
+    (PROVIDER, {}, "can't be built"),
+])
+def test_a_class_that_is_no_provider_takes_no_lease(provider: str, args: dict[str, Any], says: str) -> None:
+    told = Told()
+    with pytest.raises(ConfigError, match=says), Lease(RunLeases(told), provider, args):
+        pass
+    assert told.said == []
+
+
+@pytest.mark.parametrize(("ttl", "creation_timeout"), [(1.0, 1.0), (60.0, 61.0), (60.0, 0.0), (float("nan"), 1.0)])
+def test_times_that_can_not_be_are_refused(ttl: float, creation_timeout: float) -> None:
+    with pytest.raises(WorkflowError, match="creation_timeout"):
+        Lease(RunLeases(), PROVIDER, ttl=ttl, creation_timeout=creation_timeout)
+
+
+def test_with_stops_no_loop(tmp_path: Path) -> None:
+    async def work() -> None:
+        with pytest.raises(WorkflowError, match="use `async with`"):
+            Lease(RunLeases(), PROVIDER, {"folder": str(tmp_path)}).__enter__()
+
+    asyncio.run(work())
+
+
+class Alone(Workflow):
+    """Takes two at once, and notes what was there meanwhile."""
+
+    def run(self) -> list[Experience]:
+        folder = self.task.workflow_args["folder"]
+        with self.lease(PROVIDER, {"folder": folder}), self.lease(f"{PROVIDERS}:AsyncKept", {"folder": folder}):
+            there = len(list(Path(folder).iterdir()))
+        return [Experience(tokens=[1, 2], prompt_length=1, reward=1.0, metrics={"there": there})]
+
+
+def test_without_a_system_the_same_workflow_plays(tmp_path: Path) -> None:
+    async def work() -> None:
+        engine = ScriptedEngine(EngineConfig(model_path=""))
+        await engine.start()
+        task = Task(workflow=Alone, workflow_args={"folder": str(tmp_path)}, batch_id=1, task_id=0)
+        status, experiences = await WorkflowRunner(cast(Engine, engine)).run_task(task, 1)
+        assert status.ok, status.message
+        assert experiences[0].metrics is not None
+        assert experiences[0].metrics["there"] == 2
+
+    asyncio.run(work())
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- on the way to the coordinator ------------------------------------------------------------------------------------
+class Owner:
+    """A runner, as far as it takes what its runs tell."""
+
+    def __init__(self) -> None:
+        self.leases = LeaseReports("runner-0", 1)
+
+    def post(self, call: Callable[[], None]) -> None:
+        call()
+
+    def lease_changed(self, change: LeaseChange, recorded: Future[None]) -> None:
+        self.leases.put(change, recorded)
+
+    def sent(self) -> list[LeaseChange]:
+        return [change for group in self.leases.gathered(None, 0.0) for change in group.changes]
+
+
+@pytest.fixture
+def owner() -> Owner:
+    return Owner()
+
+
+@pytest.fixture
+def unit(owner: Owner, tmp_path: Path) -> UnitLeases:
+    """Of a task with a secret."""
+    secrets = SecretFile(tmp_path)
+    assert secrets.reveal(secrets.hide({"api_key": SECRET})) == {"api_key": SECRET}
+    item = UnitAssignment(7, "s", ev.Unit(task=0, run_id_base=0, runs=1, attempt=1), None)
+    return UnitLeases(cast(Any, owner), item, secrets)
+
+
+SECRET = "quite plain \"words\""
+
+
+def test_no_text_of_a_provider_keeps_what_others_tell(owner: Owner, unit: UnitLeases) -> None:
+    """A file's name in it need not be UTF-8, and a library may say a lot."""
+    unit.report(lease="es-1", what="left", run=0, reason="no file \udcff " + "x" * 100_000)
+    unit.report(lease="es-2", what="held", run=0, handle="box")
+    left, held = owner.sent()
+    assert left.reason.startswith("no file ? xxx")
+    assert len(left.reason) == ERROR_LENGTH
+    assert held.handle == "box"
+
+
+def test_no_secret_of_a_task_is_told(
+    owner: Owner, unit: UnitLeases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SANDBOX_API_KEY", "plainer-words")
+    for what, more in (("taken", {"args": {"deep": [f"it is {SECRET}"]}}), ("held", {"handle": {SECRET: 1}})):
+        with pytest.raises(WorkflowError, match="holds a secret of a task"):
+            unit.report(lease="es-1", what=what, run=0, **more)
+    unit.report(lease="es-1", what="left", run=0, reason=f"401: {SECRET}, plainer-words")
+    assert [(c.what, c.reason) for c in owner.sent()] == [("left", "401: ***, ***")]
+
+
+def test_what_could_not_be_sent_is_refused_where_it_is_told(owner: Owner, unit: UnitLeases) -> None:
+    for handle in (object(), "x" * 10_000, "\udcff"):
+        with pytest.raises(WorkflowError, match="handle"):
+            unit.report(lease="es-1", what="held", run=0, handle=handle)
+    assert owner.sent() == []

@@ -1,0 +1,91 @@
+"""Lease providers that keep what they make as files, and that go wrong as they are told to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+__all__ = ["ASKED", "LATE", "RELEASED", "AsyncKept", "Half", "Kept"]
+
+LATE = threading.Event()
+"""What is made late is made when this is set."""
+ASKED: list[str] = []
+"""Keys of all that this process was asked to make."""
+RELEASED: list[tuple[str, str | None]] = []
+"""Key and handle of all that this process released."""
+
+
+class Kept:
+    """A provider that keeps what it made in a folder: a file for each, named by its key."""
+
+    def __init__(self, folder: str, how: str = "") -> None:
+        self.folder, self.how = Path(folder), how
+
+    def create(self, key: str, ttl: float) -> str:
+        ASKED.append(key)
+        match self.how:
+            case "late":
+                LATE.wait(30)
+            case "takes its time":
+                time.sleep(0.4)
+            case "refuses":
+                (self.folder / key).touch()
+                raise ConnectionError("no sandbox today")
+            case "times out":
+                raise TimeoutError("its own")
+        (self.folder / key).touch()
+        return {"secret": "hf_" + "a" * 24, "large": "x" * 10_000}.get(self.how, f"of {key}")
+
+    def release(self, key: str, handle: str | None) -> None:
+        print("released", key)  # noqa: T201  # a provider may
+        match self.how:
+            case "hangs":
+                time.sleep(60)
+            case "hangs with a child":  # a command that waits for a daemon
+                child = subprocess.Popen(["sleep", "600"])
+                (self.folder / "child").write_text(str(child.pid))
+                child.wait()
+            case "leaves a child":  # as what goes into the background does, with all that was open
+                if (pid := os.fork()) == 0:
+                    os.setsid()
+                    time.sleep(600)
+                    os._exit(0)
+                (self.folder / "child").write_text(str(pid))
+            case "says a key":
+                raise ConnectionError(f"401: {os.environ['SANDBOX_API_KEY']} sk-{'a' * 24} https://me:hunter22@host/x")
+            case "exits":
+                os._exit(3)
+            case "fails" | "refuses to end":
+                raise ConnectionError("out of order")
+        (self.folder / key).unlink(missing_ok=True)
+        RELEASED.append((key, handle))
+
+
+class AsyncKept(Kept):
+    """The same, to be awaited."""
+
+    async def create(self, key: str, ttl: float) -> str:  # type: ignore[override]  # either is a provider
+        match self.how:
+            case "slow":
+                await asyncio.sleep(60)
+            case "is not stopped":
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(60)
+        return super().create(key, ttl)
+
+    async def release(self, key: str, handle: str | None) -> None:  # type: ignore[override]
+        if self.how == "hangs":
+            await asyncio.sleep(60)
+        super().release(key, handle)
+
+
+class Half:
+    """No provider."""
+
+    def create(self, key: str, ttl: float) -> str:
+        return key

@@ -1,0 +1,25 @@
+"""The timers of an actor, fired by a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+__all__ = ["Timers"]
+
+
+class Timers:
+    """What a `TimerHost` has for timers. `timers` are those that are armed; `delays` the seconds of all that were."""
+
+    def __init__(self) -> None:
+        self.timers: dict[str, Callable[[], None]] = {}
+        self.delays: list[float] = []
+
+    def after(self, seconds: float, name: str, call: Callable[[], None]) -> None:
+        self.timers[name] = call
+        self.delays.append(seconds)
+
+    def cancel(self, name: str) -> None:
+        self.timers.pop(name, None)
+
+    def has_timer(self, name: str) -> bool:
+        return name in self.timers
