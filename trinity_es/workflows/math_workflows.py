@@ -84,11 +84,10 @@ class MathBoxedWorkflow(SimpleWorkflow):
             return generate([self.format_prompt()], **self.rollout_args)
         return super()._ask(chat, generate)
 
-    def _judge(self, answer: Experience) -> Any:
-        return self.reward_fn(
-            response=answer.response_text, truth=self.truth, with_think=self.with_think,
-            format_score_coef=self.format_score_coef, response_token=answer.tokens[answer.prompt_length :].tolist(),
-        )
+    def _known(self, answer: Experience) -> dict[str, Any]:
+        known = super()._known(answer)
+        return {**known, "with_think": self.with_think, "format_score_coef": self.format_score_coef,
+                "response_token": known["completion_ids"]}
 
     def _kept(self, answers: list[Experience], said: list[Any]) -> list[Experience]:
         kept = super()._kept(answers, said)
@@ -131,10 +130,11 @@ class AsyncMathEvalWorkflow(AsyncSimpleWorkflow, MathEvalWorkflow):
 
 
 class MathRMWorkflow(SimpleWorkflow):
-    """For rewards that are called with the answer's experience, the messages, and `ground_truth`: reward models."""
+    """For rewards that ask for `answer` (its Experience), `messages` and `ground_truth`: reward models."""
 
-    def _judge(self, answer: Experience) -> Any:
-        return self.reward_fn(answer, self.format_messages(), ground_truth=self.truth)
+    def _known(self, answer: Experience) -> dict[str, Any]:
+        return {**super()._known(answer), "answer": answer, "messages": self.format_messages(),
+                "ground_truth": self.truth}
 
 
 class AsyncMathRMWorkflow(AsyncSimpleWorkflow, MathRMWorkflow):

@@ -14,7 +14,7 @@ from typing import Any
 
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
-from trinity_es.workflows.rewards import RewardFn, as_parts, reward_of
+from trinity_es.workflows.rewards import RewardFn, as_parts, known_of, reward_of, value_of
 from trinity_es.workflows.workflow import Workflow
 
 __all__ = ["AsyncSimpleWorkflow", "RewardFn", "SimpleWorkflow"]
@@ -63,14 +63,17 @@ class SimpleWorkflow(Workflow):
 
     def _judge(self, answer: Experience) -> Any:
         """Return what the reward says of an answer, or something to await."""
-        return self.reward_fn(response=answer.response_text, truth=self.truth)
+        return self.reward_fn(**self._known(answer))
+
+    def _known(self, answer: Experience) -> dict[str, Any]:
+        """Return what its reward may know of an answer, by keyword."""
+        return {**known_of(answer), "prompt": self.task_desc, "truth": self.truth}
 
     def _rewarded(self, answers: list[Experience]) -> list[Experience]:
         said: list[Any] = []
         for answer in answers:
             try:
-                one = self._judge(answer)
-                said.append(asyncio.run(one) if inspect.iscoroutine(one) else one)
+                said.append(value_of(self._judge(answer)))
             except Exception as e:
                 said.append(e)
         return self._kept(answers, said)
