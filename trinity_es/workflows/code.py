@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +137,10 @@ def _cpu_seconds() -> float:
 class CodeWorkflow(SimpleWorkflow):
     """Asks for a Python program; reward: `code_reward`."""
 
+    default_reward = "code_reward"
+
     def reset(self, task: Task) -> None:
-        super().reset(replace(task, reward_fn=task.reward_fn or "code_reward"))
+        super().reset(task)
         if self.system_prompt is None:
             self.system_prompt = _PROMPT
 

@@ -31,6 +31,7 @@ def _grader() -> Any:
 class _Math(RewardFn):
     grader_timeout = GRADER_SECONDS
     grader_imports = _GRADER
+    needs: tuple[str, str] | None = ("math_verify", "math")
 
     def __init__(self, **kwargs: Any) -> None:
         pass
@@ -60,6 +61,7 @@ class FormatReward(_Math):
     """
 
     grader_imports = ""
+    needs = None
 
     def __init__(self, pattern: str | None = None) -> None:
         self.pattern = pattern or r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$"

@@ -47,6 +47,8 @@ class RewardFn(ABC):
     `reward_fn_args`; None: it is called in place."""
     grader_imports: str = ""
     """A module that this process has imported beforehand; empty: the reward's own."""
+    needs: tuple[str, str] | None = None
+    """A module that is not in the base package, and the extra that it comes with: looked for before a run starts."""
 
     @abstractmethod
     def __init__(self, **kwargs: Any) -> None: ...

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from trinity_es.events.experience import Experience
@@ -29,12 +30,16 @@ class SimpleWorkflow(Workflow):
 
     can_reset = True
     can_repeat = True
+    default_reward: str | None = None
+    """The registered reward of tasks that name none."""
 
     def __init__(self, *, task: Task, model: Any, auxiliary_models: Sequence[Any] | None = None) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
         self.reset(task)
 
     def reset(self, task: Task) -> None:
+        if task.reward_fn is None:
+            task = replace(task, reward_fn=self.default_reward)
         self.task = task
         self.format_args, self.reward_fn_args, self.raw_task = task.format_args, task.reward_fn_args, task.raw_task
         self.system_prompt, self.reply_prefix = (task.format_args.get(k) for k in ("system_prompt", "reply_prefix"))
