@@ -16,6 +16,7 @@ import pytest
 from tests.helpers.paths import ROOT
 from trinity_es.config.config import Config, ConfigError, UnknownWorkflow, load_config
 from trinity_es.config.config_docs import describe
+from trinity_es.workflows.math_rewards import _Math
 
 
 def write(folder: Path, text: str) -> Path:
@@ -390,6 +391,23 @@ def test_check_refuses_names_that_nobody_registered(tmp_path: Path) -> None:
     named = text.replace("singel_turn", "single_turn, reward_fn: math_rewrad")
     assert checked(tmp_path, named)[0].startswith(f"{key}: there is no 'math_rewrad' (known: accuracy_reward, ")
     assert len(checked(tmp_path, named.replace("rewrad", "reward"))) == 1
+
+
+def test_check_tells_what_to_install_for_the_reward_that_a_workflow_brings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl").write_text("{}")
+    text = SCRIPTED + "buffer: {explorer_input: {tasksets: [{name: a, path: a.jsonl, workflow: %s}]}}"
+    brought, named = text % "async_math_workflow", text % "single_turn, reward_fn: gsm8k_reward"
+    own = text % "math_workflow, reward_fn: format_reward"
+    monkeypatch.setattr(_Math, "needs", ("json", "math"))
+    for config in (brought, named, own):
+        load_config(write(tmp_path, config)).check()
+    monkeypatch.setattr(_Math, "needs", ("not_installed_here", "math"))
+    says = "needs the package not_installed_here: pip install \"trinity-es[math]\""
+    assert checked(tmp_path, brought) == [f"buffer.explorer_input.tasksets[0]: math_reward {says}"]
+    assert checked(tmp_path, named) == [f"buffer.explorer_input.tasksets[0]: gsm8k_reward {says}"]
+    load_config(write(tmp_path, own)).check()
 
 
 # --- auxiliary models -----------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine
 
 WORKFLOWS: list[type[Any]] = [SingleTurnWorkflow, SimpleWorkflow, AsyncSimpleWorkflow]
+"""All others, with processes: tests/full/workflows/test_every_reward.py."""
 ROW = {"prompt": "How many a?", "answer": "2", "letter": "a"}
 CHAT = [{"role": "user", "content": "How many a?"}]
 
@@ -70,14 +71,16 @@ def test_a_reward_of_trl_is_called_as_trl_calls_it(
     assert found[0].metrics["reward"] == expected
 
 
-def test_a_reward_gets_the_ids_of_its_completion() -> None:
+@pytest.mark.parametrize("workflow", WORKFLOWS)
+def test_a_reward_gets_the_ids_of_its_completion(workflow: type[Any]) -> None:
     seen: list[list[int]] = []
 
-    def ids(completions: list[str], completion_ids: list[list[int]]) -> list[float]:
+    def ids(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        assert kwargs["completions"] == ["aab"]
         seen.extend(completion_ids)
         return [1.0]
 
-    status, found = played(SingleTurnWorkflow, ids)
+    status, found = played(workflow, ids)
     assert status.ok, status.message
     assert seen == [e.tokens[e.prompt_length :].tolist() for e in found]
 

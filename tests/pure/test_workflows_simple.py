@@ -25,7 +25,7 @@ class Share(RewardFn):
         self.scale = scale
 
     def __call__(self, **kwargs: Any) -> dict[str, float]:
-        assert set(kwargs) == {"response", "truth"}
+        assert set(kwargs) == {"response", "prompt", "truth", "completion_ids"}
         return {"share": self.scale * kwargs["response"].count(kwargs["truth"]), "bonus": 0.5}
 
 

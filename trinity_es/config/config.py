@@ -163,7 +163,7 @@ class Config(Section):
         from trinity_es.actors.coordinator.delivery.outputs import OUTPUTS, build_outputs
         from trinity_es.actors.coordinator.delivery.pipeline import Pipeline
         from trinity_es.actors.coordinator.handlers.experiences import PRIORITIES, priority_of
-        from trinity_es.workflows.registry import REWARD_FUNCTIONS, WORKFLOWS
+        from trinity_es.workflows.registry import REWARD_FUNCTIONS, WORKFLOWS, missing_package
 
         problems: list[str] = []
         workflows: list[str] = []
@@ -181,8 +181,12 @@ class Config(Section):
                 for i, taskset in enumerate(getattr(self.buffer.explorer_input, group)):
                     key = f"buffer.explorer_input.{group}[{i}]"
                     problems += _taskset_problem(key, taskset)
-                    workflows += _import_problem(f"{key}.workflow", taskset.workflow, WORKFLOWS.names())
-                    problems += _import_problem(f"{key}.reward_fn", taskset.reward_fn, REWARD_FUNCTIONS.names())
+                    unknown = _import_problem(f"{key}.workflow", taskset.workflow, WORKFLOWS.names())
+                    wrong = _import_problem(f"{key}.reward_fn", taskset.reward_fn, REWARD_FUNCTIONS.names())
+                    if not (unknown or wrong) and (missing := missing_package(taskset.workflow, taskset.reward_fn)):
+                        wrong = [f"{key}: {missing}"]
+                    workflows += unknown
+                    problems += wrong
             for i, operator in enumerate(self.buffer.pipeline.operators):
                 key, entry = f"buffer.pipeline.operators[{i}]", operator.model_dump()
                 problems += _build_problem(key, "name", operator.name, OPERATORS, partial(Pipeline, [entry]))

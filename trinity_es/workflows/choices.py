@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import replace
 from string import ascii_uppercase
 from typing import Any
 
@@ -48,6 +47,8 @@ class MultipleChoiceWorkflow(SimpleWorkflow):
     Answer` and `Incorrect Answer 1` to `3`, whose order is drawn from the question, the same for everybody.
     """
 
+    default_reward = "multiple_choice_reward"
+
     def reset(self, task: Task) -> None:
         row = task.raw_task or {}
         self.question: Any
@@ -56,7 +57,7 @@ class MultipleChoiceWorkflow(SimpleWorkflow):
             task.task_desc, row.get("choices"), task.truth)
         if not isinstance(self.choices, list | tuple) or not 2 <= len(self.choices) <= len(ascii_uppercase):
             raise DataError("the row has no list of 2 to 26 'choices'")
-        super().reset(replace(task, reward_fn=task.reward_fn or "multiple_choice_reward"))
+        super().reset(task)
         self.truth = _letter(answer)
 
     def format_messages(self) -> list[dict[str, Any]]:

@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,32 +44,49 @@ class CodeReward(RewardFn):
 
     The program is the last ```python block of the response, else its last block, else all of it. The truth is a list of
     tests (`assert add(1, 2) == 3`), which find the program's names, or one text of them; or `{"inputs": [...],
-    "outputs": [...]}`, texts that the program reads and is to print; or JSON of these. Each program may take `seconds`
-    of CPU time and `memory` MiB.
+    "outputs": [...]}`, texts that the program reads and is to print; or JSON of these. Each test may take `seconds` of
+    CPU time and `memory` MiB; all together `total_seconds`, where one that hangs counts with all its time: tests that
+    are left then are failed.
     """
 
-    grader_timeout = 120.0
+    @staticmethod
+    def grader_timeout(seconds: float = 4.0, total_seconds: float = 100.0, **kwargs: Any) -> float:
+        """Return more seconds than judging takes where programs get a quarter of a core or more."""
+        return 4 * total_seconds + _longest(seconds) + 30
 
-    def __init__(self, seconds: float = 4.0, memory: int = 1024, partial: bool = False, **kwargs: Any) -> None:
-        self.seconds, self.memory, self.partial = seconds, memory, partial
+    def __init__(
+        self, seconds: float = 4.0, memory: int = 1024, partial: bool = False, total_seconds: float = 100.0,
+        **kwargs: Any,
+    ) -> None:
+        self.seconds, self.memory, self.partial, self.total_seconds = seconds, memory, partial, total_seconds
 
     def __call__(self, response: str, truth: Any = None, **kwargs: Any) -> dict[str, float]:
         checks = _checks(truth)
         program, passed = _program(response), 0
         with tempfile.TemporaryDirectory(prefix="judged-") as folder:
+            judge = _Judge(Path(folder), self.seconds, self.memory)
             for check in checks:
-                right = check(self, program, Path(folder))
+                right = check(judge, program)
                 passed += right
-                if not right and not self.partial:
+                if (not right and not self.partial) or judge.spent > self.total_seconds:
                     break
         return {"accuracy": passed / len(checks) if self.partial else float(passed == len(checks))}
 
-    def run(self, folder: Path, read: str, *files: str) -> str | None:
+
+class _Judge:
+    """Runs one program, test by test, in a folder. `spent` is what that took: CPU time, or all time where it hung."""
+
+    def __init__(self, folder: Path, seconds: float, memory: int) -> None:
+        self.folder, self.seconds, self.memory = folder, seconds, memory
+        self.spent = 0.0
+
+    def run(self, read: str, *files: str) -> str | None:
         """Return what a program printed; None where it failed. Raises TimeoutError where the machine is too busy."""
         script = str(Path(__file__).with_name("judged_program.py"))
-        where = folder / "run"
+        folder, where = self.folder, self.folder / "run"
         where.mkdir(exist_ok=True)
         (folder / "stdin").write_text(read, errors="surrogatepass")
+        before, hung = _cpu_seconds(), 0.0
         with (folder / "stdin").open("rb") as given, (folder / "stdout").open("wb") as printed:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-B", script, *files], stdin=given, stdout=printed, stderr=subprocess.DEVNULL,
@@ -78,16 +94,17 @@ class CodeReward(RewardFn):
                 start_new_session=True, preexec_fn=self._limited(os.getpid()),
             )
             try:
-                status = process.wait(4 * self.seconds + 2)
+                status = process.wait(_longest(self.seconds))
             except subprocess.TimeoutExpired:
                 if _state(process.pid) != "S":  # it wants to go on, and never got its CPU time
                     had = f"the machine had less than {self.seconds:g} s of CPU time for a program"
                     raise TimeoutError(had) from None
-                status = None
+                status, hung = None, _longest(self.seconds)
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+        self.spent += hung or _cpu_seconds() - before
         return (folder / "stdout").read_text(errors="replace") if status == 0 else None
 
     def _limited(self, parent: int) -> Callable[[], None]:
@@ -105,11 +122,25 @@ class CodeReward(RewardFn):
         return limit
 
 
+def _longest(seconds: float) -> float:
+    """Return how long a test with so much CPU time is waited for: where it waits for nothing, a quarter of a core does.
+    """
+    return 4 * seconds + 2
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU time of all processes that this one started and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 class CodeWorkflow(SimpleWorkflow):
     """Asks for a Python program; reward: `code_reward`."""
 
+    default_reward = "code_reward"
+
     def reset(self, task: Task) -> None:
-        super().reset(replace(task, reward_fn=task.reward_fn or "code_reward"))
+        super().reset(task)
         if self.system_prompt is None:
             self.system_prompt = _PROMPT
 
@@ -118,7 +149,7 @@ class AsyncCodeWorkflow(AsyncSimpleWorkflow, CodeWorkflow):
     """The same on the engine's loop, run by run."""
 
 
-_Check = Callable[[CodeReward, str, Path], bool]
+_Check = Callable[[_Judge, str], bool]
 
 
 def _checks(truth: Any) -> list[_Check]:
@@ -142,17 +173,17 @@ def _checks(truth: Any) -> list[_Check]:
 
 
 def _asserting(test: str) -> _Check:
-    def check(reward: CodeReward, program: str, folder: Path) -> bool:
+    def check(judge: _Judge, program: str) -> bool:
         verdict = secrets.token_hex(16)
-        printed = reward.run(folder, f"{verdict}\n", *_files(folder, program, test))
+        printed = judge.run(f"{verdict}\n", *_files(judge.folder, program, test))
         return printed is not None and printed.rstrip().endswith(verdict)
 
     return check
 
 
 def _printing(read: Any, wanted: Any) -> _Check:
-    def check(reward: CodeReward, program: str, folder: Path) -> bool:
-        printed = reward.run(folder, _lines(read), *_files(folder, program))
+    def check(judge: _Judge, program: str) -> bool:
+        printed = judge.run(_lines(read), *_files(judge.folder, program))
         return printed is not None and printed.split() == _lines(wanted).split()
 
     return check

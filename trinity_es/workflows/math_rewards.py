@@ -31,6 +31,7 @@ def _grader() -> Any:
 class _Math(RewardFn):
     grader_timeout = GRADER_SECONDS
     grader_imports = _GRADER
+    needs: tuple[str, str] | None = ("math_verify", "math")
 
     def __init__(self, **kwargs: Any) -> None:
         pass
@@ -49,7 +50,7 @@ class AccuracyReward(_Math):
         else:
             answer = grader.parsed_latex(response, answer=True)
             gold = grader.parsed_latex(truth, answer=False) or truth
-        return {"accuracy": float(grader.equal(answer, gold))}
+        return {"accuracy": float(grader.equal(gold, answer))}
 
 
 class FormatReward(_Math):
@@ -60,6 +61,7 @@ class FormatReward(_Math):
     """
 
     grader_imports = ""
+    needs = None
 
     def __init__(self, pattern: str | None = None) -> None:
         self.pattern = pattern or r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$"
@@ -119,7 +121,7 @@ class MathDAPORewardFn(_Math):
     """`accuracy`: 1 or -1, of the last \\boxed{} after the reasoning; `format_score`: less for overlong responses.
 
     From `max_response_length - cache_length` tokens on it falls to `-penalty_factor` at `max_response_length`, where
-    `enable_overlong_penalty` is on. Raises ConfigError where a length is missing then.
+    `enable_overlong_penalty` is on. Raises ConfigError where a length, or the response's tokens, are missing then.
     """
 
     def __init__(
@@ -133,19 +135,24 @@ class MathDAPORewardFn(_Math):
                               "less than max_response_length")
 
     def __call__(
-        self, response: str, truth: Any = None, response_token: Sequence[int] = (), **kwargs: Any
+        self, response: str, truth: Any = None, response_token: Sequence[int] | None = None,
+        completion_ids: Sequence[int] | None = None, **kwargs: Any,
     ) -> dict[str, float]:
         answer = boxed_answer(response.rpartition("</think>")[2])
         right = answer is not None and _same(answer, _text(truth))
-        return {"accuracy": 1.0 if right else -1.0, "format_score": self._overlong(len(response_token))}
+        ids = completion_ids if response_token is None else response_token
+        return {"accuracy": 1.0 if right else -1.0, "format_score": self._overlong(ids)}
 
-    def _overlong(self, length: int) -> float:
+    def _overlong(self, ids: Sequence[int] | None) -> float:
         if not self.enabled:
             return 0.0
+        if ids is None:
+            raise ConfigError("enable_overlong_penalty needs the response's tokens: have the workflow give them, "
+                              "self.reward(response, completion_ids)")
         assert self.penalty is not None
         assert self.longest is not None
         assert self.cache is not None
-        over = length - (self.longest - self.cache)
+        over = len(ids) - (self.longest - self.cache)
         return -self.penalty * min(max(over, 0) / self.cache, 1.0)
 
 

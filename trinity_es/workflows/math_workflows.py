@@ -43,12 +43,12 @@ then provides the user with the answer. You should present your reasoning proces
 class MathWorkflow(SimpleWorkflow):
     """Reasoning between <think> tags, the answer between <answer> tags, as DeepSeek-R1; reward: `math_reward`."""
 
+    default_reward = "math_reward"
+
     def reset(self, task: Task) -> None:
-        reward_fn = task.reward_fn or "math_reward"
-        format_args = task.format_args
-        if reward_fn in _MATH_REWARD and format_args.get("system_prompt") is None:
-            format_args = Args({**format_args, "system_prompt": _THINK_ANSWER})
-        super().reset(replace(task, reward_fn=reward_fn, format_args=format_args))
+        if (task.reward_fn or self.default_reward) in _MATH_REWARD and task.format_args.get("system_prompt") is None:
+            task = replace(task, format_args=Args({**task.format_args, "system_prompt": _THINK_ANSWER}))
+        super().reset(task)
 
 
 _MATH_REWARD = ("math_reward", "trinity_es.workflows.math_rewards:MathRewardFn")
@@ -65,8 +65,10 @@ class MathBoxedWorkflow(SimpleWorkflow):
     it costs to leave them out), `use_base` (false: the prompt is plain text, for a base model).
     """
 
+    default_reward = "math_boxed_reward"
+
     def reset(self, task: Task) -> None:
-        super().reset(replace(task, reward_fn=task.reward_fn or "math_boxed_reward"))
+        super().reset(task)
         self.workflow_args = task.workflow_args
         self.use_base = self.workflow_args.get("use_base", False)
         self.with_think = self.workflow_args.get("with_think", False)
@@ -84,11 +86,10 @@ class MathBoxedWorkflow(SimpleWorkflow):
             return generate([self.format_prompt()], **self.rollout_args)
         return super()._ask(chat, generate)
 
-    def _judge(self, answer: Experience) -> Any:
-        return self.reward_fn(
-            response=answer.response_text, truth=self.truth, with_think=self.with_think,
-            format_score_coef=self.format_score_coef, response_token=answer.tokens[answer.prompt_length :].tolist(),
-        )
+    def _known(self, answer: Experience) -> dict[str, Any]:
+        known = super()._known(answer)
+        return {**known, "with_think": self.with_think, "format_score_coef": self.format_score_coef,
+                "response_token": known["completion_ids"]}
 
     def _kept(self, answers: list[Experience], said: list[Any]) -> list[Experience]:
         kept = super()._kept(answers, said)
@@ -108,8 +109,7 @@ class MathEvalWorkflow(SimpleWorkflow):
     The row's `question` is asked, whatever its `prompt_key`.
     """
 
-    def reset(self, task: Task) -> None:
-        super().reset(replace(task, reward_fn=task.reward_fn or "math_boxed_reward"))
+    default_reward = "math_boxed_reward"
 
     @property
     def rollout_args(self) -> dict[str, Any]:
@@ -131,10 +131,11 @@ class AsyncMathEvalWorkflow(AsyncSimpleWorkflow, MathEvalWorkflow):
 
 
 class MathRMWorkflow(SimpleWorkflow):
-    """For rewards that are called with the answer's experience, the messages, and `ground_truth`: reward models."""
+    """For rewards that ask for `answer` (its Experience), `messages` and `ground_truth`: reward models."""
 
-    def _judge(self, answer: Experience) -> Any:
-        return self.reward_fn(answer, self.format_messages(), ground_truth=self.truth)
+    def _known(self, answer: Experience) -> dict[str, Any]:
+        return {**super()._known(answer), "answer": answer, "messages": self.format_messages(),
+                "ground_truth": self.truth}
 
 
 class AsyncMathRMWorkflow(AsyncSimpleWorkflow, MathRMWorkflow):

@@ -21,6 +21,7 @@ import pydantic
 from trinity_es.actors.plugins import resolve
 from trinity_es.events.errors import DataError
 from trinity_es.events.experience import Experience
+from trinity_es.workflows.rewards import known_of
 from trinity_es.workflows.workflow import MultiTurnWorkflow
 
 __all__ = ["ReActWorkflow", "Tool", "tool_of"]
@@ -89,12 +90,13 @@ class ReActWorkflow(MultiTurnWorkflow):
                 messages.append({"role": "tool", "content": told})
                 counts["tool_calls"] += 1
                 counts["tool_errors"] += failed
-        return [self._experience(messages, schemas, {**counts, "unfinished": int(bool(calls))})]
+        parts = self.reward(**known_of(answer))
+        return [self._experience(messages, schemas, parts, {**counts, "unfinished": int(bool(calls))})]
 
     def _experience(
-        self, messages: list[dict[str, Any]], schemas: list[dict[str, Any]] | None, counts: dict[str, int]
+        self, messages: list[dict[str, Any]], schemas: list[dict[str, Any]] | None, parts: dict[str, float],
+        counts: dict[str, int],
     ) -> Experience:
-        parts = self.reward(messages[-1]["content"])
         experience: Experience = self.model.experience_from_messages(messages, tools=schemas)
         return self._finished(experience, sum(parts.values()), {**parts, **counts}, None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ from trinity_es.actors.plugins import resolve
 from trinity_es.events.errors import UnknownWorkflow
 from trinity_es.events.values import class_path
 
-__all__ = ["REWARD_FUNCTIONS", "WORKFLOWS", "WorkflowRegistry"]
+__all__ = ["REWARD_FUNCTIONS", "WORKFLOWS", "WorkflowRegistry", "missing_package"]
 
 
 class WorkflowRegistry:
@@ -88,3 +89,15 @@ REWARD_FUNCTIONS = WorkflowRegistry({
     "code_reward": f"{_HERE}.code:CodeReward",
 }, "reward_fn")
 """The registry that tasks and tasksets look rewards up in."""
+
+
+def missing_package(workflow: str, reward_fn: str | None) -> str:
+    """Return what a workflow with this reward, or without one of the task's, needs and is not here; "" for nothing.
+
+    Raises UnknownWorkflow.
+    """
+    named = reward_fn or getattr(WORKFLOWS.get(workflow), "default_reward", None)
+    module, extra = (getattr(REWARD_FUNCTIONS.get(named), "needs", None) if named else None) or ("", "")
+    if not module or importlib.util.find_spec(module) is not None:
+        return ""
+    return f'{named} needs the package {module}: pip install "trinity-es[{extra}]"'

@@ -1,12 +1,17 @@
-"""How a reward is called: ours by `response`, `prompt` and `truth`; those of TRL as TRL calls them; and where.
+"""How a reward is called: in one way by every workflow, with what its signature asks for of what is known.
+
+What is known of an answer: `response`, `prompt`, `truth`, `completion_ids` (the response's tokens), and what a workflow
+adds. All of it goes by keyword; a reward gets what it has parameters for, all where it has `**kwargs`. What its
+`reward_fn_args` set is theirs.
 
 A reward that has a `grader_timeout` (seconds) is called in a process of its own, which is killed then
 (`actors/rollout/graders.py`): that is a failure of kind `grader`, and no zero. Others are called where their workflow
 plays.
 
-A function (or a callable object) with a parameter `completions` has TRL's form (trl 1.16, `GRPOTrainer.reward_funcs`):
-`fn(prompts, completions, completion_ids, **columns) -> list[float | None]`, async or not. It is called with lists of
-one: the answer, and each column of the task's row. Where the row's prompt is a list of messages, so is the completion.
+One with a parameter `completions` or `prompts`, or with `completion_ids` and no `response`, has TRL's form (trl 1.16,
+`GRPOTrainer.reward_funcs`): `fn(prompts, completions, completion_ids, **columns) -> list[float | None]`, async or not.
+It is called with lists of one: the answer, and each column of the task's row. Where the row's prompt is a list of
+messages, so is the completion.
 """
 
 from __future__ import annotations
@@ -17,27 +22,33 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from trinity_es.events.errors import TaskNotSerializable, WorkflowError
+from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task, class_path, task_to_dict
 from trinity_es.workflows.registry import REWARD_FUNCTIONS
 
-__all__ = ["GradedReward", "RewardFn", "TRLReward", "as_parts", "call_of", "reward_of", "rewarded"]
+__all__ = ["Reward", "RewardFn", "as_parts", "call_of", "known_of", "reward_of", "rewarded", "value_of"]
 
 _NO_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 """Keys of a row that TRL passes on under other names."""
 
 
 class RewardFn(ABC):
-    """A reward: built with `reward_fn_args`, called with `response` and `truth`, gives its parts, which are added."""
+    """A reward: built with `reward_fn_args`, called with what it has parameters for, gives its parts, which are added.
+    """
 
-    grader_timeout: float | None = None
-    """Seconds after which a call is killed, which has a process of its own then; None: it is called in place."""
+    grader_timeout: float | Callable[..., float] | None = None
+    """Seconds after which a call is killed, which has a process of its own then, or what gives them, called with
+    `reward_fn_args`; None: it is called in place."""
     grader_imports: str = ""
     """A module that this process has imported beforehand; empty: the reward's own."""
+    needs: tuple[str, str] | None = None
+    """A module that is not in the base package, and the extra that it comes with: looked for before a run starts."""
 
     @abstractmethod
     def __init__(self, **kwargs: Any) -> None: ...
@@ -46,23 +57,89 @@ class RewardFn(ABC):
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
-def reward_of(task: Task, workflow: Any = None) -> Callable[..., Any]:
-    """Return what gives a task's reward, called with `response`, `prompt` and `truth` by keyword.
+def reward_of(task: Task, workflow: Any = None) -> Reward:
+    """Return a task's reward; with a `workflow` it is called in its graders where it has a `grader_timeout`.
 
-    It is a class's object or a function with its `reward_fn_args`; of TRL's form, a `TRLReward`; with a
-    `grader_timeout`, its own or among the arguments, a `GradedReward` of the workflow, where there is one. Raises
-    WorkflowError where the task has none.
+    Raises WorkflowError where the task has none, and what building a class with its `reward_fn_args` raises.
     """
-    if task.reward_fn is None:
-        raise WorkflowError("the task has no reward_fn: name one in the taskset, or compute it in your workflow")
-    found = REWARD_FUNCTIONS.get(task.reward_fn) if isinstance(task.reward_fn, str) else task.reward_fn
-    arguments = dict(task.reward_fn_args)
-    timeout = arguments.pop("grader_timeout", getattr(found, "grader_timeout", None))
-    if timeout is not None and workflow is not None:
-        return GradedReward(task, workflow, timeout, getattr(found, "grader_imports", ""))
-    called: Any = found(**arguments) if isinstance(found, type) else functools.partial(found, **arguments)
-    taken = _parameters(called)
-    return TRLReward(called, taken, task) if "completions" in taken else called
+    return Reward(task, workflow)
+
+
+class Reward:
+    """A task's reward, as every workflow calls it: by keyword, with all that is known of an answer.
+
+    It gives a number, parts that are added, or what is awaited for these.
+    """
+
+    def __init__(self, task: Task, workflow: Any = None) -> None:
+        if task.reward_fn is None:
+            raise WorkflowError("the task has no reward_fn: name one in the taskset, or compute it in your workflow")
+        found: Any = REWARD_FUNCTIONS.get(task.reward_fn) if isinstance(task.reward_fn, str) else task.reward_fn
+        arguments = dict(task.reward_fn_args)
+        timeout = _timeout(found, arguments)
+        self._form = _form(found, arguments)
+        self._called: Any
+        if timeout is not None and workflow is not None:
+            self._called = _Graded(task, workflow, timeout, getattr(found, "grader_imports", ""), self._form)
+        else:
+            called = found(**arguments) if isinstance(found, type) else functools.partial(found, **arguments)
+            self._called = _TRL(called, self._form, task) if self._form.of_trl else called
+
+    def __call__(self, *args: Any, **known: Any) -> Any:
+        """Call it with what is known. `args`: for workflows that call a reward of theirs by position."""
+        if self._form.of_trl:
+            return self._called(**{name: known[name] for name in ("response", "completion_ids") if name in known})
+        return self._called(*args, **self._form.of(known))
+
+
+def known_of(answer: Experience) -> dict[str, Any]:
+    """Return what rewards may know of an answer: `response`, and its tokens as `completion_ids`."""
+    ids = answer.tokens[answer.prompt_length :].tolist()
+    return {"response": answer.response_text or "", "completion_ids": ids}
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What a reward has parameters for."""
+
+    names: frozenset[str]
+    whatever: bool
+    """It has `**kwargs`."""
+    set_already: frozenset[str]
+    """By `reward_fn_args`."""
+
+    def of(self, known: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what it is given of this."""
+        return {name: value for name, value in known.items()
+                if (self.whatever or name in self.names) and name not in self.set_already}
+
+    @property
+    def of_trl(self) -> bool:
+        asked = self.names - self.set_already
+        return bool(asked & {"completions", "prompts"}) or ("completion_ids" in asked and "response" not in asked)
+
+
+def _form(found: Any, arguments: Mapping[str, Any]) -> _Form:
+    try:
+        if isinstance(found, type):  # not built yet: that may be what is to be done where it can be killed
+            parameters = list(inspect.signature(found.__call__).parameters.values())[1:]
+        else:
+            parameters = list(inspect.signature(found).parameters.values())
+    except (TypeError, ValueError):  # of a builtin
+        return _Form(frozenset({"response", "prompt", "truth"}), False, frozenset())
+    kinds = [p.kind for p in parameters]
+    return _Form(
+        frozenset(p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)),
+        inspect.Parameter.VAR_KEYWORD in kinds, frozenset() if isinstance(found, type) else frozenset(arguments),
+    )
+
+
+def _timeout(found: Any, arguments: dict[str, Any]) -> float | None:
+    """Take `grader_timeout` from the arguments, else the reward's own."""
+    own = getattr(found, "grader_timeout", None)
+    if "grader_timeout" in arguments:
+        own = arguments.pop("grader_timeout")
+    return own(**arguments) if callable(own) else own
 
 
 def call_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, bytes]:
@@ -81,71 +158,67 @@ def call_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
         raise WorkflowError(f"the arguments of the grader {path} must be plain JSON: {e}") from None
 
 
-class GradedReward:
+class _Graded:
     """A task's reward, called in a process of its own. What it gives is its parts, or is awaited for them."""
 
-    def __init__(self, task: Task, workflow: Any, timeout: float, imports: str) -> None:
+    def __init__(self, task: Task, workflow: Any, timeout: float, imports: str, form: _Form) -> None:
         self._task, self._workflow, self._timeout, self._imports = task, workflow, timeout, imports
+        self._form = form
 
-    def __call__(self, **said: Any) -> Any:
-        """Call it with what is said: plain JSON."""
+    def __call__(self, **known: Any) -> Any:
+        """Call it with what is known and is plain JSON. Raises WorkflowError where it asks for an Experience."""
         task = {name: value for name, value in task_to_dict(self._task).items() if name in _OF_A_REWARD}
         task["reward_fn"] = REWARD_FUNCTIONS.paths.get(task["reward_fn"], task["reward_fn"])
+        whole = {name for name, value in known.items() if isinstance(value, Experience)}
+        if asked := whole & self._form.names:
+            raise WorkflowError(f"the reward {task['reward_fn']} asks for {', '.join(asked)}, an Experience, which a "
+                                "process of its own can't be given: ask for response and completion_ids, or leave out "
+                                "grader_timeout")
+        plain = {name: value for name, value in known.items() if name not in whole}
         grade = self._workflow.grade_async if type(self._workflow).is_async else self._workflow.grade
         imports = self._imports or task["reward_fn"]
-        return grade(rewarded, task, said, timeout=self._timeout, imports=imports)
+        return grade(rewarded, task, plain, timeout=self._timeout, imports=imports)
 
 
 _OF_A_REWARD = ("reward_fn", "reward_fn_args", "raw_task", "format_args")
 """Fields of a task that its reward may read."""
 
 
-def rewarded(task: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, float]:
+def rewarded(task: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, float]:
     """Return the parts that a task's reward gives: what a grader calls. Raises WorkflowError for what is no number."""
-    value = reward_of(Task(**task))(**said)
-    parts = as_parts(asyncio.run(_value(value)) if inspect.isawaitable(value) else value)
+    parts = as_parts(value_of(reward_of(Task(**task))(**known)))
     wrong = next((name for name, part in parts.items() if not math.isfinite(part)), None)
     if wrong is not None:
         raise WorkflowError(f"the reward {task['reward_fn']} gave {parts[wrong]} as {wrong}: give a finite number")
     return parts
 
 
+def value_of(said: Any) -> Any:
+    """Return what a reward gave, awaited here where it is to be: for who has no loop."""
+    return asyncio.run(_value(said)) if inspect.isawaitable(said) else said
+
+
 async def _value(value: Awaitable[Any]) -> Any:
     return await value
 
 
-class TRLReward:
+class _TRL:
     """A reward of TRL's form, for one task. What it gives is a number, or is awaited for one."""
 
-    def __init__(self, called: Callable[..., Any], taken: Mapping[str, inspect.Parameter], task: Task) -> None:
-        self._called, self._task = called, task
-        whatever = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values())
-        self._taken = None if whatever else taken
+    def __init__(self, called: Callable[..., Any], form: _Form, task: Task) -> None:
+        self._called, self._form, self._task = called, form, task
 
-    def __call__(
-        self, *, response: str, prompt: Any = None, truth: Any = None, completion_ids: Sequence[int] | None = None
-    ) -> Any:
-        """Call it with lists of one. `prompt` and `truth` are in its columns, by their names in the row."""
+    def __call__(self, *, response: str, completion_ids: Sequence[int] | None = None) -> Any:
+        """Call it with lists of one."""
         row, prompt = self._task.raw_task or {}, self._task.task_desc
         whole: Any = [{"role": "assistant", "content": response}] if isinstance(prompt, list) else response
-        given: dict[str, Any] = {name: [value] for name, value in row.items() if name not in _NO_COLUMNS}
-        given |= {"prompts": [prompt], "completions": [whole], "trainer_state": None,
+        known: dict[str, Any] = {name: [value] for name, value in row.items() if name not in _NO_COLUMNS}
+        known |= {"prompts": [prompt], "completions": [whole], "trainer_state": None,
                   "log_extra": _ignored, "log_metric": _ignored}
         if completion_ids is not None:
-            given["completion_ids"] = [[int(token) for token in completion_ids]]
-        if isinstance(self._called, functools.partial):  # its own arguments go before columns of these names
-            given = {name: value for name, value in given.items() if name not in self._called.keywords}
-        if self._taken is not None:
-            given = {name: value for name, value in given.items() if name in self._taken}
-        said = self._called(**given)
+            known["completion_ids"] = [[int(token) for token in completion_ids]]
+        said = self._called(**self._form.of(known))
         return _awaited(self._called, said) if inspect.isawaitable(said) else _first(self._called, said)
-
-
-def _parameters(called: Any) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(called).parameters
-    except (TypeError, ValueError):  # of a builtin
-        return {}
 
 
 def _ignored(*what: Any, **more: Any) -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
-from trinity_es.workflows.rewards import RewardFn, as_parts, reward_of
+from trinity_es.workflows.rewards import RewardFn, as_parts, known_of, reward_of, value_of
 from trinity_es.workflows.workflow import Workflow
 
 __all__ = ["AsyncSimpleWorkflow", "RewardFn", "SimpleWorkflow"]
@@ -29,12 +30,16 @@ class SimpleWorkflow(Workflow):
 
     can_reset = True
     can_repeat = True
+    default_reward: str | None = None
+    """The registered reward of tasks that name none."""
 
     def __init__(self, *, task: Task, model: Any, auxiliary_models: Sequence[Any] | None = None) -> None:
         super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
         self.reset(task)
 
     def reset(self, task: Task) -> None:
+        if task.reward_fn is None:
+            task = replace(task, reward_fn=self.default_reward)
         self.task = task
         self.format_args, self.reward_fn_args, self.raw_task = task.format_args, task.reward_fn_args, task.raw_task
         self.system_prompt, self.reply_prefix = (task.format_args.get(k) for k in ("system_prompt", "reply_prefix"))
@@ -63,14 +68,17 @@ class SimpleWorkflow(Workflow):
 
     def _judge(self, answer: Experience) -> Any:
         """Return what the reward says of an answer, or something to await."""
-        return self.reward_fn(response=answer.response_text, truth=self.truth)
+        return self.reward_fn(**self._known(answer))
+
+    def _known(self, answer: Experience) -> dict[str, Any]:
+        """Return what its reward may know of an answer, by keyword."""
+        return {**known_of(answer), "prompt": self.task_desc, "truth": self.truth}
 
     def _rewarded(self, answers: list[Experience]) -> list[Experience]:
         said: list[Any] = []
         for answer in answers:
             try:
-                one = self._judge(answer)
-                said.append(asyncio.run(one) if inspect.iscoroutine(one) else one)
+                said.append(value_of(self._judge(answer)))
             except Exception as e:
                 said.append(e)
         return self._kept(answers, said)

@@ -20,7 +20,7 @@ from trinity_es.events.errors import WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
 from trinity_es.workflows.registry import WORKFLOWS, WorkflowRegistry
-from trinity_es.workflows.rewards import GradedReward, TRLReward, as_parts, call_of, reward_of
+from trinity_es.workflows.rewards import as_parts, call_of, known_of, reward_of, value_of
 
 __all__ = ["WORKFLOWS", "MultiTurnWorkflow", "SingleTurnWorkflow", "Workflow", "WorkflowRegistry"]
 
@@ -127,16 +127,16 @@ class Workflow:
     def reward(self, response: str, completion_ids: Sequence[int] | None = None) -> dict[str, float]:
         """Return what `task.reward_fn` says of a response.
 
-        That is a class, built with `reward_fn_args`, or a function, given them. It is called with `response, prompt,
-        truth` by keyword and returns a number, or a dict of parts that are added; one with a parameter `completions`
-        is called as TRL does. `completion_ids`: the response's tokens, for those that ask for them. Raises
-        WorkflowError for an async one, whose workflow awaits `reward_async`.
+        That is a class, built with `reward_fn_args`, or a function, given them. It is called by keyword with what it
+        has parameters for of `response, prompt, truth, completion_ids`, and returns a number, or a dict of parts that
+        are added; one of TRL's form is called as TRL does (`workflows/rewards.py`). `completion_ids`: the response's
+        tokens. Raises WorkflowError for an async one in an async workflow, which is to await `reward_async`.
         """
         said = self._said(response, completion_ids)
-        if inspect.isawaitable(said):
+        if inspect.isawaitable(said) and type(self).is_async:
             getattr(said, "close", lambda: None)()
             raise WorkflowError(f"the reward {self.task.reward_fn} is async: await self.reward_async(...)")
-        return as_parts(said)
+        return as_parts(value_of(said))
 
     async def reward_async(self, response: str, completion_ids: Sequence[int] | None = None) -> dict[str, float]:
         """Return what `reward` does, of an async reward, too."""
@@ -144,9 +144,8 @@ class Workflow:
         return as_parts(await said if inspect.isawaitable(said) else said)
 
     def _said(self, response: str, completion_ids: Sequence[int] | None) -> Any:
-        fn = reward_of(self.task, self)
-        more = {"completion_ids": completion_ids} if isinstance(fn, TRLReward | GradedReward) else {}
-        return fn(response=response, prompt=self.task.task_desc, truth=self.task.truth, **more)
+        ids = {} if completion_ids is None else {"completion_ids": completion_ids}
+        return reward_of(self.task, self)(response=response, prompt=self.task.task_desc, truth=self.task.truth, **ids)
 
     def grade(
         self, function: Callable[..., Any], *args: Any, timeout: float = GRADER_SECONDS, memory: int = GRADER_BYTES,
@@ -196,9 +195,8 @@ class SingleTurnWorkflow(Workflow):
     async def _rewarded(self, i: int, answer: Experience) -> bool:
         """Give an answer its run and its reward; false where there is none, which fails that run alone."""
         answer.eid.run = self.run_id_base + i
-        ids = answer.tokens[answer.prompt_length :].tolist()
         try:
-            parts = await self.reward_async(answer.response_text or "", ids)
+            parts = await self.reward_async(**known_of(answer))
         except Exception as e:
             self._run_failed(i, e)
             return False

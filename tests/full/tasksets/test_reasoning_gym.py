@@ -137,6 +137,35 @@ def test_j2_the_example_plays_both_families_scores_them_and_its_log_needs_no_pac
         assert json.loads(out)["result_equal"] is True, err
 
 
+@pytest.mark.skipif(not os.environ.get("LONG"), reason="trains for minutes: LONG=1 has it played")
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(3600)
+def test_j2_the_example_trains_both_families(variables: dict[str, str], tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    store = f"sqlite:///{tmp_path / 'log.sqlite'}"
+    changes = {"store.url": store, "run_dir": tmp_path, "checkpoint_root_dir": tmp_path / "checkpoints",
+               "model.model_path": tmp_path / "model"}
+    overrides = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "examples.reasoning_gym", *overrides], cwd=tmp_path,
+        env={**os.environ, **variables}, capture_output=True, text=True, timeout=3500, check=False)
+    assert done.returncode == 0, done.stderr
+    with trinity_es.open_log(store) as log:
+        steps = max(batch.batch_id for batch in log.batches() if isinstance(batch.batch_id, int))
+        for family in ("legs", "gcd"):
+            before, after = (mean(log, f"{step}/{family}") for step in (0, steps))
+            assert before < 0.05, family
+            assert after > before + 0.15, family
+    code, _, err = finish("verify", "--log", store, cwd=tmp_path)
+    assert code == 0, err
+
+
+def mean(log: Log, batch: BatchId) -> float:
+    found = [reward for _, reward in rewards(log, batch)]
+    return sum(found) / len(found)
+
+
 def rewards(log: Log, batch: BatchId) -> list[tuple[Task, float]]:
     """Return each run's task and reward."""
     submitted = next(r.event for r in log.events(batch) if isinstance(r.event, ev.BatchSubmitted))

@@ -84,6 +84,30 @@ def test_a_program_that_hangs_crashes_floods_or_ends_early_is_wrong(program: str
     assert judged(program) == 0
 
 
+WAITS = "import time\nn = int(input())\nif n == 9: time.sleep(3600)\nprint(n * 2)"
+BURNS = "import time\nn = int(input())\nwhile time.process_time() < 0.4: pass\nprint(n * 2)"
+
+
+@pytest.mark.parametrize(("program", "partial", "accuracy"), [
+    (WAITS, True, 1 / 6), (WAITS, False, 0.0), (BURNS, False, 0.0), (BURNS, True, 3 / 6),
+])
+def test_tests_that_are_left_when_a_program_has_used_up_its_time_are_failed(
+    program: str, partial: bool, accuracy: float
+) -> None:
+    truth = {"inputs": ["1", "9", "9", "1", "1", "1"], "outputs": ["2", "18", "18", "2", "2", "2"]}
+    limits = {"seconds": 0.5, "total_seconds": 6.0} if program is WAITS else {"seconds": 8.0, "total_seconds": 1.0}
+    found = judged(block(program), truth, partial=partial, **limits)
+    assert found == accuracy if program is WAITS else found <= accuracy  # 0.4 s, and what an interpreter takes
+
+
+async def test_a_program_that_hangs_in_many_tests_is_wrong_before_its_grader_is_killed(pool: WorkerPool) -> None:
+    tests = {"inputs": ["9"] * 50, "outputs": ["18"] * 50}  # 3 s each
+    arguments = {"seconds": 0.25, "total_seconds": 2.0, "partial": True}
+    task = {"raw_task": {"prompt": "Double.", "answer": tests}, "reward_fn_args": arguments}
+    assert await rewards(pool, "async_code_workflow", [block(WAITS)], **task) == [0.0]
+    assert CodeReward.grader_timeout(**arguments) > 4 * 2.0 + (4 * 0.25 + 2)
+
+
 @pytest.mark.parametrize("attempt", [
     "open({path!r}, 'w').write('x')", "import os; os.remove({path!r})", "import os; os.rename({path!r}, 'mine')",
     "import shutil; shutil.rmtree({folder!r})", "import pathlib; pathlib.Path({path!r}).unlink()",

@@ -12,6 +12,7 @@ import pytest
 
 from tests.helpers.ready_made import Answers, played, rewards
 from trinity_es.actors.rollout.worker_pool import WorkerPool
+from trinity_es.events.errors import ConfigError
 from trinity_es.workflows.math_rewards import MathDAPORewardFn, boxed_answer
 from trinity_es.workflows.registry import REWARD_FUNCTIONS
 from trinity_es.workflows.rewards import rewarded
@@ -96,6 +97,13 @@ def test_accuracy_reward(response: str, truth: str, accuracy: float) -> None:
     assert said("accuracy_reward", response, truth) == {"accuracy": accuracy}
 
 
+@pytest.mark.parametrize("reward", ["accuracy_reward", "math_reward"])
+@pytest.mark.parametrize("response", ["so it is \\boxed{25}", "$25$"])
+def test_one_side_of_an_equation_is_not_the_equation(reward: str, response: str) -> None:
+    assert said(reward, response, "$x^2+y^2=25$")["accuracy"] == 0.0
+    assert said(reward, "\\boxed{x^2+y^2=25}", "$x^2+y^2=25$")["accuracy"] == 1.0
+
+
 @pytest.mark.parametrize(("response", "truth", "accuracy"), [
     ("6 * 12 = 72\n#### 72", GSM8K["answer"], 1.0), ("the answer is 72.", GSM8K["answer"], 1.0),
     ("\\boxed{72}", GSM8K["answer"], 1.0), ("first 72, then 24\n#### 24", GSM8K["answer"], 0.0),
@@ -118,8 +126,18 @@ def test_math_dapo_reward_is_1_or_minus_1_and_less_for_long_responses() -> None:
     assert said("math_dapo_reward", "<think>\\boxed{4}</think>4", "4")["accuracy"] == -1.0
     limits = {"enable_overlong_penalty": True, "penalty_factor": 1.0, "max_response_length": 20, "cache_length": 10}
     reward = MathDAPORewardFn(**limits)  # type: ignore[arg-type]
-    found = {n: reward("\\boxed{4}", "4", response_token=[0] * n)["format_score"] for n in (9, 10, 15, 20, 21)}
-    assert found == {9: 0.0, 10: 0.0, 15: -0.5, 20: -1.0, 21: -1.0}
+    for name in ("response_token", "completion_ids"):
+        found = {n: reward("\\boxed{4}", "4", **{name: [0] * n})["format_score"] for n in (0, 9, 10, 15, 20, 21)}
+        assert found == {0: 0.0, 9: 0.0, 10: 0.0, 15: -0.5, 20: -1.0, 21: -1.0}
+    with pytest.raises(ConfigError, match="enable_overlong_penalty needs the response's tokens"):
+        reward("\\boxed{4}", "4")
+
+
+@pytest.mark.parametrize("workflow", ["single_turn", "math_boxed_workflow", "async_math_workflow", "simple_workflow"])
+async def test_every_workflow_has_the_overlong_penalty(pool: WorkerPool, workflow: str) -> None:
+    limits = {"enable_overlong_penalty": True, "penalty_factor": 1.0, "max_response_length": 12, "cache_length": 6}
+    row = {"raw_task": {"prompt": "2+2?", "answer": "4"}, "reward_fn": "math_dapo_reward", "reward_fn_args": limits}
+    assert await rewards(pool, workflow, ["\\boxed{4}"], **row) == [0.5]  # 9 tokens
 
 
 @pytest.mark.parametrize(("text", "boxed"), [
