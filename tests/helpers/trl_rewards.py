@@ -7,11 +7,16 @@ from typing import Any
 from trinity_es.events.experience import Experience
 from trinity_es.workflows.workflow import Workflow
 
-__all__ = ["Flaky", "vowels"]
+__all__ = ["Flaky", "is_truth", "vowels"]
 
 
 def vowels(response: str, truth: Any = None, prompt: Any = None) -> float:
     return sum(letter in "aeiou" for letter in response) / max(len(response), 1)
+
+
+def is_truth(response: str, truth: Any = None, prompt: Any = None) -> float:
+    """Reward that the reference answer is that of the prompt, whatever the response is."""
+    return float(prompt == f"{truth}=")
 
 
 class Flaky(Workflow):

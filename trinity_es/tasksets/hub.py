@@ -36,9 +36,9 @@ _logger = logging.getLogger(__name__)
 class HubRows:
     """The rows of one split, mapped into memory. `revision` is their commit, `subset` the name of their subset.
 
-    With `commit` they are of that one, else of what the taskset's revision names now; of `subset`, else of the config's, else
-    of the dataset's default one. Raises TasksetError, with the way out, for what is not there, can't be reached or is
-    not installed.
+    With `commit` they are of that one, else of what the taskset's revision names now; of `subset`, else of the
+    config's, else of the dataset's default one. Raises TasksetError, with the way out, for what is not there, can't be
+    reached or is not installed.
     """
 
     def __init__(self, config: TasksetConfig, commit: str | None = None, subset: str | None = None) -> None:
