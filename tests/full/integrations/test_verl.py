@@ -1,6 +1,6 @@
 """The agent loop for verl on a running system, against the classes of verl 0.9.1 as its file has them.
 
-verl itself is not imported: that wants Ray, hydra and tensordict. What a loop is given, and gives, is in one file of it.
+verl is not imported: that wants Ray, hydra and tensordict. What a loop is given, and gives, is in one file of it.
 """
 
 from __future__ import annotations
