@@ -86,7 +86,7 @@ class HTTPEngine(ServerWeights):
         self._confirm_next: asyncio.Task[None] | None = None
         self._trying: asyncio.Task[bool] | None = None
         self._answered, self._failed = 0.0, 0
-        """When it gave its last whole answer, and how many requests failed since."""
+        """When it last answered, with a part of a stream too, and how many requests failed since a whole answer."""
 
     # --- life -------------------------------------------------------------------------------------------------------
     @staticmethod
@@ -253,7 +253,8 @@ class HTTPEngine(ServerWeights):
         except EngineError as e:
             status = e.details.get("status")
             silent = isinstance(e, ServerGone) and status is None  # that is for the watch to judge
-            if silent or (status in BUSY and self._answered > begun - sum(BUSY_SECONDS)):
+            works = self._answered > begun - sum(BUSY_SECONDS) or self.server.works_since(begun)
+            if silent or (status in BUSY and works):
                 return False
             self._die(f"it fails what it answered when it was met: {e}")
         return True
@@ -301,6 +302,7 @@ class HTTPEngine(ServerWeights):
                         event = await self._or_death(anext(events))
                     except StopAsyncIteration:
                         raise EngineError(f"{self.server.url} ended a stream without an end") from None
+                    self._answered = time.monotonic()
                     for answer in self._answers(event, sampling, whole=False):
                         count += len(answer.ids)
                         if count > sampling.max_tokens:
@@ -311,6 +313,7 @@ class HTTPEngine(ServerWeights):
                             if not spans:
                                 await self._or_death(self._confirm())
                             made = self._spans(answer, count, version)
+                            self._failed = 0
                         yield _completed(ids, answer, text, made)
                         if answer.finish_reason:
                             return

@@ -53,6 +53,8 @@ class ServerWeights:
         version, path = options.get("weights") or (0, "")
         self._current = (version, path) if path else (config.initial_version, self._model)
         """The weights that were current when this engine was made: what the server is restarted with."""
+        self._commanded = False
+        """The server was away, and was started with these by the restart command."""
         self._facts: ServerFacts | None = None
         self._process = ""
         """When the server's process was started."""
@@ -118,6 +120,7 @@ class ServerWeights:
                 asked = True
                 _log.warning("%s: %s after %.0f s: the restart command is run", self.server.url, problem, waited)
                 await self._run_restart_command(*self._current)
+                self._commanded = True
             elif not asked and int(waited) % 30 == 29:
                 _log.warning("waiting for %s: %s", self.server.url, problem)
             await asyncio.sleep(WATCH_SECONDS)
@@ -137,8 +140,7 @@ class ServerWeights:
         """Have the server serve the initial version, or the current one, under a label of this engine's."""
         facts = self._met()
         label = await self.server.label() if facts.loads else UNLABELLED
-        known = [self._current, (self.config.initial_version, self._model)]
-        started = next((v for v in known if label == UNLABELLED and _same(facts.root, v[1])), None)
+        started = await self._started_with() if label == UNLABELLED else None
         if started is not None:
             if facts.loads:
                 await self._give_label(started[0])
@@ -165,6 +167,17 @@ class ServerWeights:
                 ", or give explorer.rollout_model.servers.restart_command"
             )
         self.model_version, self._served = version, path
+
+    async def _started_with(self) -> tuple[int, str] | None:
+        """Return the version that the server was started with, and its path; None where that is not known.
+
+        The path alone does not tell it: two versions may be published from one, as the newest checkpoint.
+        """
+        root, initial, current = self._met().root, (self.config.initial_version, self._model), self._current
+        if current != initial and _same(root, current[1]):
+            proven = self._commanded or await asyncio.to_thread(_unchanged_since, current[1], self._process)
+            return current if proven else None
+        return initial if _same(root, initial[1]) else None
 
     async def _give_label(self, version: int) -> None:
         label = f"trinity-es/{version}/{self._life}-{len(self._labels)}"
@@ -317,3 +330,17 @@ class ServerWeights:
 def _same(root: str, model: str) -> bool:
     """Return True if a server that was started with `root` has this model: the same folder, or hub id."""
     return root == model or (os.path.isabs(model) and os.path.realpath(root) == os.path.realpath(model))
+
+
+def _unchanged_since(path: str, started: str) -> bool:
+    """Return True if what lies at a path was there before a process started, by the clock of either's host.
+
+    `started`: seconds since 1970, as text. False where that can't be told from here.
+    """
+    folder = Path(path)
+    try:
+        links = [link.lstat() for link in (folder, *folder.parents) if link.is_symlink()]
+        found = [folder.stat(), *links, *(file.stat() for file in folder.rglob("*"))]  # a folder that was moved, too
+        return max(max(stat.st_mtime, stat.st_ctime) for stat in found) < float(started)
+    except (OSError, ValueError):
+        return False

@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import json
 import random
-from collections.abc import AsyncGenerator, Callable
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -92,6 +93,8 @@ class VLLMServer:
         self.url, self._key, self._key_variable, self._transport = url.rstrip("/"), key, key_variable, transport
         self._http: httpx.AsyncClient | None = None
         self._closed = False
+        self._begun: dict[object, float] = {}
+        """Requests for tokens that the server has now: since when."""
 
     def _client(self) -> httpx.AsyncClient:
         if self._closed:
@@ -138,20 +141,38 @@ class VLLMServer:
 
     async def tokens(self, path: str, body: Any) -> Any:
         """Return the same of a request for tokens: asked again after a while where the server takes nothing now."""
-        for pause in BUSY_SECONDS:
+        for pause in (*BUSY_SECONDS, None):
             try:
-                return await self.ask("POST", path, body)
+                with self._having():
+                    return await self.ask("POST", path, body)
             except ServerGone as e:
                 await _waited_out(e, pause)
-        return await self.ask("POST", path, body)
+        raise AssertionError
+
+    @contextlib.contextmanager
+    def _having(self) -> Iterator[None]:
+        """Count a request among those that the server has."""
+        request = object()
+        self._begun[request] = time.monotonic()
+        try:
+            yield
+        finally:
+            del self._begun[request]
+
+    def works_since(self, moment: float) -> bool:
+        """Return True if the server has a request for tokens that it had before this moment of the monotonic clock: it
+        refuses others at once.
+        """
+        return any(begun < moment for begun in self._begun.values())
 
     async def events(self, path: str, body: Any) -> AsyncGenerator[dict[str, Any]]:
         """Yield the events of a streamed answer to one. Closing it ends the request. Raises as `ask`."""
         for pause in (*BUSY_SECONDS, None):
             try:
-                async with contextlib.aclosing(self._streamed(path, body)) as events:
-                    async for event in events:
-                        yield event
+                with self._having():
+                    async with contextlib.aclosing(self._streamed(path, body)) as events:
+                        async for event in events:
+                            yield event
                 return
             except ServerGone as e:  # a server takes nothing now before the first
                 await _waited_out(e, pause)

@@ -116,6 +116,7 @@ class TasksetSource:
     path: str
     """As in the config: `hub:owner/name` or `reasoning_gym:family`."""
     subset: str | None
+    """Of the hub's dataset; where the config names none, the name of the default one."""
     split: str | None
     asked: str | None
     """Branch, tag or commit that the config asked for; None: the main branch."""

@@ -7,11 +7,20 @@ from typing import Any
 from trinity_es.events.experience import Experience
 from trinity_es.workflows.workflow import Workflow
 
-__all__ = ["Flaky", "vowels"]
+__all__ = ["Flaky", "broken", "is_truth", "vowels"]
 
 
 def vowels(response: str, truth: Any = None, prompt: Any = None) -> float:
     return sum(letter in "aeiou" for letter in response) / max(len(response), 1)
+
+
+def is_truth(response: str, truth: Any = None, prompt: Any = None) -> float:
+    """Reward that the reference answer is that of the prompt, whatever the response is."""
+    return float(prompt == f"{truth}=")
+
+
+def broken(response: str, truth: Any = None, prompt: Any = None) -> float:
+    raise RuntimeError("there is no reward")
 
 
 class Flaky(Workflow):

@@ -10,7 +10,7 @@ from trinity_es.events.experience import EID, Experience
 from trinity_es.events.values import BatchLifecycleState, Status, Task, task_to_dict
 from trinity_es.events.vocabulary import WeightsPublished
 
-__all__ = ["EOS", "StandInClient", "StandInTrainer", "answer"]
+__all__ = ["EOS", "Rows", "StandInClient", "StandInTrainer", "answer"]
 
 EOS = 99
 
@@ -128,9 +128,10 @@ class StandInTrainer:
         self.processing_class = SimpleNamespace(eos_token_id=EOS)
         self.num_generations = self.num_generations_eval = group
         self.train_dataset = self.eval_dataset = Rows(rows)
+        self.callback_handler = SimpleNamespace(eval_dataloader=None)
         self.reward_funcs = list(reward_funcs)
         sampling = {"temperature": 0.9, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0,
-                    "max_completion_length": 8}
+                    "max_completion_length": 8, "generation_kwargs": None, "chat_template_kwargs": None}
         steps = {"steps_per_generation": 1, "num_iterations": 1, "gradient_accumulation_steps": 1, "save_steps": 1,
                  "save_strategy": "steps"}
         self.args = SimpleNamespace(**{**sampling, **steps, **args})
@@ -147,6 +148,9 @@ class Rows:
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows, self.column_names = rows, list(rows[0])
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
     def __getitem__(self, key: Any) -> Any:
         return self.rows[key] if isinstance(key, int) else [row[key] for row in self.rows]

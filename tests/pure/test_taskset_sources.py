@@ -83,8 +83,8 @@ def test_a_hub_id_that_is_written_as_a_path_is_told_how(tmp_path: Path) -> None:
 class Rows:
     """A split of the hub with three rows, at the commit that is asked for, or else at another one."""
 
-    def __init__(self, config: TasksetConfig, commit: str | None = None) -> None:
-        self.revision = commit or "f" * 40
+    def __init__(self, config: TasksetConfig, commit: str | None = None, subset: str | None = None) -> None:
+        self.revision, self.subset = commit or "f" * 40, subset or config.subset or "easy"
 
     def __len__(self) -> int:
         return 3
@@ -100,7 +100,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_what_is_recorded_is_read_and_not_what_the_name_means_now(opened: Any) -> None:
-    assert opened().source == replace(RECORDED, revision="f" * 40)
+    assert opened().source == replace(RECORDED, revision="f" * 40, subset="easy")
     taskset = opened(RECORDED)
     assert taskset.source == RECORDED
     assert [task.raw_task["prompt"] for task in taskset.all()] == ["0 0", "0 1", "0 2"]
@@ -128,6 +128,16 @@ def test_the_commit_itself_may_be_asked_for_in_place_of_its_branch(opened: Any) 
         opened(replace(RECORDED, asked="v1"))
 
 
+def test_a_run_that_began_with_the_default_subset_goes_on_with_that_by_its_name(opened: Any) -> None:
+    began = replace(RECORDED, subset="hard")
+    for keys in ({}, {"subset": "hard"}):
+        taskset = opened(began, **keys)
+        assert taskset.source == began
+        assert taskset._file.subset == "hard"
+    with pytest.raises(TasksetError, match=r"its subset is easy in the config, and .* began with hard"):
+        opened(began, subset="easy")
+
+
 def test_other_rows_than_those_of_the_log_are_refused(opened: Any) -> None:
     with pytest.raises(TasksetError, match=f"is 3 rows at {COMMIT} here, and .* began with 4 rows at {COMMIT}"):
         opened(replace(RECORDED, rows=4))
@@ -148,7 +158,7 @@ def test_a_run_that_began_with_a_file_does_not_go_on_with_a_dataset_of_the_hub(o
 def test_a_trainer_that_reads_another_commit_than_its_explorer_ends_and_says_so(opened: Any) -> None:
     trainer = TrainerProcess(config(HUB))
     trainer._opened(trainer.config.buffer.explorer_input.tasksets, ResumePoint(), is_eval=False)
-    trainer._require_same(replace(RECORDED, revision="f" * 40))
+    trainer._require_same(replace(RECORDED, revision="f" * 40, subset="easy"))
     with pytest.raises(TasksetError, match=f"at {'f' * 40} for this trainer, and at {COMMIT} for its explorer"):
         trainer._require_same(RECORDED)
 

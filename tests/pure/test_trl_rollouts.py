@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import trinity_es
-from tests.helpers.trl_trainers import EOS, StandInClient, StandInTrainer, answer
+from tests.helpers.trl_trainers import EOS, Rows, StandInClient, StandInTrainer, answer
 from trinity_es.errors import ConfigError, DataError, WorkflowError
 from trinity_es.integrations import trl
 from trinity_es.integrations.step_weights import step_version
@@ -196,6 +197,59 @@ def test_rows_that_can_t_be_told_apart_by_their_prompts_are_refused(tmp_path: Pa
         rollouts(tmp_path, columns=["truth"])(ASKED, StandInTrainer(rows))
 
 
+def test_an_eval_of_another_data_set_has_its_columns(tmp_path: Path, client: StandInClient) -> None:
+    made, trainer = rollouts(tmp_path), StandInTrainer(ROWS)
+    trainer.model.training = False
+    trainer.callback_handler.eval_dataloader = SimpleNamespace(dataset=trainer.eval_dataset)
+    made(ASKED, trainer)
+    for truth in ("z", "Z"):
+        others = Rows([{"prompt": "z=", "answer": truth}])
+        trainer.callback_handler.eval_dataloader = SimpleNamespace(dataset=SimpleNamespace(dataset=others))  # a part
+        made(["z=", "z="], trainer)
+    asked = [[task["raw_task"]["answer"] for task in tasks] for tasks in client.submitted.values()]
+    assert asked == [["a", "b"], ["z"], ["Z"]]
+
+
+def test_a_prompt_that_no_data_set_has_is_refused_where_tasks_need_its_columns(
+    tmp_path: Path, client: StandInClient
+) -> None:
+    for given in ({}, {"columns": ["answer"]}):
+        with pytest.raises(DataError, match=r"no row of trl-train has the prompt 'z=', .* or columns="):
+            rollouts(tmp_path, **given)(["z=", "z="], StandInTrainer(ROWS))
+    trainer = StandInTrainer(ROWS)
+    trainer.model.training, trainer.eval_dataset = False, None
+    with pytest.raises(DataError, match="no row of a data set has the prompt 'z='"):
+        rollouts(tmp_path)(["z=", "z="], trainer)
+    assert client.submitted == {}
+    rollouts(tmp_path, columns=[])(["z=", "z="], trainer)
+    rollouts(tmp_path)(["z=", "z="], StandInTrainer([{"prompt": "a="}]))  # nothing is lost
+    assert [tasks[0]["raw_task"] for tasks in client.submitted.values()] == [{"prompt": "z="}] * 2
+
+
+@pytest.mark.parametrize(("names", "columns", "refused"), [
+    (["prompt", "answer"], None, True), (None, None, True), (None, ["answer"], True), (["prompt"], None, False),
+    (["prompt", "answer"], [], False), (None, [], False),
+])
+def test_a_stream_of_more_than_prompts_is_refused_unless_no_columns_are_asked_for(
+    tmp_path: Path, client: StandInClient, names: list[str] | None, columns: list[str] | None, refused: bool
+) -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):  # as a `datasets.IterableDataset` is one
+        column_names = names
+
+        def __iter__(self) -> Any:
+            return iter(ROWS)
+
+    trainer = StandInTrainer(ROWS)
+    trainer.train_dataset = Stream()
+    made = rollouts(tmp_path, columns=columns)
+    if refused:
+        with pytest.raises(DataError, match=r"trl-train is a stream, .*: give columns=\[\]"):
+            made(ASKED, trainer)
+    else:
+        made(ASKED, trainer)
+        assert client.submitted["0/trl-train-0"][0]["raw_task"] == {"prompt": "a="}
+
+
 def test_what_can_t_be_served_is_refused(tmp_path: Path, client: StandInClient) -> None:
     with pytest.raises(ConfigError, match="operators works on rewards"):
         rollouts(tmp_path, reward_fn=None)
@@ -204,6 +258,9 @@ def test_what_can_t_be_served_is_refused(tmp_path: Path, client: StandInClient) 
         rollouts(tmp_path)(ASKED, trainer)
     trainer.reward_funcs, trainer.use_vllm = [], True
     with pytest.raises(ConfigError, match="use_vllm"):
+        rollouts(tmp_path)(ASKED, trainer)
+    trainer.use_vllm, trainer.tools = False, [print]
+    with pytest.raises(ConfigError, match="has tools"):
         rollouts(tmp_path)(ASKED, trainer)
     assert client.submitted == {}
 
@@ -235,13 +292,17 @@ def test_the_last_checkpoint_is_one_that_was_written_whole(tmp_path: Path) -> No
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
 
 
-@pytest.mark.parametrize(("max_steps", "trains"), [(10, False), (-1, False), (11, True)])
-def test_a_trainer_that_was_killed_after_its_last_step_takes_no_step_more(
-    tmp_path: Path, max_steps: int, trains: bool
+@pytest.mark.parametrize(("max_steps", "epochs", "trains"), [
+    (10, 3.0, False), (11, 1.0, True), (-1, 2.0, False), (-1, 1.9, False), (-1, 3.0, True), (-1, 2.1, True),
+])
+def test_a_trainer_that_was_killed_after_its_last_step_takes_no_step_more_and_one_with_more_epochs_does(
+    tmp_path: Path, max_steps: int, epochs: float, trains: bool
 ) -> None:
     did: list[str] = []
     trainer = SimpleNamespace(
-        args=SimpleNamespace(output_dir=str(tmp_path), max_steps=max_steps), state=None,
+        args=SimpleNamespace(output_dir=str(tmp_path), max_steps=max_steps, num_train_epochs=epochs), state=None,
+        get_train_dataloader=lambda: range(5),
+        set_initial_training_values=lambda args, loader: (0, math.ceil(args.num_train_epochs * len(loader))),
         train=lambda resume_from_checkpoint: did.append(f"train from {resume_from_checkpoint}"),
         _load_from_checkpoint=lambda checkpoint: did.append(f"load {checkpoint}"))
     resume(trainer)

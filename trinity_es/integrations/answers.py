@@ -1,15 +1,41 @@
-"""A workflow without a reward: for trainers that reward answers themselves."""
+"""Workflows of one prompt and one answer, of which TRL makes the prompt's tokens as it does itself.
+
+Messages are rendered by the chat template, with the trainer's `chat_template_kwargs`; a text is a text to go on from,
+and no message of a chat.
+"""
 
 from __future__ import annotations
 
 from trinity_es.events.experience import Experience
 from trinity_es.workflows.workflow import SingleTurnWorkflow
 
-__all__ = ["AnswerWorkflow"]
+__all__ = ["AnswerWorkflow", "PromptWorkflow"]
 
 
-class AnswerWorkflow(SingleTurnWorkflow):
-    """One prompt, one answer a run, no reward. All runs of the task go to the engine as one request."""
+class PromptWorkflow(SingleTurnWorkflow):
+    """One prompt, one answer, one reward. All runs of the task go to the engine as one request.
+
+    `workflow_args["chat_template_kwargs"]`: further variables of the chat template.
+    """
+
+    async def _answers(self) -> list[Experience]:
+        prompt, template = self.task.task_desc, self.task.workflow_args.get("chat_template_kwargs")
+        answers: list[Experience]
+        if isinstance(prompt, str):
+            answers = await self.model.generate_async(prompt, n=self.repeat_times)
+        elif not template:
+            answers = await super()._answers()
+        else:
+            messages = self.prompt_messages()
+            ids, _ = await self.model.prompt_of(messages, None, template)
+            answers = await self.model.generate_async(ids, n=self.repeat_times)
+            for answer in answers:
+                answer.messages = [*messages, {"role": "assistant", "content": answer.response_text}]
+        return answers
+
+
+class AnswerWorkflow(PromptWorkflow):
+    """The same without a reward, for trainers that reward answers themselves."""
 
     async def _rewarded(self, i: int, answer: Experience) -> bool:
         answer.eid.run = self.run_id_base + i

@@ -123,13 +123,14 @@ class PromptRows:
     def __init__(self, datasets: Mapping[str, Any], columns: Sequence[str] | None) -> None:
         """`columns`: those that a task gets beside its prompt; None: all.
 
-        Raises DataError for a column that is not there, and for two rows of one prompt that differ in these.
+        Raises DataError for a column that is not there, for two rows of one prompt that differ in these, and for a
+        stream of more than prompts, unless no columns are asked for.
         """
-        self._datasets = datasets
+        self._datasets, self._asked = datasets, columns
         self._columns = {name: _chosen(name, data, columns) for name, data in datasets.items()}
         self._found: dict[bytes, tuple[str, int]] = {}
         for name, data in datasets.items():
-            if not hasattr(data, "__getitem__"):  # a stream
+            if _is_stream(data):
                 continue
             for i, prompt in enumerate(data["prompt"]):
                 before = self._found.setdefault(prompt_key(prompt), (name, i))
@@ -147,20 +148,36 @@ class PromptRows:
         return {column: row[column] for column in self._columns[name]}
 
     def task_row(self, prompt: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what a task of this prompt has as `raw_task`, and where it came from (`Task.index`)."""
+        """Return what a task of this prompt has as `raw_task`, and where it came from (`Task.index`).
+
+        Raises DataError for a prompt that no data set has, where columns are asked for.
+        """
         found = self._found.get(prompt_key(prompt))
         if found is None:
+            if any(self._columns.values()) or (not self._datasets and self._asked != []):
+                raise DataError(
+                    f"no row of {', '.join(self._datasets) or 'a data set'} has the prompt {repr(prompt)[:100]}, and "
+                    "the columns of a task are looked up by its prompt: give the trainer the data set that it is of, "
+                    "with the prompts as they stand there, or columns=[] where tasks need the prompt alone"
+                )
             return {"prompt": prompt}, {}
         return {**self._row(*found), "prompt": prompt}, {"taskset": found[0], "index": found[1]}
 
 
 def _chosen(name: str, data: Any, columns: Sequence[str] | None) -> list[str]:
     there = list(getattr(data, "column_names", None) or [])
-    if missing := [column for column in columns or () if column not in there]:
+    if there and (missing := [column for column in columns or () if column not in there]):
         raise DataError(f"{name} has no column {missing[0]!r}: it has {', '.join(there)}")
-    if not hasattr(data, "__getitem__") and columns:
-        raise DataError(f"{name} is a stream, whose rows can't be looked up by their prompts: give columns=[]")
+    if _is_stream(data) and (columns or (columns is None and there != ["prompt"])):
+        raise DataError(
+            f"{name} is a stream, whose rows can't be looked up by their prompts: give columns=[], with which tasks "
+            "have the prompt alone, or a data set that is no stream"
+        )
     return list(columns) if columns is not None else [column for column in there if column != "prompt"]
+
+
+def _is_stream(data: Any) -> bool:
+    return not (hasattr(data, "__getitem__") and hasattr(data, "__len__"))  # torch gives a stream the first, too
 
 
 def prompt_key(prompt: Any) -> bytes:

@@ -38,13 +38,10 @@ from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
 from trinity_es.integrations.step_batches import Mode, PromptRows, Runs, find_batch, play_batch, prompt_key
 from trinity_es.integrations.step_weights import missing_version, publish_tensors
+from trinity_es.integrations.trl_settings import ANSWERS, PROMPTS, require_no_format, sampling_args, template_args
 
 __all__ = ["Rollouts", "last_checkpoint", "resume", "rollout_reward"]
 
-ANSWERS = "trinity_es.integrations.answers:AnswerWorkflow"
-SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
-            "repetition_penalty": "repetition_penalty", "max_completion_length": "max_tokens"}
-"""Our names of what GRPOConfig says of sampling."""
 COLUMNS = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "reward", "rollout_failed", "rollout_version",
            "rollout_id")
 """What a row has: the first three go into the trainer, the fourth masks the loss, the others reach reward functions."""
@@ -83,18 +80,26 @@ def resume(trainer: Any) -> None:
     checkpoint = last_checkpoint(trainer.args.output_dir)
     if checkpoint is not None:
         state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
-        if state.global_step >= (trainer.args.max_steps if trainer.args.max_steps > 0 else state.max_steps):
+        if state.global_step >= _last_step(trainer):
             trainer._load_from_checkpoint(checkpoint)
             trainer.state = state
             return
     trainer.train(resume_from_checkpoint=checkpoint)
 
 
+def _last_step(trainer: Any) -> int:
+    """Return the step with which `train` ends, by what the trainer's arguments and its data are now."""
+    if trainer.args.max_steps > 0:
+        return int(trainer.args.max_steps)
+    return int(trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1])
+
+
 class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed in part
     """A `rollout_func` of GRPOTrainer that is its callback, too. Connects to the running system of the config's store.
 
-    - `workflow`: registered name, or "module:Class", as in a taskset; by default `single_turn` with `reward_fn`, and
-      without one a workflow that rewards nothing, for reward functions that TRL runs itself
+    - `workflow`: registered name, or "module:Class", as in a taskset; by default one answer to the prompt, rewarded by
+      `reward_fn`, and without one by nobody, for reward functions that TRL runs itself. That has the prompt's tokens as
+      TRL has them: messages by the chat template with `chat_template_kwargs`, a text as it stands
     - `reward_fn`: "module:name", of TRL's form or ours, run by the workflow; give GRPOTrainer `rollout_reward` then
     - `columns`: columns of the data set that tasks get beside the prompt; None: all
     - `reward_fn_args, workflow_args, format_args, rollout_args`: as in `Task`. Sampling is the trainer's, with
@@ -125,16 +130,19 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
             )
         self.name, self._columns = name, columns
         self._task: dict[str, Any] = {
-            "workflow": workflow or ("single_turn" if reward_fn else ANSWERS), "reward_fn": reward_fn,
+            "workflow": workflow or (PROMPTS if reward_fn else ANSWERS), "reward_fn": reward_fn,
             "reward_fn_args": dict(reward_fn_args or {}), "workflow_args": dict(workflow_args or {}),
             "format_args": dict(format_args or {}),
         }
+        require_no_format(self._task["workflow"], self._task["format_args"])
         self._rollout_args = dict(rollout_args or {})
         self._client: RolloutClient | None = None
-        self._rows: dict[Mode, PromptRows] = {}
+        self._rows: dict[Mode, tuple[list[Any], PromptRows]] = {}
+        """The data sets that tasks are of now, and their rows."""
         self._calls: Counter[str] = Counter()
         self._unacknowledged: list[str] = []
         self._trainer: Any = None
+        self._sampling: dict[str, Any] = {}
         self._several = False
 
     # --- the rollout function ---------------------------------------------------------------------------------------
@@ -189,6 +197,10 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
                 "reward_funcs has a model, which would reward runs that failed, too: call it in a function, or have "
                 "it as an auxiliary model"
             )
+        if getattr(trainer, "tools", None):
+            raise ConfigError("the trainer has tools, which TRL itself would call: have a workflow call them")
+        self._task["workflow_args"] |= template_args(self._task["workflow"], trainer.args)
+        self._sampling = sampling_args(trainer.args)
         trainer.reward_funcs = [_sparing(fn) for fn in trainer.reward_funcs]
         self._trainer = trainer
 
@@ -217,22 +229,28 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
                 f"{len(asked)} prompts are no groups of {group} equal ones: prompt {wrong} differs from its group's "
                 "first. TRL's own samplers repeat each prompt num_generations times"
             )
-        if mode not in self._rows:
-            data = trainer.train_dataset if mode == "train" else trainer.eval_dataset
-            named = data if isinstance(data, dict) else {f"{self.name}-{mode}": data}
-            self._rows[mode] = PromptRows({k: v for k, v in named.items() if v is not None}, self._columns)
-        sampling = {ours: getattr(trainer.args, theirs) for theirs, ours in SAMPLING.items()}
-        sampling = {key: value for key, value in sampling.items() if value is not None}
-        if sampling.get("top_k") == 0:  # TRL's word for all tokens
-            sampling["top_k"] = -1
-        made = []
+        rows, made = self._rows_of(mode, trainer), []
         for prompt in asked[::group]:
-            raw_task, index = self._rows[mode].task_row(prompt)
+            raw_task, index = rows.task_row(prompt)
             made.append(Task(
                 **self._task, repeat_times=group, raw_task=raw_task, index=index,
-                rollout_args={**sampling, **self._rollout_args},
+                rollout_args={**self._sampling, **self._rollout_args},
             ))
         return made
+
+    def _rows_of(self, mode: Mode, trainer: Any) -> PromptRows:
+        """Return the rows of the data that the trainer goes through now: an eval may be of any."""
+        data = trainer.train_dataset if mode == "train" else trainer.eval_dataset
+        named = data if isinstance(data, dict) else {f"{self.name}-{mode}": data}
+        named = {name: rows for name, rows in named.items() if rows is not None}
+        used = getattr(trainer.callback_handler.eval_dataloader, "dataset", None) if mode == "eval" else None
+        if used is not None and not any(used is rows for rows in named.values()):
+            named = {f"{self.name}-{mode}": getattr(used, "dataset", used)}  # a stream's part for this process
+        known, found = self._rows.get(mode, ([], None))
+        if found is None or [id(rows) for rows in known] != [id(rows) for rows in named.values()]:
+            found = PromptRows(named, self._columns)
+            self._rows[mode] = list(named.values()), found
+        return found
 
     def _played(self, batch_id: str, tasks: list[Task], mode: Mode) -> dict[str, list[Any]]:
         runs = play_batch(self.client, batch_id, tasks, mode)

@@ -34,6 +34,7 @@ from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
 from trinity_es.integrations.step_batches import play_batch, submit_batch
 from trinity_es.integrations.step_weights import missing_version, publish_tensors, step_of
+from trinity_es.integrations.trl_settings import PROMPTS, require_no_format, sampling_args, template_args
 
 __all__ = ["AsyncRollouts"]
 
@@ -52,7 +53,8 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
     - `batch_size`: prompts a batch; `num_generations`: runs of each; `ahead`: batches that are in flight at a time
     - `seed`: of the order, another one in each epoch; None: as the data set has it. Epochs have no end: the trainer has
     - `name`: of this trainer, in the ids of its batches
-    - `task`: what else a `Task` has (workflow, reward_fn, rollout_args, ...)
+    - `task`: what else a `Task` has (workflow, reward_fn, rollout_args, ...). Sampling and `chat_template_kwargs` are
+      the trainer's, with `rollout_args` over them; a prompt that is a text is one as it stands
 
     Raises ConfigError where `synchronizer.sync_method` is checkpoint: weights come as tensors.
     """
@@ -65,7 +67,9 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         if self.config.synchronizer.sync_method == "checkpoint":
             raise ConfigError("TRL sends weights as tensors: set synchronizer.sync_method to memory or nccl")
         self.dataset, self.batch_size, self.num_generations = dataset, batch_size, num_generations
-        self.ahead, self.seed, self.name, self._task = ahead, seed, name, {"workflow": "single_turn", **task}
+        self.ahead, self.seed, self.name, self._task = ahead, seed, name, {"workflow": PROMPTS, **task}
+        require_no_format(self._task["workflow"], self._task.get("format_args") or {})
+        self._rollout_args = dict(self._task.get("rollout_args") or {})
         self.rollout_buffer: queue.Queue[Any] = _Buffer(self._took)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         self._changed = threading.Condition()
@@ -223,7 +227,13 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
 
     # --- the callback -----------------------------------------------------------------------------------------------
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Take note of the step that the trainer goes on from; nothing is known of one before."""
+        """Take note of how it samples, and of the step that it goes on from; nothing is known of one before.
+
+        Raises ConfigError for settings that the rollouts can't have.
+        """
+        self._task["workflow_args"] = {
+            **self._task.get("workflow_args", {}), **template_args(self._task["workflow"], args)}
+        self._task["rollout_args"] = {**sampling_args(args), **self._rollout_args}
         self._step = self._resumed_at = int(state.global_step)
         self._sync_steps, self._client = int(getattr(args, "weight_sync_steps", 1)), None
         self._left, self._taken, self._done = {}, deque([[]]), 0

@@ -23,6 +23,7 @@ from trinity_es.tasksets.files import check_columns, check_prompts, table_row
 __all__ = ["HubRows"]
 
 MAIN = "main"
+DEFAULT = "default"
 RESOLVE_SECONDS = 30.0
 """How long the hub may take to say which commit a revision is."""
 SHOWN = 400
@@ -33,20 +34,23 @@ _logger = logging.getLogger(__name__)
 
 
 class HubRows:
-    """The rows of one split, mapped into memory. `revision` is their commit.
+    """The rows of one split, mapped into memory. `revision` is their commit, `subset` the name of their subset.
 
-    With `commit` they are of that one, else of what the taskset's revision names now. Raises TasksetError, with the way
-    out, for what is not there, can't be reached or is not installed.
+    With `commit` they are of that one, else of what the taskset's revision names now; of `subset`, else of the
+    config's, else of the dataset's default one. Raises TasksetError, with the way out, for what is not there, can't be
+    reached or is not installed.
     """
 
-    def __init__(self, config: TasksetConfig, commit: str | None = None) -> None:
-        self._config = config
+    def __init__(self, config: TasksetConfig, commit: str | None = None, subset: str | None = None) -> None:
+        self._config, self._asked = config, subset or config.subset
         self.repository = config.path.partition(":")[2]
         self._datasets, self._hub = _packages(config)
         self.revision = commit or self._resolve()
         self._source = f"{config.path}@{self.revision[:12]} {config.split}"
         with self._told(self.revision):
-            self._rows = self._builder().as_dataset(split=config.split).with_format("arrow")
+            builder = self._builder()
+            self.subset = str(builder.config.name)
+            self._rows = builder.as_dataset(split=config.split).with_format("arrow")
         key = config.format.prompt_key
         check_columns(self._source, self._rows.data.table.schema, key)
         check_prompts(self._source, self._rows.data.table.column(key), 0)
@@ -92,39 +96,45 @@ class HubRows:
 
     # --- its rows ---------------------------------------------------------------------------------------------------
     def _builder(self) -> Any:
-        """Return the builder of this commit, with its files on this machine."""
+        """Return the builder of this commit, with its files on this machine. Asks nobody where the name is known."""
         prepared = self._prepared()
-        if prepared is not None:
-            config_name, version = prepared.parts[-3:-1]
-            cache = importlib.import_module("datasets.packaged_modules.cache.cache").Cache
-            return cache(repo_id=self.repository, dataset_name=self.repository.rpartition("/")[2],
-                         config_name=config_name, version=version, hash=self.revision)
-        builder = self._datasets.load_dataset_builder(
-            self.repository, self._config.subset, revision=self.revision)
-        if builder.hash != self.revision:  # the newest that is cached
-            raise ConnectionError(f"the cache has commit {builder.hash}, and not this one")
+        if (self._asked or DEFAULT) in prepared:  # a subset of that name is the default one
+            return self._cached(prepared[self._asked or DEFAULT])
+        try:
+            builder = self._datasets.load_dataset_builder(self.repository, self._asked, revision=self.revision)
+            if isinstance(builder, _cache()) or builder.hash != self.revision:  # the newest that is cached, of any kind
+                raise ConnectionError(f"the cache has commit {builder.hash}, subset {builder.config.name}")
+        except (_errors().HTTPError, ConnectionError, TimeoutError):
+            if self._asked is not None or len(prepared) != 1:
+                raise
+            [(name, folder)] = prepared.items()
+            _logger.warning("taskset %s: the hub can't be asked which subset of %s is the default one: it is %s, the "
+                            "only one in the cache", self._config.name, self._config.path, name)
+            return self._cached(folder)
         builder.download_and_prepare()
         return builder
 
-    def _prepared(self) -> Path | None:
-        """Return the folder of the cache that holds this commit's subset, if one does."""
+    def _cached(self, folder: Path) -> Any:
+        config_name, version = folder.parts[-3:-1]
+        return _cache()(repo_id=self.repository, dataset_name=self.repository.rpartition("/")[2],
+                        config_name=config_name, version=version, hash=self.revision)
+
+    def _prepared(self) -> dict[str, Path]:
+        """Return the folders of the cache that hold this commit, by subset."""
         owner, _, name = self.repository.rpartition("/")
         name = importlib.import_module("datasets.naming").camelcase_to_snakecase(name)
         root = Path(self._datasets.config.HF_DATASETS_CACHE) / (f"{owner}___{name}" if owner else name)
-        found = {path.parts[-4]: path.parent for path in root.glob(f"*/*/{self.revision}/dataset_info.json")}
-        if self._config.subset is not None:
-            return found.get(self._config.subset)
-        return found.get("default") or (next(iter(found.values())) if len(found) == 1 else None)
+        return {path.parts[-4]: path.parent for path in root.glob(f"*/*/{self.revision}/dataset_info.json")}
 
     def _fetching(self, revision: str) -> str:
         """Return the Python call that fetches this dataset."""
-        given = [self.repository, *([self._config.subset] if self._config.subset else [])]
+        given = [self.repository, *([self._asked] if self._asked else [])]
         return f"datasets.load_dataset({', '.join(map(repr, given))}, revision={revision!r})"
 
     @contextlib.contextmanager
     def _told(self, revision: str) -> Iterator[None]:
         """Turn what the two packages raise into TasksetErrors that say what to do."""
-        errors = importlib.import_module("huggingface_hub.errors")
+        errors = _errors()
         what = f"taskset {self._config.name}: {self._config.path} at {revision}"
         try:
             yield
@@ -157,6 +167,15 @@ class _Unreachable(TasksetError):
 def _said(error: Exception) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text if len(text) <= SHOWN else text[:SHOWN] + ' ...'}"
+
+
+def _errors() -> Any:
+    return importlib.import_module("huggingface_hub.errors")
+
+
+def _cache() -> Any:
+    """Return the class of builders of what is in the cache."""
+    return importlib.import_module("datasets.packaged_modules.cache.cache").Cache
 
 
 def _packages(config: TasksetConfig) -> tuple[Any, Any]:

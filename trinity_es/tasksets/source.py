@@ -30,15 +30,17 @@ def open_source(
     if recorded is not None:
         _require_same(config, recorded)
     rows: RowFile
+    subset = config.subset
     match config.kind:
         case "file" | "verifiers":
             return open_file(config), None
         case "hub":
-            rows = HubRows(config, None if recorded is None else recorded.revision)
+            rows = HubRows(config, *((recorded.revision, recorded.subset) if recorded else ()))
+            subset = rows.subset
         case _:
             rows = Generated(config)
     source = TasksetSource(
-        taskset=config.name, is_eval=is_eval, path=config.path, subset=config.subset, split=config.split,
+        taskset=config.name, is_eval=is_eval, path=config.path, subset=subset, split=config.split,
         asked=config.revision, revision=rows.revision, args=_args(config), rows=len(rows),
     )
     if recorded is not None and (source.revision, source.rows) != (recorded.revision, recorded.rows):
@@ -50,8 +52,11 @@ def open_source(
 
 
 def _require_same(config: TasksetConfig, recorded: TasksetSource) -> None:
-    """Require that the config asks for what the log has. The commit itself may be asked for in place of a branch."""
-    wanted = {"path": config.path, "subset": config.subset, "split": config.split, "args": _args(config)}
+    """Require that the config asks for what the log has. The commit itself may be asked for in place of a branch, and
+    the default subset by its name, or as none.
+    """
+    subset = config.subset or recorded.subset
+    wanted = {"path": config.path, "subset": subset, "split": config.split, "args": _args(config)}
     before = {"path": recorded.path, "subset": recorded.subset, "split": recorded.split, "args": recorded.args}
     if config.revision not in (recorded.asked, recorded.revision):
         wanted["revision"] = config.revision or "the main branch"

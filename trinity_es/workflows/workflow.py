@@ -188,9 +188,13 @@ class SingleTurnWorkflow(Workflow):
         self.task = task
 
     async def run_async(self) -> list[Experience]:
-        answers: list[Experience] = await self.model.chat_async(self.prompt_messages(), n=self.repeat_times)
+        answers = await self._answers()
         said = await asyncio.gather(*(self._rewarded(i, answer) for i, answer in enumerate(answers)))
         return [answer for answer, good in zip(answers, said, strict=True) if good]
+
+    async def _answers(self) -> list[Experience]:
+        answers: list[Experience] = await self.model.chat_async(self.prompt_messages(), n=self.repeat_times)
+        return answers
 
     async def _rewarded(self, i: int, answer: Experience) -> bool:
         """Give an answer its run and its reward; false where there is none, which fails that run alone."""

@@ -280,6 +280,65 @@ def test_a_server_that_answers_a_try_alone_draws_little(tiny: Path, monkeypatch:
     assert pauses == [0.25, 0.5, 1.0, 2.0, 2.0, 0.25]
 
 
+@PLAIN
+def test_a_server_that_takes_nothing_new_while_it_answers_others_goes_on(tiny: Path, spans: bool) -> None:
+    server = Wrong(tiny, spans=spans)
+    server.args.token_seconds = 0.1
+
+    async def main() -> None:
+        async with met(server, tiny) as engine:
+            for others in ([5], [5, 6]):  # the second as a stream, whose parts come at its end here
+                engine._answered = float("-inf")  # it has answered nobody for long
+                asked, server.asked = asyncio.create_task(_all_of(engine, others)), 0
+                while not server.asked:
+                    await asyncio.sleep(0.01)
+                server.wrong = {"status": 503}
+                with pytest.raises(EngineError, match="answered 503") as failed:
+                    await engine.generate([BAD], EIGHT)
+                assert not failed.value.details.get("dead"), "it has not ended the other request"
+                assert not asked.done()
+                assert await asked == 8
+                server.wrong = {}
+            engine._answered = float("-inf")
+            server.wrong = {"status": 503}
+            refused = await asyncio.gather(*(engine.generate([BAD], EIGHT) for _ in range(9)), return_exceptions=True)
+            assert {error.details.get("dead") for error in refused if isinstance(error, EngineError)} == {True}
+
+    play(main)
+
+
+async def _all_of(engine: HTTPEngine, prompt: list[int]) -> int:
+    """Return how many tokens were made, by a stream for two tokens of a prompt."""
+    if len(prompt) == 1:
+        return len((await engine.generate(prompt, EIGHT))[0].token_ids)
+    return len([token async for piece in engine.stream(prompt, EIGHT) for token in piece.token_ids])
+
+
+def test_a_stream_is_an_answer(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, pauses = Wrong(tiny), list[float]()
+    monkeypatch.setattr(http_engine, "BRAKE_SECONDS", (0.25, 2.0))
+
+    async def main() -> None:
+        async with met(server, tiny) as engine:
+            server.wrong, server.alone = {"status": 500}, True
+            monkeypatch.setattr(http_engine.asyncio, "sleep", _noted(pauses))  # type: ignore[attr-defined]
+            for prompt in (BAD, BAD, 5, BAD):
+                with contextlib.suppress(EngineError):
+                    async for _ in engine.stream([prompt], EIGHT):
+                        pass
+            assert pauses == [0.25, 0.5, 0.25], "a whole one ends the row of failures"
+            engine._answered = float("-inf")
+            pieces = engine.stream([5], EIGHT)
+            await anext(pieces)
+            server.wrong, server.alone = {"status": 429}, False
+            with pytest.raises(EngineError, match="answered 429") as failed:
+                await engine.generate([5], EIGHT)
+            assert not failed.value.details.get("dead"), "it answered a moment ago"
+            assert [piece async for piece in pieces][-1].finish_reason
+
+    play(main)
+
+
 def test_a_server_that_takes_nothing_any_more_ends_the_engine(tiny: Path) -> None:
     server = Wrong(tiny)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -288,6 +289,48 @@ def test_a_restart_command_brings_weights_into_a_server_that_takes_none(
                     pass
         finally:
             ServerProcess(["kill", "-9", pids.read_text().strip()], 0, tmp_path / "log5").start().process.wait()  # type: ignore[union-attr]
+
+    with ended(server):
+        play(main)
+
+
+def publish_anew(folder: Path, by: str) -> None:
+    """Publish other weights from the folder of the last ones."""
+    new = folder.with_name("new")
+    shutil.copytree(folder, new)
+    if by == "a link":
+        folder.rename(folder.with_name("old"))
+        folder.symlink_to(new)
+    else:
+        shutil.rmtree(folder)
+        new.rename(folder)
+
+
+@pytest.mark.parametrize("by", ["a link", "a move"])
+@pytest.mark.parametrize("arguments", [("--no-dev",), ()], ids=["plain", "labels"])
+def test_a_path_does_not_prove_which_version_a_server_was_started_with(
+    tiny: Path, other: Path, tmp_path: Path, by: str, arguments: tuple[str, ...]
+) -> None:
+    latest = tmp_path / "latest"
+    shutil.copytree(other, latest)
+    time.sleep(0.05)  # a process starts at a tick of the clock
+    server = stand_in(latest, tmp_path / "log", *arguments).start()  # with version 5, by the restart command say
+
+    async def main() -> None:
+        account = tmp_path / "account"
+        options = {"restart_command": f"echo $TRINITY_ES_VERSION >> {account}; exit 5"}
+        server.ready()
+        publish_anew(latest, by)
+        if not arguments:  # it can be given the weights
+            async with met(server, tiny, **options, weights=(7, str(latest))) as engine:
+                assert engine.model_version == 0
+                assert server.ask("/weight_info")["weight_version"].startswith("trinity-es/0/")
+            assert not account.exists()
+            return
+        with pytest.raises(EngineError, match="exit status 5"):
+            async with met(server, tiny, **options, weights=(7, str(latest))):
+                pass
+        assert account.read_text() == "7\n"
 
     with ended(server):
         play(main)

@@ -72,6 +72,31 @@ def test_trl_rewards_answers_itself_and_evaluates(
     assert told["metrics"]["eval_reward"] == 100.0
 
 
+def test_texts_are_prompts_as_trl_has_them_and_an_eval_of_other_data_has_its_columns(
+    start_system: StartSystem, tmp_path: Path, trl: dict[str, str]
+) -> None:
+    config = system(start_system, tmp_path)
+    rollouts = {"reward_fn": "tests.helpers.trl_rewards:is_truth"}
+    settings = {"max_steps": 1, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "num_generations": 4}
+    told = ask(HERE / "trl_step.py", trl, folder=str(tmp_path), config=str(config), rollouts=rollouts,
+               settings=settings, texts=True, others="yz")
+    for made in told["generations"]:
+        assert made["prompt_ids"] == made["trl_ids"] == [list(prompt.encode()) for prompt in made["prompts"]]
+    assert told["generations"][1]["prompts"] == ["y="] * 4 + ["z="] * 4
+    assert told["generations"][1]["reward"] == [1.0] * 8
+
+
+def test_a_trainer_whose_epochs_were_raised_goes_on(
+    start_system: StartSystem, tmp_path: Path, trl: dict[str, str]
+) -> None:
+    config = system(start_system, tmp_path, buffer={"pipeline": {"operators": []}})
+    settings = {"per_device_train_batch_size": 16, "num_generations": 4, "save_steps": 1, "max_steps": -1}
+    for epochs, step, taken in ((1, 2, 2), (2, 4, 2)):
+        told = ask(HERE / "trl_step.py", trl, folder=str(tmp_path), config=str(config), rollouts={},
+                   settings={**settings, "num_train_epochs": epochs})
+        assert (told["step"], len(told["generations"])) == (step, taken)
+
+
 def test_the_first_of_two_processes_asks_and_the_other_gets_its_part(
     start_system: StartSystem, tmp_path: Path, trl: dict[str, str]
 ) -> None:

@@ -106,7 +106,7 @@ def test_a_revision_is_resolved_when_a_run_begins_and_its_commit_is_read_from_th
     first = dataset.push_rows(train=rows("old"), test=rows("test"))
     told = dataset.open()
     assert told["source"] == {
-        "taskset": "t", "is_eval": False, "path": dataset.path, "subset": None, "split": "train", "asked": None,
+        "taskset": "t", "is_eval": False, "path": dataset.path, "subset": "default", "split": "train", "asked": None,
         "revision": first, "args": "", "rows": 3,
     }
     assert told["tasks"][1]["raw_task"] == {"prompt": "old 1", "answer": "x", "level": 1}
@@ -126,17 +126,46 @@ def test_branches_tags_and_commits_are_revisions(dataset: Dataset) -> None:
 
 
 def test_subsets_and_splits_are_chosen_and_those_that_are_not_there_are_named(dataset: Dataset) -> None:
-    card = yaml.safe_dump({"configs": [
-        {"config_name": name, "data_files": [{"split": "train", "path": f"{name}.jsonl"}]} for name in ("easy", "hard")
-    ]})
-    files = {f"{name}.jsonl": f'{{"prompt": "{name}"}}\n'.encode() for name in ("easy", "hard")}
-    dataset.push(files | {"README.md": f"---\n{card}---\n".encode()})
+    push_subsets(dataset)
     assert dataset.prompts(subset="hard")[1] == ["hard"]
     assert dataset.prompts(subset="easy")[1] == ["easy"]
     assert "easy" in dataset.open()["error"]
     assert "look at its subset and its split" in dataset.open(subset="none")["error"]
     refused = dataset.open(subset="hard", split="test")["error"]
     assert "test" in refused
+    assert "look at its subset and its split" in refused
+
+
+def push_subsets(dataset: Dataset, default: str = "") -> None:
+    """Push the subsets `easy` and `hard`, and say which is the default one."""
+    card = yaml.safe_dump({"configs": [
+        {"config_name": name, "data_files": [{"split": "train", "path": f"{name}.jsonl"}],
+         **({"default": True} if name == default else {})}
+        for name in ("easy", "hard")
+    ]})
+    files = {f"{name}.jsonl": f'{{"prompt": "{name}"}}\n'.encode() for name in ("easy", "hard")}
+    dataset.push(files | {"README.md": f"---\n{card}---\n".encode()})
+
+
+def test_without_a_subset_it_is_the_default_one_whichever_the_cache_has(dataset: Dataset) -> None:
+    push_subsets(dataset, default="easy")
+    assert dataset.prompts(subset="hard")[1] == ["hard"]  # the only one in the cache now
+    told = dataset.open()
+    assert told["source"]["subset"] == "easy"
+    assert told["tasks"][0]["raw_task"] == {"prompt": "easy"}
+    asked = len(dataset.repository.asked)
+    for how in ("online", "offline", "no network"):
+        assert dataset.open(how, recorded=told["source"]) == told
+        assert dataset.open(how, recorded=told["source"], subset="easy") == told
+    assert len(dataset.repository.asked) == asked
+    assert "its subset is hard in the config" in dataset.open(recorded=told["source"], subset="hard")["error"]
+
+
+def test_without_a_subset_and_none_that_is_the_default_one_the_cache_does_not_choose(dataset: Dataset) -> None:
+    push_subsets(dataset)
+    assert dataset.prompts(subset="hard")[1] == ["hard"]
+    refused = dataset.open()["error"]
+    assert "easy" in refused
     assert "look at its subset and its split" in refused
 
 
@@ -170,6 +199,19 @@ def test_without_the_hub_a_run_begins_with_the_last_commit_that_the_cache_knows(
     first = dataset.push_rows(train=rows("old"))
     dataset.open()
     assert dataset.prompts(how) == (first, ["old 0", "old 1", "old 2"])
+
+
+@WITHOUT
+def test_without_the_hub_the_only_subset_in_the_cache_is_the_one_and_the_log_has_its_name(
+    dataset: Dataset, how: str
+) -> None:
+    push_subsets(dataset, default="easy")
+    dataset.open(subset="hard")
+    told = dataset.open(how)
+    assert told["source"]["subset"] == "hard"
+    dataset.open(subset="easy")
+    assert dataset.open(how, recorded=told["source"]) == told
+    assert "error" in dataset.open("offline"), "which of the two is not known"
 
 
 @WITHOUT

@@ -1,0 +1,137 @@
+"""TRL's prompts as token ids, and its configs' words for sampling: as TRL has them, or refused."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+import trinity_es
+from tests.helpers.trl_trainers import Rows, StandInClient, StandInTrainer
+from trinity_es.actors.engines.interface import EngineConfig, Sampling
+from trinity_es.actors.rollout.model import Model
+from trinity_es.errors import ConfigError
+from trinity_es.events.values import Task
+from trinity_es.integrations import trl
+from trinity_es.integrations.answers import AnswerWorkflow, PromptWorkflow
+from trinity_es.integrations.trl import Rollouts
+from trinity_es.integrations.trl_async import AsyncRollouts
+from trinity_es.integrations.trl_settings import ANSWERS, GENERATION, PROMPTS
+from trinity_es.testing import ScriptedEngine
+
+TEMPLATE = (
+    "<s>{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}{% if thinking is defined and not thinking %}[no]{% endif %}"
+)
+CHAT = [{"role": "user", "content": "c="}]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return one that begins a text with <s>, as Llama's does."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={"<s>": 0, **{c: i + 1 for i, c in enumerate(alphabet)}}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", chat_template=TEMPLATE)
+
+
+def trl_tokens(of: PreTrainedTokenizerFast, prompt: Any, **template: Any) -> list[int]:
+    """Return what GRPOTrainer._tokenize_prompts of trl 1.16 makes of a prompt."""
+    if isinstance(prompt, str):
+        return list(of(text=[prompt])["input_ids"][0])
+    return list(of.apply_chat_template(
+        conversation=[prompt], tools=None, chat_template=None, add_generation_prompt=True, tokenize=True,
+        return_dict=True, **template)["input_ids"][0])
+
+
+@pytest.mark.parametrize("workflow", [PromptWorkflow, AnswerWorkflow])
+@pytest.mark.parametrize(("prompt", "template"), [
+    ("c=", {}), ("c=", {"thinking": False}), (CHAT, {}), (CHAT, {"thinking": False}),
+], ids=["text", "text, no thinking", "chat", "chat, no thinking"])
+def test_a_prompt_has_the_tokens_that_trl_gives_it(workflow: Any, prompt: Any, template: dict[str, Any]) -> None:
+    engine, own = ScriptedEngine(EngineConfig(model_path="", options={"tokens": 2})), tokenizer()
+    engine.tokenizer = own  # type: ignore[assignment]
+
+    async def played() -> Any:
+        args = {"chat_template_kwargs": template} if template else {}
+        task = Task(raw_task={"prompt": prompt, "answer": "c"}, workflow_args=args,
+                    reward_fn="tests.helpers.trl_rewards:vowels")
+        made = workflow(task=task, model=Model(engine))
+        made.set_repeat_times(3, 4)
+        return await made.run_async()
+
+    found = asyncio.run(played())
+    wanted = trl_tokens(own, prompt, **template)
+    assert [e.tokens[: e.prompt_length].tolist() for e in found] == [wanted] * 3
+    assert [e.eid.run for e in found] == [4, 5, 6]
+    assert all((e.reward is None) == (workflow is AnswerWorkflow) for e in found)
+    assert [(e.messages or [])[:-1] for e in found] == [[] if isinstance(prompt, str) else CHAT] * 3
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> StandInClient:
+    found = StandInClient()
+    monkeypatch.setattr(trl, "connect", lambda config, *, resumed_at=None: found)
+    return found
+
+
+def config(folder: Path) -> trinity_es.Config:
+    return trinity_es.Config.from_dict(
+        {"explorer": {"rollout_model": {"engine_type": "scripted"}}, "synchronizer": {"sync_method": "memory"},
+         "buffer": {"pipeline": {"operators": []}}}, folder=folder)
+
+
+def submitted(folder: Path, client: StandInClient, args: dict[str, Any], **given: Any) -> dict[str, Any]:
+    """Return the task that a trainer with these settings has played."""
+    Rollouts(config(folder), **given)(["c=", "c="], StandInTrainer([{"prompt": "c="}], **args))
+    [task] = client.submitted.pop("0/trl-train-0")
+    return task
+
+
+def test_tasks_ask_for_prompts_as_trl_has_them(tmp_path: Path, client: StandInClient) -> None:
+    args = {"chat_template_kwargs": {"thinking": False}}
+    assert submitted(tmp_path, client, {})["workflow"] == ANSWERS
+    task = submitted(tmp_path, client, args, reward_fn="rewards:letters", workflow_args={"x": 1})
+    assert (task["workflow"], task["workflow_args"]) == (PROMPTS, {"x": 1, **args})
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs, which don't reach the workflow react"):
+        submitted(tmp_path, client, args, workflow="react")
+    for key in ("system_prompt", "reply_prefix"):
+        with pytest.raises(ConfigError, match=f"format_args has {key}, and TRL's prompts go as they stand"):
+            Rollouts(config(tmp_path), format_args={key: "x"})
+        with pytest.raises(ConfigError, match=f"format_args has {key}"):
+            AsyncRollouts(config(tmp_path), Rows([{"prompt": "c="}]), format_args={key: "x"})
+
+
+def test_generation_kwargs_go_before_the_other_settings_and_what_no_engine_knows_is_refused(
+    tmp_path: Path, client: StandInClient
+) -> None:
+    more = {"temperature": 0.5, "max_new_tokens": 5, "stop_strings": ["."], "top_k": 0, "do_sample": True}
+    task = submitted(tmp_path, client, {"generation_kwargs": more}, rollout_args={"seed": 3})
+    assert task["rollout_args"] == {
+        "temperature": 0.5, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "max_tokens": 5, "stop": ["."],
+        "seed": 3}
+    for wrong in ({"num_beams": 4}, {"do_sample": False}, {"n": 2}):
+        [name] = wrong
+        with pytest.raises(ConfigError, match=f"generation_kwargs of the trainer's config has {name}="):
+            submitted(tmp_path, client, {"generation_kwargs": wrong})
+    assert not client.submitted
+    assert set(GENERATION.values()) <= {f.name for f in fields(Sampling)}
+
+
+def test_the_async_trainers_settings_hold_for_its_rollouts(tmp_path: Path) -> None:
+    made = AsyncRollouts(config(tmp_path), Rows([{"prompt": CHAT}]), batch_size=1, rollout_args={"top_p": 0.5})
+    args = SimpleNamespace(weight_sync_steps=1, temperature=0.7, top_p=1.0, max_completion_length=9,
+                           chat_template_kwargs={"thinking": False})
+    made.on_train_begin(args, SimpleNamespace(global_step=0), None)
+    [task] = made._tasks(0)
+    assert (task.workflow, task.workflow_args) == (PROMPTS, {"chat_template_kwargs": {"thinking": False}})
+    assert task.rollout_args == {"temperature": 0.7, "top_p": 0.5, "max_tokens": 9}
+    made = AsyncRollouts(config(tmp_path), Rows([{"prompt": CHAT}]), workflow="react")
+    with pytest.raises(ConfigError, match="don't reach the workflow react"):
+        made.on_train_begin(args, SimpleNamespace(global_step=0), None)

@@ -1,0 +1,64 @@
+"""What TRL's configs say of prompts and of sampling, in our words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trinity_es.events.errors import ConfigError
+
+__all__ = ["ANSWERS", "PROMPTS", "require_no_format", "sampling_args", "template_args"]
+
+PROMPTS, ANSWERS = (f"trinity_es.integrations.answers:{name}" for name in ("PromptWorkflow", "AnswerWorkflow"))
+"""Workflows whose prompts have the tokens that TRL gives them; the second rewards nothing."""
+SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
+            "repetition_penalty": "repetition_penalty", "max_completion_length": "max_tokens"}
+"""Our names of a config's own fields."""
+GENERATION = {**{name: name for name in (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "max_tokens", "min_tokens", "stop", "ignore_eos", "seed",
+)}, "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}
+"""Our names of what its `generation_kwargs` may say, in vLLM's words or transformers'."""
+
+
+def require_no_format(workflow: Any, format_args: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what would be put around prompts that go as they stand."""
+    if workflow in (PROMPTS, ANSWERS) and (given := sorted({"system_prompt", "reply_prefix"} & set(format_args))):
+        raise ConfigError(
+            f"format_args has {given[0]}, and TRL's prompts go as they stand: write it into them, as messages, or name "
+            "a workflow that makes a chat of them, such as single_turn"
+        )
+
+
+def sampling_args(args: Any) -> dict[str, Any]:
+    """Return the `rollout_args` that a config asks for. Raises ConfigError for what no engine of ours does."""
+    found = {ours: getattr(args, theirs, None) for theirs, ours in SAMPLING.items()}
+    for name, value in (getattr(args, "generation_kwargs", None) or {}).items():
+        if name == "do_sample" and value is True:
+            continue
+        if name not in GENERATION:
+            raise ConfigError(
+                f"generation_kwargs of the trainer's config has {name}={value!r}, which the engines don't know: leave "
+                f"it out; known are {', '.join(GENERATION)}"
+            )
+        found[GENERATION[name]] = value
+    if found["top_k"] == 0:  # TRL's word for all tokens
+        found["top_k"] = -1
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def template_args(workflow: Any, args: Any) -> dict[str, Any]:
+    """Return the `workflow_args` by which a workflow renders chats as the config has it.
+
+    Raises ConfigError for a workflow that renders them itself.
+    """
+    template = getattr(args, "chat_template_kwargs", None)
+    if not template:
+        return {}
+    if workflow not in (PROMPTS, ANSWERS):
+        raise ConfigError(
+            f"the trainer's config has chat_template_kwargs, which don't reach the workflow {workflow}: leave them out "
+            "and have the engines render so (vLLM's default_chat_template_kwargs, in "
+            "explorer.rollout_model.server_args), or use the default workflow"
+        )
+    return {"chat_template_kwargs": dict(template)}

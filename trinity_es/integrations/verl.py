@@ -1,0 +1,153 @@
+"""verl's agent loop (verl 0.9.1) on our engines: its prompts are played here, and it gets exact experiences back.
+
+    # agent_loops.yaml, named by actor_rollout_ref.rollout.agent.agent_loop_config_path
+    - name: trinity_es
+      _target_: trinity_es.integrations.verl.RolloutLoop
+      _convert_: all
+      config: /shared/config.yaml        # of the system that `trinity-es up` started
+      reward_fn: rewards:letters
+
+and `actor_rollout_ref.rollout.agent.default_agent_loop: trinity_es`. verl makes a loop for each rollout, in its
+workers, and awaits `run`; each is a batch of one task here, of the kind that no trainer of ours is given. What weights
+the engines serve is not verl's to say: docs/integrations/VERL.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from trinity_es.client.rollout_client import RolloutClient, connect
+from trinity_es.config.config import load_config
+from trinity_es.events.errors import ConfigError, DataError
+from trinity_es.events.experience import Experience
+from trinity_es.events.json_values import NotPlain, plain
+from trinity_es.events.values import Task
+from trinity_es.integrations.answers import AnswerWorkflow, PromptWorkflow
+from trinity_es.integrations.step_batches import play_batch
+
+__all__ = ["RolloutLoop", "output_fields"]
+
+SAMPLING = "temperature", "top_p", "top_k", "repetition_penalty", "logprobs"
+"""What verl's worker says of sampling, in our names."""
+ROLLOUTS = 256
+"""Maximum of rollouts that one worker of verl's waits for at a time."""
+_connecting = threading.Lock()
+_threads = ThreadPoolExecutor(ROLLOUTS, thread_name_prefix="verl-rollouts")
+
+
+class RolloutLoop:
+    """What verl's `AgentLoopWorker` makes and runs: the interface of its `AgentLoopBase`, whose tokenizer is not used.
+
+    - `config`: of the running system, whose store it joins
+    - `workflow`, `reward_fn`, `workflow_args`, `reward_fn_args`, `rollout_args`: as in a `Task`; by default one answer,
+      rewarded by `reward_fn`, and without one by verl
+    - `others`: what verl gives besides; of `trainer_config` the lengths count, and of `data_config` the template's
+      variables
+
+    Raises ConfigError for a chat template's variables that the workflow would not get.
+    """
+
+    def __init__(
+        self, config: str, *, trainer_config: Any, data_config: Any = None, workflow: str | None = None,
+        reward_fn: str | None = None, workflow_args: Mapping[str, Any] | None = None,
+        reward_fn_args: Mapping[str, Any] | None = None, rollout_args: Mapping[str, Any] | None = None, **others: Any,
+    ) -> None:
+        rollout = trainer_config.config.actor_rollout_ref.rollout
+        self._prompt_length, self._response_length = int(rollout.prompt_length), int(rollout.response_length)
+        self._config, self._rollout_args = str(config), dict(rollout_args or {})
+        template = dict((data_config.config.get("apply_chat_template_kwargs") if data_config else None) or {})
+        if template and workflow:
+            raise ConfigError(f"data.apply_chat_template_kwargs does not reach the workflow {workflow}: leave it out")
+        own = {"chat_template_kwargs": template} if template else {}
+        self._task: dict[str, Any] = {
+            "workflow": workflow or (PromptWorkflow if reward_fn else AnswerWorkflow), "reward_fn": reward_fn,
+            "workflow_args": {**own, **(workflow_args or {})}, "reward_fn_args": dict(reward_fn_args or {}),
+        }
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        """Return verl's `AgentLoopOutput` of one rollout of `kwargs["raw_prompt"]`, the other fields of whose row are
+        the task's.
+
+        Raises WorkflowError where the run failed for good, DataError for an experience that verl has no room for.
+        """
+        from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+
+        began = time.monotonic()
+        task = self._made(sampling_params, kwargs)
+        experience = await asyncio.get_running_loop().run_in_executor(_threads, self._played, task)
+        fields = output_fields(experience, self._prompt_length, self._response_length)
+        metrics = AgentLoopMetrics(generate_sequences=time.monotonic() - began)
+        return AgentLoopOutput(metrics=metrics, **fields)
+
+    def _made(self, sampling: Mapping[str, Any], row: Mapping[str, Any]) -> Task:
+        asked = {name: sampling[name] for name in SAMPLING if sampling.get(name) is not None}
+        raw_task = {key: _plain(key, value) for key, value in row.items() if key != "raw_prompt"}
+        return Task(
+            **self._task, repeat_times=1, raw_task={**raw_task, "prompt": _plain("raw_prompt", row["raw_prompt"])},
+            rollout_args={"max_tokens": self._response_length, **asked, **self._rollout_args},
+        )
+
+    def _played(self, task: Task) -> Experience:
+        with _connecting:
+            client = _client(self._config)
+        runs = play_batch(client, f"verl/{uuid4().hex}", [task], "eval")
+        return runs[0, 0][-1]
+
+
+def output_fields(experience: Experience, prompt_length: int, response_length: int) -> dict[str, Any]:
+    """Return the fields of an `AgentLoopOutput`, but its metrics: lists as long as the response, cut at its maximum.
+
+    Raises DataError for a prompt of more than `prompt_length` tokens: verl would cut what the engine has read.
+    """
+    if experience.prompt_length > prompt_length:
+        raise DataError(
+            f"a prompt has {experience.prompt_length} tokens, and rollout.prompt_length is {prompt_length}: raise it, "
+            "or set data.filter_overlong_prompts"
+        )
+    tokens = [int(token) for token in experience.tokens]
+    ids = tokens[experience.prompt_length :]
+    mask = np.ones(len(ids), int) if experience.action_mask is None else np.asarray(experience.action_mask, int)
+    logprobs = None if experience.logprobs is None else np.where(mask, experience.logprobs, 0.0)[:response_length]
+    versions = [int(span[0]) for span in experience.info.get("version_spans", ())]
+    if not versions and (version := experience.info.get("model_version")) is not None:
+        versions = [int(version)]
+    return {
+        "prompt_ids": tokens[: experience.prompt_length], "response_ids": ids[:response_length],
+        "response_mask": [int(own) for own in mask[:response_length]],
+        "response_logprobs": None if logprobs is None else [float(value) for value in logprobs],
+        "reward_score": experience.reward, "num_turns": _turns(experience),
+        "extra_fields": {
+            "turn_scores": [], "tool_rewards": [], "experience_id": experience.eid.uid,
+            "min_global_steps": min(versions, default=None), "max_global_steps": max(versions, default=None),
+        },
+    }
+
+
+def _turns(experience: Experience) -> int:
+    """Return the messages of the conversation but the system's; of one prompt and its answer, 2."""
+    messages = experience.messages or [{}, {}]
+    return sum(message.get("role") != "system" for message in messages)
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Return a field of verl's row, which numpy holds, as plain JSON."""
+    value = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+    try:
+        return plain(list(value) if name == "raw_prompt" and not isinstance(value, str) else value)
+    except NotPlain as e:
+        raise DataError(f"{name} of verl's row is no JSON ({e}): leave it out of the data set") from e
+
+
+@functools.cache
+def _client(config: str) -> RolloutClient:
+    """Return this process's client of a system. Raises NotRunning."""
+    return connect(load_config(config))
