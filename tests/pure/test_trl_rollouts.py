@@ -311,3 +311,12 @@ def test_a_trainer_that_was_killed_after_its_last_step_takes_no_step_more_and_on
     resume(trainer)
     assert did == ["train from None", f"{'train from' if trains else 'load'} {tmp_path}/checkpoint-10"]
     assert getattr(trainer.state, "global_step", None) == (None if trains else 10)
+
+
+def test_a_reward_that_is_not_found_is_told_before_engines_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rollouts(tmp_path, reward_fn="examples.grpo.reward:letter_share")
+    assert caplog.text == ""
+    rollouts(tmp_path, reward_fn="rewards:lettres")
+    assert "rewards:lettres" in caplog.text

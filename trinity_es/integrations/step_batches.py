@@ -81,7 +81,7 @@ def play_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task], mode
     state = client.batch(batch_id)
     if not any(task.done for task in state.tasks):
         raise WorkflowError(
-            f"batch {batch_id!r}: no run succeeded ({state.state}). {failures(state)} Mend it and go on: it is "
+            f"batch {batch_id!r}: no run succeeded ({state.state}). {failures(state)}; mend it and go on: it is "
             "generated again then"
         )
     if mode == "train":

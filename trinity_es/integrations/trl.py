@@ -33,12 +33,13 @@ from transformers import TrainerCallback, TrainerState
 
 from trinity_es.client.rollout_client import RolloutClient, connect
 from trinity_es.config.config import Config, load_config
-from trinity_es.events.errors import ConfigError, DataError
+from trinity_es.events.errors import ConfigError, DataError, UnknownWorkflow
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
 from trinity_es.integrations.step_batches import Mode, PromptRows, Runs, find_batch, play_batch, prompt_key
 from trinity_es.integrations.step_weights import missing_version, publish_tensors
 from trinity_es.integrations.trl_settings import ANSWERS, PROMPTS, require_no_format, sampling_args, template_args
+from trinity_es.workflows.registry import REWARD_FUNCTIONS
 
 __all__ = ["Rollouts", "last_checkpoint", "resume", "rollout_reward"]
 
@@ -135,6 +136,11 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
             "format_args": dict(format_args or {}),
         }
         require_no_format(self._task["workflow"], self._task["format_args"])
+        if reward_fn is not None:
+            try:
+                REWARD_FUNCTIONS.get(reward_fn)
+            except UnknownWorkflow as e:  # runners may have it all the same; else every run would fail, minutes later
+                _log.warning("%s (looked for here, where the trainer runs: runners may find it)", e.message)
         self._rollout_args = dict(rollout_args or {})
         self._client: RolloutClient | None = None
         self._rows: dict[Mode, tuple[list[Any], PromptRows]] = {}
