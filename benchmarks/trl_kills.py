@@ -113,8 +113,8 @@ class Trainee:
         """End one part of it with -9, or all."""
         victims: list[psutil.Process] = []
         if kind in ("trainer", "all") or self.alone:
-            assert self.process is not None
-            victims = [psutil.Process(self.process.pid)]
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself just now
+                victims = [psutil.Process(self.process.pid)] if self.process is not None else []
         if not self.alone and kind != "trainer":
             system = leftovers(self.config)
             victims += system if kind == "all" else [p for p in system if _title(p).lower().startswith(kind)]
