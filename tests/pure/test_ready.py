@@ -30,7 +30,7 @@ def status(states: dict[str, str], wanted: dict[str, bool], quarantined: str = "
 def test_a_start_waits_for_no_server_that_was_taken_away(
     states: dict[str, str], wanted: dict[str, bool], quarantined: str
 ) -> None:
-    wait_ready(lambda: status(states, wanted, quarantined), 0.0, runners=2, servers=2)
+    wait_ready(lambda: status(states, wanted, quarantined), 0.0, runners=2, servers=2, logs="logs")
 
 
 @pytest.mark.parametrize(("states", "wanted", "needed"), [
@@ -43,12 +43,12 @@ def test_a_start_waits_for_servers_that_are_to_be_there_and_for_one_at_least(
     states: dict[str, str], wanted: dict[str, bool], needed: int
 ) -> None:
     with pytest.raises(StartupError, match=f"not all of {needed} runners were ready"):
-        wait_ready(lambda: status(states, wanted), 0.0, runners=2, servers=2)
+        wait_ready(lambda: status(states, wanted), 0.0, runners=2, servers=2, logs="logs")
 
 
 def test_engines_of_ones_own_are_all_waited_for() -> None:
     with pytest.raises(StartupError, match="not all of 2 runners were ready"):
-        wait_ready(lambda: status({"runner-0": "ready"}, {}), 0.0, runners=2)
+        wait_ready(lambda: status({"runner-0": "ready"}, {}), 0.0, runners=2, logs="logs")
 
 
 def test_a_start_that_gives_up_says_what_each_runner_waits_for() -> None:
@@ -56,7 +56,7 @@ def test_a_start_that_gives_up_says_what_each_runner_waits_for() -> None:
     for row in now["runners"]:
         row["waits_for"] = "http://a:1 does not answer (ConnectError)"
     with pytest.raises(StartupError) as failed:
-        wait_ready(lambda: now, 0.0, runners=2)
+        wait_ready(lambda: now, 0.0, runners=2, logs="logs")
     assert str(failed.value) == (
         "not all of 2 runners were ready after 0.0 s: runner-0 waits to start its engine: http://a:1 does "
         "not answer (ConnectError); runner-1 retired"
@@ -79,9 +79,9 @@ def test_a_runner_that_loads_weights_is_not_ready_yet(capsys: pytest.CaptureFixt
     now = status({"runner-0": "ready"}, {})
     now["runners"][0] |= {"loading": 3, "waits_for": "the restart command of http://a:1"}
     with pytest.raises(StartupError, match="runner-0 loading weights version 3, waits for the restart command of"):
-        wait_ready(lambda: now, 0.0, runners=1)
+        wait_ready(lambda: now, 0.0, runners=1, logs="logs")
     Progress()(now)
     assert capsys.readouterr().err == (
         "runner-0: loading weights version 3, waits for the restart command of http://a:1\n")
     now["runners"][0] |= {"loading": None}
-    wait_ready(lambda: now, 0.0, runners=1)
+    wait_ready(lambda: now, 0.0, runners=1, logs="logs")
