@@ -110,6 +110,8 @@ class OpenEnvSession:
 
     def __init__(self, http: aiohttp.ClientSession, socket: Any, url: str, timeout: float) -> None:
         self._http, self._socket, self._url, self._timeout = http, socket, url, timeout
+        # Read before it is asked for: so a server's pings are answered while the model writes, however long that takes.
+        self._next = asyncio.create_task(socket.receive())
 
     async def reset(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Begin an episode; return `observation`, `reward` and `done`."""
@@ -134,7 +136,8 @@ class OpenEnvSession:
         async with _failing(self._url):
             with suppress(aiohttp.ClientError, ConnectionError):  # a server may say why it closes
                 await self._socket.send_str(json.dumps(message))
-            answer = await asyncio.wait_for(self._socket.receive(), self._timeout)
+            answer = await asyncio.wait_for(asyncio.shield(self._next), self._timeout)
+            self._next = asyncio.create_task(self._socket.receive())
             if answer.type is not aiohttp.WSMsgType.TEXT:
                 raise EnvironmentFailed(f"the OpenEnv server {self._url} closed the session ({answer.type.name})")
             said = json.loads(answer.data)
@@ -148,6 +151,13 @@ class OpenEnvSession:
             kind = "workflow" if code in _ENVIRONMENTS_CODE else "infra"
             raise EnvironmentFailed(f"the OpenEnv server {self._url} failed: {code}: {text[:500]}", kind=kind)
         return data
+
+    async def close(self) -> None:
+        """Close the connection, which ends the session there."""
+        self._next.cancel()
+        with suppress(Exception):  # who is gone closed it
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._socket.close()
 
 
 def _state(data: dict[str, Any], url: str) -> dict[str, Any]:
@@ -169,33 +179,32 @@ async def session(args: dict[str, Any]) -> AsyncIterator[OpenEnvSession]:
         raise DataError(f"workflow_args.url is {url!r}: give the OpenEnv server's, http://HOST:PORT")
     url = url.rstrip("/")
     async with aiohttp.ClientSession(headers=args.get("headers"), timeout=aiohttp.ClientTimeout(timeout)) as http:
-        socket = await _connected(http, url, timeout)
+        env = await _connected(http, url, timeout)
         try:
-            yield OpenEnvSession(http, socket, url, timeout)
+            yield env
         finally:
-            with suppress(Exception):  # who is gone closed it
-                async with asyncio.timeout(CLOSE_SECONDS):
-                    await socket.close()  # which ends the session there
+            await env.close()
 
 
-async def _connected(http: aiohttp.ClientSession, url: str, timeout: float) -> Any:
-    """Return a connection whose session is there."""
+async def _connected(http: aiohttp.ClientSession, url: str, timeout: float) -> OpenEnvSession:
+    """Return a session that is there."""
     until = asyncio.get_running_loop().time() + ROOM_SECONDS
     while True:
         async with _failing(url):
-            socket = await http.ws_connect(f"{url}/ws", max_msg_size=MESSAGE_BYTES, heartbeat=30.0)
+            socket = await http.ws_connect(f"{url}/ws", max_msg_size=MESSAGE_BYTES)
+        env = OpenEnvSession(http, socket, url, timeout)
         try:
-            await OpenEnvSession(http, socket, url, timeout).ask({"type": "state"})
+            await env.ask({"type": "state"})
         except _Full as e:
-            await socket.close()
+            await env.close()
             if asyncio.get_running_loop().time() > until:
                 raise EnvironmentFailed(f"the OpenEnv server {url} plays as many episodes as it can: {e}") from e
             await asyncio.sleep(random.uniform(0.1, 1.0))
         except BaseException:
-            await socket.close()
+            await env.close()
             raise
         else:
-            return socket
+            return env
 
 
 @asynccontextmanager

@@ -42,13 +42,13 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
 class Server:
     """An OpenEnv server in a process of its own."""
 
-    def __init__(self, python: str, note: Path, sessions: int) -> None:
+    def __init__(self, python: str, note: Path, sessions: int, ping: float) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.note, self.url = note, f"http://127.0.0.1:{self.port}"
         note.touch()
-        self.command = [python, "-I", str(SERVER), str(self.port), str(sessions), str(note)]
+        self.command = [python, "-I", str(SERVER), str(self.port), str(sessions), str(note), str(ping)]
         self.start()
 
     def start(self) -> None:
@@ -70,8 +70,8 @@ class Server:
 
 
 @contextmanager
-def serving(python: str, folder: Path, sessions: int = 64) -> Iterator[Server]:
-    server = Server(python, folder / "note", sessions)
+def serving(python: str, folder: Path, sessions: int = 64, ping: float = 20.0) -> Iterator[Server]:
+    server = Server(python, folder / "note", sessions, ping)
     try:
         yield server
     finally:
@@ -119,6 +119,14 @@ async def test_a_server_without_room_is_waited_for(python: str, tmp_path: Path) 
     with serving(python, tmp_path, sessions=1) as server:
         done = await played(runner_that_says("e"), *(task(server, i) for i in range(4)))
         assert [[e.reward for e in r.experiences] for r in done] == [[3.0]] * 4
+
+
+async def test_a_server_that_pings_is_answered_while_the_model_writes(python: str, tmp_path: Path) -> None:
+    engine = ScriptedEngine(EngineConfig(model_path="", options={"response": "e", "latency_seconds": 1.5}))
+    with serving(python, tmp_path, ping=0.3) as server:
+        [done] = await played(WorkflowRunner(engine, defaults={"max_tokens": 40}, timeout=60), task(server))
+    assert done.failures == []
+    assert [e.reward for e in done.experiences] == [3.0]
 
 
 @pytest.mark.parametrize(("how", "kind", "said"), [
