@@ -104,6 +104,7 @@ def install(
     with _alone(home):
         before = {one.folder for one in installed() if one.name == called}
         folder = home / f"install-{uuid4().hex[:12]}"
+        folder.mkdir()
         try:
             versions = _filled(folder / "venv", [wanted, VERIFIERS, *beside], _distribution(package), index,
                                python or sys.executable, say)
