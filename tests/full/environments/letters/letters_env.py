@@ -37,9 +37,6 @@ class LettersConfig(vf.TasksetConfig):
     """0: there is no end."""
     shuffled: bool = False
     """Each time another order."""
-    hangs: str = ""
-    """A file to write to the pid of a child, and this process's own command line; then there are no tasks."""
-    secret: str = ""
 
 
 class LettersTask(vf.Task[LettersData]):
@@ -65,10 +62,6 @@ class LettersTaskset(vf.Taskset[LettersTask, LettersConfig]):
         return self.config.rows == 0
 
     def load(self) -> Iterator[LettersTask]:
-        if self.config.hangs:
-            child = subprocess.Popen(["sleep", "600"])
-            Path(self.config.hangs).write_text(f"{child.pid}\n{Path('/proc/self/cmdline').read_text()}")
-            child.wait()
         numbers: Any = itertools.islice(itertools.count(), self.config.rows or None)
         for number in random.sample(list(numbers), self.config.rows) if self.config.shuffled else numbers:
             yield LettersTask(LettersData(prompt=f"{number}: write an e"), self.config.task)
