@@ -28,8 +28,8 @@ MAX_TURNS = 32
 """Maximum number of actions in an episode, where the task does not say."""
 ANSWER_SECONDS = 60.0
 """How long a server may take for an answer, where the task does not say."""
-ROOM_SECONDS = 60.0
-"""How long to wait for a server that plays as many episodes as it can."""
+CONNECT_SECONDS = 60.0
+"""How long to wait for a server that plays as many episodes as it can, or is not there: it may be starting again."""
 CLOSE_SECONDS = 2.0
 """How long the close of a session may take."""
 MESSAGE_BYTES = 100 * 1024 * 1024
@@ -45,10 +45,11 @@ class OpenEnvWorkflow(Workflow):
     """See the module. `workflow_args`:
 
     `url` of the server; `reset`, arguments of its reset, below those of the row's `reset`; `max_turns` (32);
-    `answer_timeout` (60 s); `headers` of the connection; `parser`, "module:function" that makes an action (a dict) of
-    the model's text and the action's JSON schema, and raises ValueError for what is none; `observe`,
-    "module:function" that makes the user's turn of an observation and the schema; `invalid_reward`: what an answer
-    that is no action gives, and ends the episode with (without it the run fails).
+    `answer_timeout` (60 s); `connect_timeout` (60 s), for a server that is full or not there; `headers` of the
+    connection; `parser`, "module:function" that makes an action (a dict) of the model's text and the action's JSON
+    schema, and raises ValueError for what is none; `observe`, "module:function" that makes the user's turn of an
+    observation and the schema; `invalid_reward`: what an answer that is no action gives, and ends the episode with
+    (without it the run fails).
     """
 
     is_async = True
@@ -147,7 +148,7 @@ class OpenEnvSession:
             if code in _MODELS_FAULT and message["type"] == "step":
                 raise _NoAction(f"{code}: {text[:500]}")
             if code == "CAPACITY_REACHED":
-                raise _Full(text)
+                raise _Away(f"the OpenEnv server {self._url} plays as many episodes as it can: {text}")
             kind = "workflow" if code in _ENVIRONMENTS_CODE else "infra"
             raise EnvironmentFailed(f"the OpenEnv server {self._url} failed: {code}: {text[:500]}", kind=kind)
         return data
@@ -167,44 +168,43 @@ def _state(data: dict[str, Any], url: str) -> dict[str, Any]:
     return {"observation": observation, "reward": reward, "done": bool(data.get("done"))}
 
 
-class _Full(Exception):
-    """A server plays as many episodes as it can."""
+class _Away(EnvironmentFailed):
+    """A server plays as many episodes as it can, or is not there."""
 
 
 @asynccontextmanager
 async def session(args: dict[str, Any]) -> AsyncIterator[OpenEnvSession]:
-    """Give a session of the server that a task names, and close it. Waits for room where the server is full."""
+    """Give a session of the server that a task names, and close it. Waits for one that is full or not there."""
     url, timeout = args.get("url"), float(args.get("answer_timeout", ANSWER_SECONDS))
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):
         raise DataError(f"workflow_args.url is {url!r}: give the OpenEnv server's, http://HOST:PORT")
     url = url.rstrip("/")
     async with aiohttp.ClientSession(headers=args.get("headers"), timeout=aiohttp.ClientTimeout(timeout)) as http:
-        env = await _connected(http, url, timeout)
+        env = await _connected(http, url, timeout, float(args.get("connect_timeout", CONNECT_SECONDS)))
         try:
             yield env
         finally:
             await env.close()
 
 
-async def _connected(http: aiohttp.ClientSession, url: str, timeout: float) -> OpenEnvSession:
+async def _connected(http: aiohttp.ClientSession, url: str, timeout: float, patience: float) -> OpenEnvSession:
     """Return a session that is there."""
-    until = asyncio.get_running_loop().time() + ROOM_SECONDS
+    until = asyncio.get_running_loop().time() + patience
     while True:
-        async with _failing(url):
-            socket = await http.ws_connect(f"{url}/ws", max_msg_size=MESSAGE_BYTES)
-        env = OpenEnvSession(http, socket, url, timeout)
         try:
-            await env.ask({"type": "state"})
-        except _Full as e:
-            await env.close()
-            if asyncio.get_running_loop().time() > until:
-                raise EnvironmentFailed(f"the OpenEnv server {url} plays as many episodes as it can: {e}") from e
-            await asyncio.sleep(random.uniform(0.1, 1.0))
-        except BaseException:
-            await env.close()
-            raise
-        else:
+            async with _failing(url):
+                socket = await http.ws_connect(f"{url}/ws", max_msg_size=MESSAGE_BYTES)
+            env = OpenEnvSession(http, socket, url, timeout)
+            try:
+                await env.ask({"type": "state"})
+            except BaseException:
+                await env.close()
+                raise
             return env
+        except _Away:
+            if asyncio.get_running_loop().time() >= until:
+                raise
+            await asyncio.sleep(random.uniform(0.1, 1.0))
 
 
 @asynccontextmanager
@@ -215,7 +215,7 @@ async def _failing(url: str) -> AsyncIterator[None]:
     except TimeoutError as e:
         raise EnvironmentFailed(f"the OpenEnv server {url} did not answer in time", kind="timeout") from e
     except (aiohttp.ClientError, OSError, ValueError, KeyError) as e:
-        raise EnvironmentFailed(f"the OpenEnv server {url} can't be reached: {type(e).__name__}: {e}") from e
+        raise _Away(f"the OpenEnv server {url} can't be reached: {type(e).__name__}: {e}") from e
 
 
 def action_of(text: str, schema: dict[str, Any]) -> dict[str, Any]:

@@ -175,7 +175,7 @@ async def failures(server: Server) -> list[list[UnitResult]]:
     refused = await played(runner_that_says("e"), *(task(server, i) for i in range(EACH)))
     server.process.kill()
     server.process.wait()
-    gone = await played(runner_that_says("e"), *(task(server, i) for i in range(EACH)))
+    gone = await played(runner_that_says("e"), *(task(server, i, connect_timeout=0) for i in range(EACH)))
     return [broken, refused, gone]
 
 
@@ -190,8 +190,9 @@ async def killed_in_a_step(server: Server) -> None:
     done = await played(runner, task(server, 0), task(server, 1, {"fails": "die"}), task(server, 2))
     assert [f[1] for r in done for f in r.failures] == ["infra"] * 3
     assert [e for r in done for e in r.experiences] == []
-    server.start()
-    [again] = await played(runner, task(server, 0))
+    waits = asyncio.create_task(played(runner, task(server, 0)))
+    await asyncio.to_thread(server.start)
+    [again] = await waits
     assert [e.reward for e in again.experiences] == [3.0]
 
 
