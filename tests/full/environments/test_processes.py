@@ -17,6 +17,7 @@ from trinity_es.environments.verifiers_tasks import made_tasks
 from trinity_es.events.errors import EnvironmentFailed, TasksetError
 
 HANGS = """#!/bin/sh
+echo half > "$4"
 sleep 600 &
 tr '\\0' ' ' < /proc/$$/cmdline > {note}.command
 echo $! > {note}
