@@ -1,15 +1,20 @@
 """An environment of verifiers that a tiny model can learn: to answer `c=` with the letter c, eight times.
 
     trinity-es env install examples/environments/letters
+
+It brings its own harness, which asks the model once from the environment's process: verifiers' own harnesses start a
+program for each episode, which costs seconds of a CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import openai
 import verifiers.v1 as vf
 
-__all__ = ["LettersTaskset"]
+__all__ = ["AskOnce", "LettersTaskset"]
 
 
 class LettersConfig(vf.TasksetConfig):
@@ -35,3 +40,17 @@ class LettersTaskset(vf.Taskset[LetterTask, LettersConfig]):
         for letter in self.config.letters:
             data = LetterData(prompt=f"{letter}=", letter=letter, length=self.config.length)
             yield LetterTask(data, self.config.task)
+
+
+class AskOnce(vf.Harness[vf.HarnessConfig]):
+    APPENDS_SYSTEM_PROMPT = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any,
+        **more: Any,
+    ) -> vf.ProgramResult:
+        async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
+            await client.chat.completions.create(model=ctx.model, messages=[{"role": "user", "content": data.prompt}])
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")

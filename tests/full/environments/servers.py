@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-__all__ = ["Server", "listening"]
+__all__ = ["Server", "ended", "listening"]
 
 
 class Server:
@@ -22,7 +22,6 @@ class Server:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.command = [*command, str(port), *map(str, more)]
-        self.start()
 
     def start(self) -> None:
         self.process = subprocess.Popen(self.command)
@@ -44,7 +43,15 @@ class Server:
 @contextmanager
 def listening(command: Sequence[str], *more: object) -> Iterator[Server]:
     server = Server(command, *more)
-    try:
+    with ended(server):
         yield server
+
+
+@contextmanager
+def ended(server: Server) -> Iterator[None]:
+    """Start a server, and end it at the end, also where it did not come up."""
+    try:
+        server.start()
+        yield
     finally:
         server.kill()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.full.environments.servers import Server
+from tests.full.environments.servers import Server, ended
 from tests.helpers.endpoint import until
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.result import UnitResult
@@ -45,10 +45,8 @@ def serving(python: str, folder: Path, sessions: int = 64, ping: float = 20.0) -
     note.touch()
     server = Noted([python, "-I", str(SERVER)], sessions, note, ping)
     server.note = note
-    try:
+    with ended(server):
         yield server
-    finally:
-        server.kill()
 
 
 @pytest.fixture(scope="module")
