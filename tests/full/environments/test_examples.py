@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import trinity_es
-from tests.full.environments.servers import listening
+from tests.helpers.openenv_servers import listening
 from tests.helpers.paths import ROOT
 from trinity_es.environments.installed import Installed, install
 from trinity_es.events.errors import TrinityError

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.full.environments.servers import Server, ended
 from tests.helpers.endpoint import until
+from tests.helpers.openenv_servers import Server, ended
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner

@@ -19,7 +19,6 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from tests.full.environments.conftest import LETTERS
 from tests.helpers.endpoint import serving, until
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.result import UnitResult
@@ -211,7 +210,7 @@ async def test_a_run_that_goes_on_reads_the_tasks_that_it_began_with_or_says_why
 
 
 async def test_an_environment_plays_under_another_name(letters: Installed, runner: WorkflowRunner) -> None:
-    again = install(str(LETTERS), name="spelling")
+    again = install(str(Path(__file__).with_name("letters")), name="spelling")
     assert (again.name, again.distribution) == ("spelling", "letters-env")
     [one, *_] = Taskset(TasksetConfig(path="verifiers:spelling", name="t")).all()
     [done] = await played(runner, [one])
