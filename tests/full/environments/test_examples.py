@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,9 @@ import trinity_es
 from tests.helpers.openenv_servers import listening
 from tests.helpers.paths import ROOT
 from trinity_es.environments.installed import Installed, install
+from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import TrinityError
+from trinity_es.events.experience import Experience
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.testing import wait_until
 
@@ -53,11 +55,20 @@ def playing(example: str, folder: Path, **more: object) -> Iterator[str]:
         assert code == 0, (folder / "stderr").read_text()
 
 
+def trained(log: Log, step: int) -> list[Experience]:
+    """Return what a trainer is given of a step."""
+    [finalized] = [r.event for r in log.read(stream=f"batch/{step}", types=["BatchFinalized"])]
+    assert isinstance(finalized, ev.BatchFinalized)
+    with closing(log.payloads()) as payloads:
+        return [e for ref in finalized.experiences
+                for e in Experience.deserialize_many(payloads.get(ref.digest), ref.first, ref.count)]
+
+
 def require_each_once(log: Log) -> None:
     """Require each run of each task of each step once, learned from by the ids that the engine sampled."""
     assert log.verify() == []
     for step in range(1, STEPS + 1):
-        found = list(log.experiences(step))
+        found = trained(log, step)
         assert Counter((e.eid.task, e.eid.run) for e in found) == {
             (task, run): 1 for task in range(TASKS) for run in range(RUNS)}
         for e in found:
@@ -73,7 +84,7 @@ def test_j2_the_example_of_verifiers_plays_its_tasks_and_pins_them(letters: Inst
         pass
     with trinity_es.open_log(store) as log:
         require_each_once(log)
-        assert {e.reward for e in log.experiences(1)} == {0.0, 1.0}
+        assert {e.reward for e in trained(log, 1)} == {0.0, 1.0}
         sources = [r.event.source for r in log.read(types=["TasksetResolved"])]
     assert {(s.path, s.is_eval, s.rows) for s in sources} == {("verifiers:letters", e, 16) for e in (False, True)}
     assert all(s.revision.startswith("0.1 sha256:") for s in sources)
@@ -89,6 +100,7 @@ def test_j2_the_example_of_openenv_ends_each_step_though_its_server_is_killed_an
         with playing("openenv", tmp_path, **{
             f"{inputs}.tasksets.0.{url}": server.url, f"{inputs}.eval_tasksets.0.{url}": server.url,
             "explorer.rollout_model.script": "{response: aaaaaaaa, latency_seconds: 0.3}",
+            "explorer.max_concurrency": 16,  # so that most of the step is still to come when the server dies
         }) as store:
             wait_until(lambda: runs_of(store, 1) >= TASKS * RUNS // 4, "a part of the first step", 240)
             server.kill()
