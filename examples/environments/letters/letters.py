@@ -51,6 +51,8 @@ class AskOnce(vf.Harness[vf.HarnessConfig]):
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any,
         **more: Any,
     ) -> vf.ProgramResult:
-        async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
-            await client.chat.completions.create(model=ctx.model, messages=[{"role": "user", "content": data.prompt}])
+        asked: Any = [{"role": "user", "content": data.prompt}]
+        # Without a timeout of its own the client waits 5 s for a connection, which a busy machine exceeds.
+        async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=600) as client:
+            await client.chat.completions.create(model=ctx.model, messages=asked)
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
