@@ -114,14 +114,15 @@ class TasksetSource:
     taskset: str
     is_eval: bool
     path: str
-    """As in the config: `hub:owner/name` or `reasoning_gym:family`."""
+    """As in the config: `hub:owner/name`, `reasoning_gym:family` or `verifiers:environment`."""
     subset: str | None
     """Of the hub's dataset; where the config names none, the name of the default one."""
     split: str | None
     asked: str | None
     """Branch, tag or commit that the config asked for; None: the main branch."""
     revision: str
-    """What that was: the commit of the hub's repository; of reasoning-gym the version of the package."""
+    """What that was: the commit of the hub's repository; of reasoning-gym the version of the package; of an environment
+    its version, and the SHA-256 of the tasks that it wrote."""
     args: str
-    """Config of the family of reasoning-gym, as JSON; "" for the hub."""
+    """Config of the family of reasoning-gym, as JSON; "" for others."""
     rows: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from trinity_es.actors.rollout.result import classify
 from trinity_es.cli.commands import env
 from trinity_es.config.config import Config
 from trinity_es.environments import installed
+from trinity_es.environments.installed import Installed
 from trinity_es.environments.openenv import action_of
+from trinity_es.environments.verifiers_tasks import environment_config
 from trinity_es.environments.verifiers_workflow import failure_of
 from trinity_es.events.errors import ConfigError, EnvironmentFailed, WorkflowError, error_from_dict, error_to_dict
 from trinity_es.events.experience import Experience
@@ -118,7 +121,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TRINITY_ES_ENVIRONMENTS", str(tmp_path))
     made = tmp_path / "gsm8k-v1"
     made.mkdir()
-    told = {"name": "gsm8k-v1", "packages": ["gsm8k-v1"], "versions": {"gsm8k-v1": "0.1", "verifiers": "0.4.0"}}
+    told = {"name": "gsm8k-v1", "distribution": "gsm8k-v1", "packages": ["gsm8k-v1"], "folder": "install-0",
+            "versions": {"gsm8k-v1": "0.1", "verifiers": "0.4.0"}}
     (made / "environment.json").write_text(json.dumps(told))
     (tmp_path / "unfinished").mkdir()
     return tmp_path
@@ -148,6 +152,46 @@ def test_what_is_no_package_is_refused_before_anything_is_made(folder: Path, pac
     with pytest.raises(ConfigError, match="is no package"):
         installed.install(package)
     assert sorted(p.name for p in folder.iterdir()) == ["gsm8k-v1", "unfinished"]
+
+
+@pytest.mark.parametrize("name", ["../gsm8k-v1", "a/b", "..", "/tmp/x", "-a", ".", "a b", "ä"])
+def test_a_name_that_is_no_folder_of_its_own_is_refused_before_anything_is_made(folder: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="is no name of an environment"):
+        installed.install("gsm8k-v1", name=name)
+    assert sorted(p.name for p in folder.iterdir()) == ["gsm8k-v1", "unfinished"]
+
+
+def test_an_install_that_fails_leaves_what_was_there_and_one_that_ends_keeps_the_last_for_who_reads_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installed, "_run", lambda command, say: json.dumps({"gsm8k-v1": "0.2", "verifiers": "0.4.1"}))
+    first = installed.install("gsm8k-v1")
+    (first.folder / "task").touch()
+
+    def fails(command: Sequence[str], say: Any) -> str:
+        raise ConfigError("no network")
+
+    with monkeypatch.context() as offline:
+        offline.setattr(installed, "_run", fails)
+        with pytest.raises(ConfigError, match="no network"):
+            installed.install("gsm8k-v1")
+    assert installed.find("gsm8k-v1") == first
+    assert (first.folder / "task").exists()
+    second = installed.install("gsm8k-v1", name="gsm8k-v1")
+    assert installed.find("gsm8k-v1") == second != first
+    assert first.folder.exists()
+    third = installed.install("gsm8k-v1")
+    assert set((folder / "gsm8k-v1").glob("install-*")) == {second.folder, third.folder}
+
+
+def test_an_environment_is_asked_for_by_its_package_whatever_it_is_called_here(tmp_path: Path) -> None:
+    def id_of(name: str, distribution: str, **taskset: Any) -> Any:
+        one = Installed(name=name, distribution=distribution, packages=[], versions={}, folder=tmp_path)
+        return environment_config(one, {"env": name, "config": {"taskset": taskset}})["taskset"]["id"]
+
+    assert id_of("mine", "gsm8k-v1") == "gsm8k-v1"
+    assert id_of("textarena", "verifiers") == "textarena"
+    assert id_of("mine", "verifiers", id="textarena") == "textarena"
 
 
 def test_one_line_names_an_environment_as_its_taskset(folder: Path, tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """Environments that are installed: each a Python environment of its own (a venv), for its pins are not ours.
 
 They are folders below `TRINITY_ES_ENVIRONMENTS` or, without that, `trinity_es/environments` in the user's data folder
-(`XDG_DATA_HOME`). `environment.json` in one is written last: a folder without it was not finished.
+(`XDG_DATA_HOME`). Each install is a folder in its environment's; `environment.json` beside it names the one that
+counts, and is replaced last. So what was installed stays what it is until another install is complete.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -13,16 +15,19 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from uuid import uuid4
 
 from trinity_es.events.errors import ConfigError
 
-__all__ = ["Installed", "environments_folder", "find", "install", "installed", "remove", "uv"]
+__all__ = ["VERIFIERS_PACKAGE", "Installed", "environments_folder", "find", "install", "installed", "remove", "uv"]
 
 FOLDER_VARIABLE = "TRINITY_ES_ENVIRONMENTS"
-VERIFIERS = "verifiers>=0.4,<0.5"
+VERIFIERS_PACKAGE = "verifiers"
+VERIFIERS = f"{VERIFIERS_PACKAGE}>=0.4,<0.5"
 """What is installed beside each environment, and plays it."""
 _VERSIONS = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
 
@@ -32,11 +37,14 @@ class Installed:
     """An environment, ready to be played."""
 
     name: str
+    distribution: str
+    """The package that it is, by its plain name."""
     packages: list[str]
     """What it was installed from, as pip is told."""
     versions: dict[str, str]
     """Of the environment and of verifiers."""
     folder: Path
+    """Of this install: another one has another."""
 
     @property
     def version(self) -> str:
@@ -62,7 +70,8 @@ def uv() -> str | None:
 def installed() -> list[Installed]:
     """Return the environments that are installed, by name."""
     files = sorted(environments_folder().glob("*/environment.json"))
-    return [Installed(**json.loads(file.read_text()), folder=file.parent) for file in files]
+    return [Installed(**{**(told := json.loads(file.read_text())), "folder": file.parent / told["folder"]})
+            for file in files]
 
 
 def find(name: str) -> Installed:
@@ -88,39 +97,65 @@ def install(
     of its package by default; `beside` further packages; `index` where else to look for packages; `python` the Python
     to use, by default this one. Raises ConfigError with what uv or pip said.
     """
-    wanted, called = _requirement(package)
-    called = _plain(name) if name else called
-    folder = environments_folder() / called
-    venv, made = folder / "venv", folder / "environment.json"
-    tool, base = uv(), python or sys.executable
-    packages = [wanted, VERIFIERS, *beside]
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    more = ["--extra-index-url", index] if index else []
-    if tool:
-        _run([tool, "venv", "--quiet", "--python", base, str(venv)], say)
-        _run([tool, "pip", "install", "--quiet", "--python", str(venv / "bin" / "python"), *more, *packages], say)
-    else:
-        _run([base, "-m", "venv", str(venv)], say)
-        _run([str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet", *more, *packages], say)
-    names = [n for n in (_distribution(package), "verifiers") if n]
-    found = _run([str(venv / "bin" / "python"), "-I", "-c", _VERSIONS, *names], say)
-    environment = Installed(name=called, packages=packages, versions=json.loads(found), folder=folder)
-    told = {k: v for k, v in asdict(environment).items() if k != "folder"}
-    made.write_text(json.dumps(told, indent=2) + "\n")
-    return environment
+    wanted, distribution = _requirement(package)
+    called = _name(name or distribution)
+    home = environments_folder() / called
+    home.mkdir(parents=True, exist_ok=True)
+    with _alone(home):
+        before = {one.folder for one in installed() if one.name == called}
+        folder = home / f"install-{uuid4().hex[:12]}"
+        folder.mkdir()
+        try:
+            versions = _filled(folder / "venv", [wanted, VERIFIERS, *beside], _distribution(package), index,
+                               python or sys.executable, say)
+            made = Installed(name=called, distribution=distribution, packages=[wanted, VERIFIERS, *beside],
+                             versions=versions, folder=folder)
+            (folder / "environment.json").write_text(
+                json.dumps({**asdict(made), "folder": folder.name}, indent=2) + "\n")
+            os.replace(folder / "environment.json", home / "environment.json")
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        for left in set(home.glob("install-*")) - {folder, *before}:  # the last one may be in use
+            shutil.rmtree(left, ignore_errors=True)
+    return made
 
 
 def remove(name: str) -> Installed:
     """Delete an environment and what was kept of it; return what it was. Raises ConfigError where there is none."""
     found = find(name)
-    (found.folder / "environment.json").unlink()
-    shutil.rmtree(found.folder)
+    with _alone(found.folder.parent):
+        (found.folder.parent / "environment.json").unlink()
+        shutil.rmtree(found.folder.parent)
+    return found
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep others from installing into the same folder, on this machine or another that shares it."""
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _filled(
+    venv: Path, packages: Sequence[str], distribution: str, index: str | None, base: str, say: Callable[[str], None]
+) -> dict[str, str]:
+    """Make a venv with packages; return the versions of the environment and of verifiers there."""
+    tool, python = uv(), str(venv / "bin" / "python")
+    more = ["--extra-index-url", index] if index else []
+    if tool:
+        _run([tool, "venv", "--quiet", "--python", base, str(venv)], say)
+        _run([tool, "pip", "install", "--quiet", "--python", python, *more, *packages], say)
+    else:
+        _run([base, "-m", "venv", str(venv)], say)
+        _run([python, "-m", "pip", "install", "--quiet", *more, *packages], say)
+    found: dict[str, str] = json.loads(_run([python, "-I", "-c", _VERSIONS, distribution, VERIFIERS_PACKAGE], say))
     return found
 
 
 def _requirement(package: str) -> tuple[str, str]:
-    """Return what pip is to be told, and the name of the environment. Raises ConfigError."""
+    """Return what pip is to be told, and the package's plain name. Raises ConfigError."""
     found = _distribution(package) if package else ""
     if package and Path(package).exists():
         return str(Path(package).absolute()), _plain(found)
@@ -139,6 +174,14 @@ def _distribution(package: str) -> str:
         except (OSError, KeyError, tomllib.TOMLDecodeError) as e:
             raise ConfigError(f"{path} is no package: its pyproject.toml gives no project.name ({e!r})") from e
     return path.name.partition("-")[0] if path.is_file() else re.split(r"[@\[]", package)[0]
+
+
+def _name(given: str) -> str:
+    """Return the name of an environment, which is that of its folder. Raises ConfigError."""
+    plain = _plain(given)
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", plain):
+        raise ConfigError(f"{given!r} is no name of an environment: give letters, digits and dashes (--name)")
+    return plain
 
 
 def _plain(name: str) -> str:

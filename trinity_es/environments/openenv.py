@@ -28,8 +28,8 @@ MAX_TURNS = 32
 """Maximum number of actions in an episode, where the task does not say."""
 ANSWER_SECONDS = 60.0
 """How long a server may take for an answer, where the task does not say."""
-ROOM_SECONDS = 60.0
-"""How long to wait for a server that plays as many episodes as it can."""
+CONNECT_SECONDS = 60.0
+"""How long to wait for a server that plays as many episodes as it can, or is not there: it may be starting again."""
 CLOSE_SECONDS = 2.0
 """How long the close of a session may take."""
 MESSAGE_BYTES = 100 * 1024 * 1024
@@ -45,10 +45,11 @@ class OpenEnvWorkflow(Workflow):
     """See the module. `workflow_args`:
 
     `url` of the server; `reset`, arguments of its reset, below those of the row's `reset`; `max_turns` (32);
-    `answer_timeout` (60 s); `headers` of the connection; `parser`, "module:function" that makes an action (a dict) of
-    the model's text and the action's JSON schema, and raises ValueError for what is none; `observe`,
-    "module:function" that makes the user's turn of an observation and the schema; `invalid_reward`: what an answer
-    that is no action gives, and ends the episode with (without it the run fails).
+    `answer_timeout` (60 s); `connect_timeout` (60 s), for a server that is full or not there; `headers` of the
+    connection; `parser`, "module:function" that makes an action (a dict) of the model's text and the action's JSON
+    schema, and raises ValueError for what is none; `observe`, "module:function" that makes the user's turn of an
+    observation and the schema; `invalid_reward`: what an answer that is no action gives, and ends the episode with
+    (without it the run fails).
     """
 
     is_async = True
@@ -110,6 +111,8 @@ class OpenEnvSession:
 
     def __init__(self, http: aiohttp.ClientSession, socket: Any, url: str, timeout: float) -> None:
         self._http, self._socket, self._url, self._timeout = http, socket, url, timeout
+        # Read before it is asked for: so a server's pings are answered while the model writes, however long that takes.
+        self._next = asyncio.create_task(socket.receive())
 
     async def reset(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Begin an episode; return `observation`, `reward` and `done`."""
@@ -134,7 +137,8 @@ class OpenEnvSession:
         async with _failing(self._url):
             with suppress(aiohttp.ClientError, ConnectionError):  # a server may say why it closes
                 await self._socket.send_str(json.dumps(message))
-            answer = await asyncio.wait_for(self._socket.receive(), self._timeout)
+            answer = await asyncio.wait_for(asyncio.shield(self._next), self._timeout)
+            self._next = asyncio.create_task(self._socket.receive())
             if answer.type is not aiohttp.WSMsgType.TEXT:
                 raise EnvironmentFailed(f"the OpenEnv server {self._url} closed the session ({answer.type.name})")
             said = json.loads(answer.data)
@@ -144,10 +148,17 @@ class OpenEnvSession:
             if code in _MODELS_FAULT and message["type"] == "step":
                 raise _NoAction(f"{code}: {text[:500]}")
             if code == "CAPACITY_REACHED":
-                raise _Full(text)
+                raise _Away(f"the OpenEnv server {self._url} plays as many episodes as it can: {text}")
             kind = "workflow" if code in _ENVIRONMENTS_CODE else "infra"
             raise EnvironmentFailed(f"the OpenEnv server {self._url} failed: {code}: {text[:500]}", kind=kind)
         return data
+
+    async def close(self) -> None:
+        """Close the connection, which ends the session there."""
+        self._next.cancel()
+        with suppress(Exception):  # who is gone closed it
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._socket.close()
 
 
 def _state(data: dict[str, Any], url: str) -> dict[str, Any]:
@@ -157,45 +168,43 @@ def _state(data: dict[str, Any], url: str) -> dict[str, Any]:
     return {"observation": observation, "reward": reward, "done": bool(data.get("done"))}
 
 
-class _Full(Exception):
-    """A server plays as many episodes as it can."""
+class _Away(EnvironmentFailed):
+    """A server plays as many episodes as it can, or is not there."""
 
 
 @asynccontextmanager
 async def session(args: dict[str, Any]) -> AsyncIterator[OpenEnvSession]:
-    """Give a session of the server that a task names, and close it. Waits for room where the server is full."""
+    """Give a session of the server that a task names, and close it. Waits for one that is full or not there."""
     url, timeout = args.get("url"), float(args.get("answer_timeout", ANSWER_SECONDS))
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):
         raise DataError(f"workflow_args.url is {url!r}: give the OpenEnv server's, http://HOST:PORT")
     url = url.rstrip("/")
     async with aiohttp.ClientSession(headers=args.get("headers"), timeout=aiohttp.ClientTimeout(timeout)) as http:
-        socket = await _connected(http, url, timeout)
+        env = await _connected(http, url, timeout, float(args.get("connect_timeout", CONNECT_SECONDS)))
         try:
-            yield OpenEnvSession(http, socket, url, timeout)
+            yield env
         finally:
-            with suppress(Exception):  # who is gone closed it
-                async with asyncio.timeout(CLOSE_SECONDS):
-                    await socket.close()  # which ends the session there
+            await env.close()
 
 
-async def _connected(http: aiohttp.ClientSession, url: str, timeout: float) -> Any:
-    """Return a connection whose session is there."""
-    until = asyncio.get_running_loop().time() + ROOM_SECONDS
+async def _connected(http: aiohttp.ClientSession, url: str, timeout: float, patience: float) -> OpenEnvSession:
+    """Return a session that is there."""
+    until = asyncio.get_running_loop().time() + patience
     while True:
-        async with _failing(url):
-            socket = await http.ws_connect(f"{url}/ws", max_msg_size=MESSAGE_BYTES, heartbeat=30.0)
         try:
-            await OpenEnvSession(http, socket, url, timeout).ask({"type": "state"})
-        except _Full as e:
-            await socket.close()
-            if asyncio.get_running_loop().time() > until:
-                raise EnvironmentFailed(f"the OpenEnv server {url} plays as many episodes as it can: {e}") from e
+            async with _failing(url):
+                socket = await http.ws_connect(f"{url}/ws", max_msg_size=MESSAGE_BYTES)
+            env = OpenEnvSession(http, socket, url, timeout)
+            try:
+                await env.ask({"type": "state"})
+            except BaseException:
+                await env.close()
+                raise
+            return env
+        except _Away:
+            if asyncio.get_running_loop().time() >= until:
+                raise
             await asyncio.sleep(random.uniform(0.1, 1.0))
-        except BaseException:
-            await socket.close()
-            raise
-        else:
-            return socket
 
 
 @asynccontextmanager
@@ -206,7 +215,7 @@ async def _failing(url: str) -> AsyncIterator[None]:
     except TimeoutError as e:
         raise EnvironmentFailed(f"the OpenEnv server {url} did not answer in time", kind="timeout") from e
     except (aiohttp.ClientError, OSError, ValueError, KeyError) as e:
-        raise EnvironmentFailed(f"the OpenEnv server {url} can't be reached: {type(e).__name__}: {e}") from e
+        raise _Away(f"the OpenEnv server {url} can't be reached: {type(e).__name__}: {e}") from e
 
 
 def action_of(text: str, schema: dict[str, Any]) -> dict[str, Any]:

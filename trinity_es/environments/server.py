@@ -27,7 +27,7 @@ from trinity_es.actors.system_key import FILE_VARIABLE, KEY_VARIABLE
 from trinity_es.environments.installed import Installed, uv
 from trinity_es.events.errors import DataError, EnvironmentFailed
 
-__all__ = ["EnvironmentServer", "close_servers", "environment_variables", "server_of"]
+__all__ = ["EnvironmentServer", "environment_variables", "server_of"]
 
 START_SECONDS = 300.0
 """How long an environment may take to start: it may load a data set."""
@@ -94,12 +94,6 @@ class EnvironmentServer:
         finally:
             self._asked.pop(number, None)
 
-    async def close(self) -> None:
-        """End the process, and wait until nothing of it is left. Idempotent."""
-        self._end()
-        if self._reading is not None:
-            await asyncio.wait({self._reading})
-
     def _send(self, message: Mapping[str, Any]) -> None:
         if self._writer is None or self.ended:
             raise self._gone()
@@ -123,6 +117,8 @@ class EnvironmentServer:
         except (asyncio.IncompleteReadError, ConnectionError):
             if not self.ended:
                 _log.warning("the process of environment %s has ended: the next run starts another", self.name)
+        except Exception:
+            _log.exception("the process of environment %s can't be understood: the next run starts another", self.name)
         finally:
             self._end()
         until = time.monotonic() + END_SECONDS
@@ -168,7 +164,7 @@ async def server_of(installed: Installed, program: Path, config: Mapping[str, An
     """
     loop = asyncio.get_running_loop()
     mine = _servers.setdefault(loop, {})
-    key = (installed.name, orjson.dumps(config, option=orjson.OPT_SORT_KEYS))
+    key = (str(installed.folder), orjson.dumps(config, option=orjson.OPT_SORT_KEYS))
     starting = mine.get(key)
     if starting is None or (starting.done() and (starting.cancelled() or starting.exception() or
                                                  starting.result().ended)):
@@ -181,9 +177,3 @@ async def server_of(installed: Installed, program: Path, config: Mapping[str, An
         starting.add_done_callback(lambda task: task.cancelled() or task.exception())
     return await asyncio.shield(starting)  # others wait for it, too
 
-
-async def close_servers() -> None:
-    """End all processes of environments that this loop asks."""
-    for starting in _servers.pop(asyncio.get_running_loop(), {}).values():
-        with contextlib.suppress(Exception):
-            await (await starting).close()

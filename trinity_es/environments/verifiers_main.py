@@ -2,8 +2,8 @@
 
 A program that the environment's own Python runs: trinity_es is not installed there, and nothing of it is imported.
 
-    verifiers_main.py tasks FILE CONFIG LIMIT    write the environment's tasks, a JSON object a line
-    verifiers_main.py serve DESCRIPTOR           play episodes for who holds the other end of this socket
+    verifiers_main.py tasks FILE LIMIT    read its config from stdin, write its tasks, a JSON object a line
+    verifiers_main.py serve DESCRIPTOR    play episodes for who holds the other end of this socket
 
 What goes over the socket, either way, is a message's length in 4 bytes, big-endian, and the message as JSON. The first
 is the environment's config. Then each `{"id", "run": {...}}` is answered by one `{"id", "result"}` or
@@ -63,17 +63,17 @@ def resolved(given: dict[str, Any]) -> Any:
     return loaders.resolve_env_config(given)
 
 
-def write_tasks(file: str, config: str, limit: str) -> None:
+def write_tasks(file: str, limit: str) -> None:
     """Write the tasks of an environment, at most `limit` where that is not 0, each with the key `prompt`."""
     from verifiers.v1.utils import loaders
 
-    taskset = loaders.load_taskset(resolved(json.loads(config)).taskset)
+    taskset = loaders.load_taskset(resolved(json.load(sys.stdin)).taskset)
     if not (taskset.bounded or int(limit)):
         raise SystemExit("its tasks have no end: say how many there are to be (workflow_args: {tasks: 1000})")
-    with open(file, "w") as out:
+    with open(file, "wb") as out:
         for task in itertools.islice(taskset, int(limit) or TASKS_AT_MOST):
             row = task.data.model_dump(mode="json", exclude_defaults=True)
-            out.write(json.dumps({"prompt": None, **row}, allow_nan=False) + "\n")
+            out.write(as_json({"prompt": None, **row}) + b"\n")
 
 
 # --- episodes ---------------------------------------------------------------------------------------------------------
@@ -187,8 +187,13 @@ def told(error: Any) -> dict[str, Any]:
 
 
 # --- the socket -------------------------------------------------------------------------------------------------------
+def as_json(message: dict[str, Any]) -> bytes:
+    """Return JSON that any parser reads: half a surrogate pair is no text, and becomes a question mark."""
+    return json.dumps(message, ensure_ascii=False, allow_nan=False).encode(errors="replace")
+
+
 def framed(message: dict[str, Any]) -> bytes:
-    data = json.dumps(message, allow_nan=False).encode()
+    data = as_json(message)
     return struct.pack(">I", len(data)) + data
 
 
@@ -231,7 +236,7 @@ def watch(playing: int, end: socket.socket) -> None:
     polling.register(end, 0)  # tells that it was closed, and nothing else
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(number))
-    while os.waitpid(playing, os.WNOHANG) == (0, 0):
+    while playing not in ended():
         if over == float("inf") and (stopped or polling.poll(0)):
             over = time.monotonic() + LEAVING_SECONDS
             os.kill(playing, signal.SIGTERM)
@@ -247,6 +252,15 @@ def watch(playing: int, end: socket.socket) -> None:
                 time.sleep(0.01)
         except ChildProcessError:
             return
+
+
+def ended() -> list[int]:
+    """Return the children that have ended since: what was orphaned below this process is a child of it, too."""
+    found: list[int] = []
+    with contextlib.suppress(ChildProcessError):
+        while (pid := os.waitpid(-1, os.WNOHANG)[0]) != 0:
+            found.append(pid)
+    return found
 
 
 def children() -> list[int]:

@@ -42,7 +42,7 @@ class VerifiersWorkflow(Workflow):
     async def run_async(self) -> list[Experience]:
         args = self.task.workflow_args
         installed = await asyncio.to_thread(find, environment_named(args))
-        server = await server_of(installed, PROGRAM, environment_config(args))
+        server = await server_of(installed, PROGRAM, environment_config(installed, args))
         endpoint = self.model.openai_endpoint()
         episode = await server.ask({"run": {
             "task": self.task.raw_task, "base_url": endpoint.base_url, "token": endpoint.token, "model": endpoint.model,

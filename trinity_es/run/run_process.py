@@ -129,7 +129,7 @@ class RunProcess:
         tasksets = []
         for number, config in enumerate(configs):
             recorded = point.sources.get((config.name, is_eval))
-            if recorded is None and config.kind in ("hub", "reasoning_gym") and point.submitted and not is_eval:
+            if recorded is None and config.kind != "file" and point.submitted and not is_eval:
                 raise TasksetError(
                     f"taskset {config.name}: its path is {config.path} in the config, and the run in this log began "
                     "with a file: put that back, or start a new run under another `name`"

@@ -1,6 +1,6 @@
-"""What a taskset is read from: a file, a dataset of the hub at a commit, or reasoning-gym of a version.
+"""What a taskset is read from: a file, a dataset of the hub at a commit, an environment or reasoning-gym of a version.
 
-A file is what lies there. The other two are names, which may come to mean something else while a run goes on, or
+A file is what lies there. The others are names, which may come to mean something else while a run goes on, or
 between its beginning and its resumption: what they were found to be is in the log (`TasksetResolved`), and a run that
 goes on reads that, or says why it can't.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import orjson
 
 from trinity_es.config.buffer import TasksetConfig
+from trinity_es.environments.verifiers_tasks import tasks_revision
 from trinity_es.events.errors import TasksetError
 from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.tasksets.files import RowFile, open_file
@@ -32,16 +33,19 @@ def open_source(
     rows: RowFile
     subset = config.subset
     match config.kind:
-        case "file" | "verifiers":
+        case "file":
             return open_file(config), None
+        case "verifiers":
+            rows, revision = open_file(config), tasks_revision(config.workflow_args, config.file)
         case "hub":
-            rows = HubRows(config, *((recorded.revision, recorded.subset) if recorded else ()))
-            subset = rows.subset
-        case _:
-            rows = Generated(config)
+            hub = HubRows(config, *((recorded.revision, recorded.subset) if recorded else ()))
+            rows, revision, subset = hub, hub.revision, hub.subset
+        case "reasoning_gym":
+            made = Generated(config)
+            rows, revision = made, made.revision
     source = TasksetSource(
         taskset=config.name, is_eval=is_eval, path=config.path, subset=subset, split=config.split,
-        asked=config.revision, revision=rows.revision, args=_args(config), rows=len(rows),
+        asked=config.revision, revision=revision, args=_args(config), rows=len(rows),
     )
     if recorded is not None and (source.revision, source.rows) != (recorded.revision, recorded.rows):
         raise TasksetError(
@@ -80,4 +84,7 @@ def _told(source: TasksetSource) -> str:
 def _way_back(config: TasksetConfig, recorded: TasksetSource) -> str:
     if config.kind == "reasoning_gym":
         return f"`pip install reasoning-gym=={recorded.revision}`"
+    if config.kind == "verifiers":
+        version = recorded.revision.partition(" ")[0]
+        return f"put its config back, or version {version} of the environment (`trinity-es env install`)"
     return "remove it from the cache (HF_HOME), so that it is fetched again"

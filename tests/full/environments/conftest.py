@@ -1,4 +1,4 @@
-"""The environment of verifiers that these tests play, installed once."""
+"""The environment of verifiers that these tests play, and OpenEnv's Python, each installed once."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import client_packages
 from trinity_es.environments.installed import Installed, install
 from trinity_es.events.errors import ConfigError
 
 LETTERS = Path(__file__).parent / "letters"
+OPENENV = "openenv==0.10.0"
 
 
 @pytest.fixture(scope="package")
@@ -23,3 +25,9 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
         except ConfigError as e:
             pytest.skip(f"verifiers can't be installed here: {e}")
         yield found
+
+
+@pytest.fixture(scope="package")
+def openenv_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The Python that OpenEnv's servers run in."""
+    return client_packages.installed(tmp_path_factory.mktemp("openenv") / "venv", OPENENV)["PYTHON"]

@@ -1,5 +1,6 @@
 """An OpenEnv server: three guesses, each rewarded by its letters "e". An episode fails as its reset says. Arguments:
-the port, how many sessions there may be, and a file that a line is appended to for each begin and end of an episode.
+the port, how many sessions there may be, a file that a line is appended to for each begin and end of an episode, and
+the seconds between two pings, which are also what a client has to answer one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from openenv.core.env_server.http_server import create_fastapi_app
 from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, Observation, State
 
-PORT, SESSIONS, NOTE = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+PORT, SESSIONS, NOTE, PING = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4])
 
 
 class Guess(Action):
@@ -67,4 +68,4 @@ class Letters(Environment[Guess, Shown, State]):
 
 
 app = create_fastapi_app(Letters, Guess, Shown, max_concurrent_envs=SESSIONS)
-uvicorn.run(app, host="127.0.0.1", port=PORT, log_level="warning")
+uvicorn.run(app, host="127.0.0.1", port=PORT, log_level="warning", ws_ping_interval=PING, ws_ping_timeout=PING)

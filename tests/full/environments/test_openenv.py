@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
-import subprocess
-import time
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.client_packages import installed
 from tests.helpers.endpoint import until
+from tests.helpers.openenv_servers import Server, ended
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
@@ -27,41 +22,16 @@ from trinity_es.testing import ScriptedEngine
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
-OPENENV = "openenv==0.10.0"
 SERVER = Path(__file__).with_name("openenv_server.py")
 WORKFLOW = "trinity_es.environments.openenv:OpenEnvWorkflow"
 EACH = int(os.environ.get("FAILURES", "20"))
 """How often each way to fail is played; `FAILURES=100` to be surer."""
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return installed(tmp_path_factory.mktemp("openenv") / "venv", OPENENV)["PYTHON"]
+class Noted(Server):
+    """The server of these tests, which notes its episodes in a file."""
 
-
-class Server:
-    """An OpenEnv server in a process of its own."""
-
-    def __init__(self, python: str, note: Path, sessions: int) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.note, self.url = note, f"http://127.0.0.1:{self.port}"
-        note.touch()
-        self.command = [python, "-I", str(SERVER), str(self.port), str(sessions), str(note)]
-        self.start()
-
-    def start(self) -> None:
-        self.process = subprocess.Popen(self.command)
-        until = time.monotonic() + 120
-        while True:
-            try:
-                urllib.request.urlopen(f"{self.url}/health", timeout=2).close()
-                return
-            except (OSError, urllib.error.URLError):
-                assert self.process.poll() is None, "the server ended"
-                assert time.monotonic() < until, "waited for the server"
-                time.sleep(0.05)
+    note: Path
 
     def open(self) -> int:
         """Return how many episodes have begun and are not over."""
@@ -70,19 +40,19 @@ class Server:
 
 
 @contextmanager
-def serving(python: str, folder: Path, sessions: int = 64) -> Iterator[Server]:
-    server = Server(python, folder / "note", sessions)
-    try:
+def serving(python: str, folder: Path, sessions: int = 64, ping: float = 20.0) -> Iterator[Noted]:
+    note = folder / "note"
+    note.touch()
+    server = Noted([python, "-I", str(SERVER)], sessions, note, ping)
+    server.note = note
+    with ended(server):
         yield server
-    finally:
-        server.process.kill()
-        server.process.wait()
 
 
 @pytest.fixture(scope="module")
-def server(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(openenv_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Noted]:
     """One for all tests that leave it alive: to start it takes seconds."""
-    with serving(python, tmp_path_factory.mktemp("server")) as one:
+    with serving(openenv_python, tmp_path_factory.mktemp("server")) as one:
         yield one
 
 
@@ -91,7 +61,7 @@ def runner_that_says(text: str, **more: Any) -> WorkflowRunner:
     return WorkflowRunner(engine, defaults={"max_tokens": 40}, **{"timeout": 60, **more})
 
 
-def task(server: Server, number: int = 0, reset: dict[str, Any] | None = None, **args: Any) -> Task:
+def task(server: Noted, number: int = 0, reset: dict[str, Any] | None = None, **args: Any) -> Task:
     return Task(
         workflow=WORKFLOW, task_id=number, raw_task={"prompt": "Guess.", "reset": {"seed": number, **(reset or {})}},
         workflow_args=Args({"url": server.url, **args}))
@@ -101,7 +71,7 @@ async def played(runner: WorkflowRunner, *asked: Task) -> list[UnitResult]:
     return await asyncio.gather(*(runner.execute(one, 7, range(1)) for one in asked))
 
 
-async def test_an_episode_is_one_conversation_and_its_reward_the_sum_of_its_steps(server: Server) -> None:
+async def test_an_episode_is_one_conversation_and_its_reward_the_sum_of_its_steps(server: Noted) -> None:
     runner = runner_that_says("free")
     done = await played(runner, *(task(server, i) for i in range(8)))
     assert [r.failures for r in done] == [[]] * 8
@@ -115,10 +85,18 @@ async def test_an_episode_is_one_conversation_and_its_reward_the_sum_of_its_step
     await until(lambda: server.open() == 0, "each session to be closed")
 
 
-async def test_a_server_without_room_is_waited_for(python: str, tmp_path: Path) -> None:
-    with serving(python, tmp_path, sessions=1) as server:
+async def test_a_server_without_room_is_waited_for(openenv_python: str, tmp_path: Path) -> None:
+    with serving(openenv_python, tmp_path, sessions=1) as server:
         done = await played(runner_that_says("e"), *(task(server, i) for i in range(4)))
         assert [[e.reward for e in r.experiences] for r in done] == [[3.0]] * 4
+
+
+async def test_a_server_that_pings_is_answered_while_the_model_writes(openenv_python: str, tmp_path: Path) -> None:
+    engine = ScriptedEngine(EngineConfig(model_path="", options={"response": "e", "latency_seconds": 1.5}))
+    with serving(openenv_python, tmp_path, ping=0.3) as server:
+        [done] = await played(WorkflowRunner(engine, defaults={"max_tokens": 40}, timeout=60), task(server))
+    assert done.failures == []
+    assert [e.reward for e in done.experiences] == [3.0]
 
 
 @pytest.mark.parametrize(("how", "kind", "said"), [
@@ -129,7 +107,7 @@ async def test_a_server_without_room_is_waited_for(python: str, tmp_path: Path) 
     ({"parser": f"{__name__}:unknown_fields"}, "workflow", "VALIDATION_ERROR"),
 ])
 async def test_what_fails_is_a_failure_of_its_kind(
-    server: Server, how: dict[str, Any], kind: str, said: str
+    server: Noted, how: dict[str, Any], kind: str, said: str
 ) -> None:
     [done] = await played(runner_that_says("e"), task(server, **how))
     assert done.experiences == []
@@ -146,48 +124,48 @@ def unknown_fields(text: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"unknown": text}
 
 
-async def test_what_an_answer_that_is_no_action_gives_the_task_may_say(server: Server) -> None:
+async def test_what_an_answer_that_is_no_action_gives_the_task_may_say(server: Noted) -> None:
     said = task(server, parser=f"{__name__}:unknown_fields", invalid_reward=-1)
     [done] = await played(runner_that_says("e"), said)
     assert [(e.reward, e.metrics["invalid_actions"]) for e in done.experiences] == [(-1.0, 1.0)]
 
 
-async def test_each_failure_of_a_server_a_hundred_times_and_none_a_reward(python: str, tmp_path: Path) -> None:
-    with serving(python, tmp_path) as server:
+async def test_each_failure_of_a_server_a_hundred_times_and_none_a_reward(openenv_python: str, tmp_path: Path) -> None:
+    with serving(openenv_python, tmp_path) as server:
         broken, refused, gone = await failures(server)
     for done, kind in ((broken, "workflow"), (refused, "infra"), (gone, "infra")):
         assert [e for r in done for e in r.experiences] == []
         assert Counter(f[1] for r in done for f in r.failures) == {kind: EACH}
 
 
-async def failures(server: Server) -> list[list[UnitResult]]:
+async def failures(server: Noted) -> list[list[UnitResult]]:
     broken = await played(
         runner_that_says("e"), *(task(server, i, {"fails": "raise"}) for i in range(EACH)))
     server.note.with_name("refuse").touch()
     refused = await played(runner_that_says("e"), *(task(server, i) for i in range(EACH)))
-    server.process.kill()
-    server.process.wait()
-    gone = await played(runner_that_says("e"), *(task(server, i) for i in range(EACH)))
+    server.kill()
+    gone = await played(runner_that_says("e"), *(task(server, i, connect_timeout=0) for i in range(EACH)))
     return [broken, refused, gone]
 
 
-async def test_a_server_killed_in_a_step_fails_its_episodes_as_infra(python: str, tmp_path: Path) -> None:
-    with serving(python, tmp_path) as server:
+async def test_a_server_killed_in_a_step_fails_its_episodes_as_infra(openenv_python: str, tmp_path: Path) -> None:
+    with serving(openenv_python, tmp_path) as server:
         await killed_in_a_step(server)
 
 
-async def killed_in_a_step(server: Server) -> None:
+async def killed_in_a_step(server: Noted) -> None:
     engine = ScriptedEngine(EngineConfig(model_path="", options={"response": "e", "latency_seconds": 0.2}))
     runner = WorkflowRunner(engine, defaults={"max_tokens": 40}, timeout=60)
     done = await played(runner, task(server, 0), task(server, 1, {"fails": "die"}), task(server, 2))
     assert [f[1] for r in done for f in r.failures] == ["infra"] * 3
     assert [e for r in done for e in r.experiences] == []
-    server.start()
-    [again] = await played(runner, task(server, 0))
+    waits = asyncio.create_task(played(runner, task(server, 0)))
+    await asyncio.to_thread(server.start)
+    [again] = await waits
     assert [e.reward for e in again.experiences] == [3.0]
 
 
-async def test_the_session_of_a_run_that_is_cut_off_is_closed(server: Server) -> None:
+async def test_the_session_of_a_run_that_is_cut_off_is_closed(server: Noted) -> None:
     runner = runner_that_says("e", timeout=1.5)
     [done] = await played(runner, task(server, 0, {"fails": "hang"}))
     assert [f[1] for f in done.failures] == ["timeout"]

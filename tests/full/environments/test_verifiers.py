@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import subprocess
 import sys
@@ -23,11 +24,11 @@ from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.config.buffer import TasksetConfig
-from trinity_es.environments.installed import Installed, find
-from trinity_es.environments.server import close_servers, server_of
-from trinity_es.environments.verifiers_tasks import PROGRAM, environment_config, made_tasks
+from trinity_es.environments.installed import Installed, find, install, remove
+from trinity_es.environments.verifiers_tasks import made_tasks
 from trinity_es.events.errors import TasksetError
 from trinity_es.events.values import Task
+from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.tasksets.taskset import Taskset
 from trinity_es.testing import ScriptedEngine
 
@@ -49,7 +50,6 @@ async def runner(letters: Installed) -> AsyncIterator[WorkflowRunner]:
     engine = ScriptedEngine(EngineConfig(model_path=""))
     async with serving(engine, defaults={"max_tokens": 6}) as server:
         yield WorkflowRunner(engine, server=server, defaults={"max_tokens": 6}, timeout=120)
-        await close_servers()
 
 
 def tasks(*fails: str, **more: Any) -> list[Task]:
@@ -143,17 +143,37 @@ async def test_a_server_that_is_killed_fails_what_it_played_as_infra_and_another
     assert [len(r.experiences) for r in again] == [1] * 4
 
 
-async def test_nothing_outlives_who_asked(letters: Installed, runner: WorkflowRunner) -> None:
-    [child] = tasks("child")
-    [done] = await played(runner, [child])
+async def test_nothing_outlives_who_asked(runner: WorkflowRunner) -> None:
+    family: list[psutil.Process] = []
+
+    async def plays() -> None:
+        async with serving(runner.engine, defaults={"max_tokens": 6}) as server:
+            asks = WorkflowRunner(runner.engine, server=server, defaults={"max_tokens": 6}, timeout=120)
+            before = set(psutil.Process().children(recursive=True))
+            [done] = await played(asks, tasks("child"))
+            assert done.failures == []
+            family.extend(set(psutil.Process().children(recursive=True)) - before)
+
+    await asyncio.to_thread(asyncio.run, plays())
+    assert any("time.sleep(600)" in " ".join(p.cmdline()) for p in family if p.is_running())
+    await until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family),
+                "all that the environment had started to end")
+
+
+async def test_an_orphan_that_has_ended_leaves_the_table_of_processes(runner: WorkflowRunner, tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    [done] = await played(runner, tasks("orphan", note=str(note)))
     assert done.failures == []
-    server = await server_of(letters, PROGRAM, environment_config(child.workflow_args))
-    playing = psutil.Process(server.pid)
-    [started] = [p for p in playing.children(recursive=True) if "time.sleep(600)" in " ".join(p.cmdline())]
-    watcher = playing.parent()
-    assert watcher is not None
-    await server.close()
-    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in (playing, started, watcher))
+    [orphan] = [int(line) for line in note.read_text().splitlines() if line.isdigit()]
+    await until(lambda: not psutil.pid_exists(orphan), "the orphan to be reaped")
+
+
+async def test_an_error_that_is_no_text_is_told_and_costs_no_other_run(runner: WorkflowRunner) -> None:
+    *others, broken = await played(runner, tasks("", "", "", "surrogate"))
+    assert [r.failures for r in others] == [[]] * 3
+    [(_, kind, said)] = [f[:3] for f in broken.failures]
+    assert kind == "workflow"
+    assert "half a pair: ?" in said
 
 
 async def test_the_tasks_are_the_environments(letters: Installed) -> None:
@@ -165,6 +185,37 @@ async def test_the_tasks_are_the_environments(letters: Installed) -> None:
     with pytest.raises(TasksetError, match="have no end"):
         made_tasks(endless)
     assert len(made_tasks({**endless, "tasks": 5}).read_text().splitlines()) == 5
+
+
+async def test_of_two_who_make_the_tasks_at_once_the_first_counts(letters: Installed) -> None:
+    args = {"env": "letters-env", "config": {"taskset": {"rows": 3, "shuffled": True}}}
+    both = await asyncio.gather(*(asyncio.to_thread(lambda: made_tasks(args).stat().st_ino) for _ in range(2)))
+    assert both == [made_tasks(args).stat().st_ino] * 2
+    assert [f.name for f in (letters.folder / "tasks").iterdir() if f.suffix != ".jsonl"] == []
+
+
+async def test_a_run_that_goes_on_reads_the_tasks_that_it_began_with_or_says_why_not(letters: Installed) -> None:
+    def taskset(rows: int, recorded: TasksetSource | None = None) -> Taskset:
+        args = {"config": {"taskset": {"rows": rows}}}
+        return Taskset(TasksetConfig(path="verifiers:letters-env", name="t", workflow_args=args), recorded=recorded)
+
+    source = taskset(4).source
+    assert source is not None
+    digest = hashlib.sha256(taskset(4).config.file.read_bytes()).hexdigest()
+    assert (source.path, source.revision, source.rows) == ("verifiers:letters-env", f"0.3 sha256:{digest}", 4)
+    assert taskset(4, source).source == source
+    for other in (replace(source, revision=f"0.2 sha256:{digest}"), taskset(5).source):
+        with pytest.raises(TasksetError, match=r"and the run in this log began with .* put its config back, or vers"):
+            taskset(4, other)
+
+
+async def test_an_environment_plays_under_another_name(letters: Installed, runner: WorkflowRunner) -> None:
+    again = install(str(Path(__file__).with_name("letters")), name="spelling")
+    assert (again.name, again.distribution) == ("spelling", "letters-env")
+    [one, *_] = Taskset(TasksetConfig(path="verifiers:spelling", name="t")).all()
+    [done] = await played(runner, [one])
+    assert done.failures == []
+    remove("spelling")
 
 
 async def test_a_check_shows_a_task_token_by_token(letters: Installed) -> None:

@@ -138,7 +138,8 @@ def _with_environment(settings: Config, name: str) -> Config:
 
 
 def _told(one: Installed) -> dict[str, Any]:
-    return {"name": one.name, "packages": one.packages, "versions": one.versions, "folder": str(one.folder)}
+    return {"name": one.name, "distribution": one.distribution, "packages": one.packages, "versions": one.versions,
+            "folder": str(one.folder)}
 
 
 def _line(one: Installed) -> str:

@@ -74,7 +74,7 @@ class _Numbers:
 
 def _numbered(config: TasksetConfig, sources: Mapping[tuple[str, bool], TasksetSource]) -> Taskset:
     """Return the taskset, without opening one that is no file. Raises TasksetError."""
-    if config.kind in ("file", "verifiers"):
+    if config.kind == "file":
         return Taskset(config)
     source = sources.get((config.name, False))
     if source is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -34,6 +35,8 @@ class LettersData(vf.TaskData):
 class LettersConfig(vf.TasksetConfig):
     rows: int = 4
     """0: there is no end."""
+    shuffled: bool = False
+    """Each time another order."""
 
 
 class LettersTask(vf.Task[LettersData]):
@@ -59,7 +62,8 @@ class LettersTaskset(vf.Taskset[LettersTask, LettersConfig]):
         return self.config.rows == 0
 
     def load(self) -> Iterator[LettersTask]:
-        for number in itertools.islice(itertools.count(), self.config.rows or None):
+        numbers: Any = itertools.islice(itertools.count(), self.config.rows or None)
+        for number in random.sample(list(numbers), self.config.rows) if self.config.shuffled else numbers:
             yield LettersTask(LettersData(prompt=f"{number}: write an e"), self.config.task)
 
 
@@ -95,6 +99,10 @@ class Talk(vf.Harness[vf.HarnessConfig]):
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "child":
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        if how == "orphan":  # the shell ends before what it started
+            subprocess.run(["sh", "-c", f"sleep 0.5 & echo $! >> {data.note}"], check=True)
+        if how == "surrogate":
+            raise RuntimeError("half a pair: \ud83d")
         if how in RAISED:
             raise RAISED[how](f"injected {how}")
         if how == "plain":

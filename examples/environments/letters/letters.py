@@ -1,0 +1,58 @@
+"""An environment of verifiers that a tiny model can learn: to answer `c=` with the letter c, eight times.
+
+    trinity-es env install examples/environments/letters
+
+It brings its own harness, which asks the model once from the environment's process: verifiers' own harnesses start a
+program for each episode, which costs seconds of a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import verifiers.v1 as vf
+
+__all__ = ["AskOnce", "LettersTaskset"]
+
+
+class LettersConfig(vf.TasksetConfig):
+    letters: str = "abcdefghijklmnop"
+    length: int = 8
+
+
+class LetterData(vf.TaskData):
+    letter: str
+    length: int
+
+
+class LetterTask(vf.Task[LetterData]):
+    @vf.reward
+    async def share(self, trace: vf.Trace) -> float:
+        """Return the share of the first `length` characters that are the wanted letter, from 0 to 1."""
+        [said] = [node.message.content or "" for node in trace.nodes if node.sampled]
+        return said[: self.data.length].count(self.data.letter) / self.data.length
+
+
+class LettersTaskset(vf.Taskset[LetterTask, LettersConfig]):
+    def load(self) -> Iterator[LetterTask]:
+        for letter in self.config.letters:
+            data = LetterData(prompt=f"{letter}=", letter=letter, length=self.config.length)
+            yield LetterTask(data, self.config.task)
+
+
+class AskOnce(vf.Harness[vf.HarnessConfig]):
+    APPENDS_SYSTEM_PROMPT = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any,
+        **more: Any,
+    ) -> vf.ProgramResult:
+        asked: Any = [{"role": "user", "content": data.prompt}]
+        # Without a timeout of its own the client waits 5 s for a connection, which a busy machine exceeds.
+        async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=600) as client:
+            await client.chat.completions.create(model=ctx.model, messages=asked)
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
