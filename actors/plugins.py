@@ -5,15 +5,16 @@ Operators, outputs, priority functions and monitors are all found and built here
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
 from trinity_es.events.errors import ConfigError, UnknownWorkflow
 
-__all__ = ["build", "find", "load", "look_in", "resolve"]
+__all__ = ["build", "find", "load", "look_in", "resolve", "way_out"]
 
 MOVED = {"trinity_es.workflows_simple": "trinity_es.workflows.simple"}
 """Modules of this package that logs of earlier releases name, and where they are now."""
@@ -74,9 +75,7 @@ def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
     path = registry.get(name, name)
     if not path.partition(":")[2]:
         known = ", ".join(sorted(registry)) or "none"
-        raise UnknownWorkflow(
-            f"{what} {name!r} is not registered (known: {known}); register it or give it as \"module:Class\""
-        )
+        raise UnknownWorkflow(f"{what} {name!r} is not registered (known: {known}){way_out(name, registry)}")
     try:
         return load(path)  # type: ignore[no-any-return]  # a class or callable of the user's
     except (Exception, SystemExit) as e:
@@ -84,3 +83,9 @@ def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
             f"{what} {name!r} can't be imported: {type(e).__name__}: {e}; put its module where the runner finds it "
             "(next to the config file, or installed)"
         ) from e
+
+
+def way_out(name: str, registered: Iterable[str]) -> str:
+    """Return what to do about a name that nobody registered: take the one that is spelt like it, or register it."""
+    near = difflib.get_close_matches(name, list(registered), n=1, cutoff=0.7)
+    return f"; did you mean {near[0]}?" if near else '; register it, or give it as "module:name"'

@@ -29,6 +29,10 @@ class BatchProgress:
     state: str = BatchLifecycleState.RUNNING.value
     finished: int = 0
     failed_attempts: int = 0
+    failed_by_kind: dict[str, int] = field(default_factory=dict)
+    """Of the failed attempts."""
+    last_failure: str = ""
+    """What the last of them said."""
     response_tokens: int = 0
     reward: float | None = None
     """Mean reward (train: over tasks; eval: the mean of mean@n)."""
@@ -161,6 +165,8 @@ def _evolve_batch(state: RunState, batch: BatchProgress, item: Recorded, event: 
             batch.tasks += len(event.repeat_times)
         case ev.AttemptFailed():
             batch.failed_attempts += 1
+            batch.failed_by_kind[event.kind] = batch.failed_by_kind.get(event.kind, 0) + 1
+            batch.last_failure = event.message
             state.failed_attempts += 1
         case ev.BatchFinalizing():
             batch.state = BatchLifecycleState.FINALIZING.value

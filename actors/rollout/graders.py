@@ -33,6 +33,8 @@ GRADER_BYTES = 2 * 1024**3
 """Maximum memory of a grader, in bytes, where nobody says otherwise."""
 ANSWER_BYTES = 4 * 1024**2
 """Maximum size of what a grader gives, in bytes."""
+REWARDED = "trinity_es.workflows.rewards:rewarded"
+"""What calls a task's reward, whose name errors tell."""
 LOOK_SECONDS = 0.03
 """Interval between two looks at a grader's memory. It is not limited beforehand: libraries take a MemoryError for an
 answer that they can't read, which then would be wrong."""
@@ -70,6 +72,7 @@ class Graders:
         """
         args, kwargs = orjson.loads(call)
         asked = orjson.dumps({"function": function, "args": args, "kwargs": kwargs})
+        name = str(args[0]["reward_fn"]) if function == REWARDED else function
         async with self._room:
             child = Child()
             ours, theirs = socket.socketpair()
@@ -80,7 +83,7 @@ class Graders:
                     await self.templates.fork(path, child, theirs, "grade")
                 reader, writer = await asyncio.open_connection(sock=ours)
                 writer.write(LENGTH.pack(len(asked)) + asked)
-                said = await _answer(function, child, reader, timeout, memory)
+                said = await _answer(name, child, reader, timeout, memory)
             finally:
                 _kill(child)
                 if writer is not None:
@@ -90,12 +93,12 @@ class Graders:
         if "error" in said:
             raise error_from_dict(said["error"])
         if "raised" in said:
-            raise GraderError(f"the grader {function} raised {said['raised']}")
+            raise GraderError(f"the grader {name} raised {said['raised']}")
         return said["value"]
 
 
 async def _answer(
-    function: str, child: Child, reader: asyncio.StreamReader, timeout: float, memory: int
+    name: str, child: Child, reader: asyncio.StreamReader, timeout: float, memory: int
 ) -> dict[str, Any]:
     """Return what the grader says. Raises GraderError and StartupError."""
     clock = asyncio.get_running_loop().time
@@ -109,25 +112,25 @@ async def _answer(
             if reading.done() or child.gone.done():
                 break
             if left <= 0:
-                raise GraderError(f"the grader {function} did not end within {timeout:g} s")
+                raise GraderError(f"the grader {name} did not end within {timeout:g} s")
             if (taken := _memory(child)) > memory:
-                raise GraderError(f"the grader {function} took {taken >> 20:,} MiB of memory: {memory >> 20:,} are the "
+                raise GraderError(f"the grader {name} took {taken >> 20:,} MiB of memory: {memory >> 20:,} are the "
                                   "most")
         await asyncio.wait({reading}, timeout=EXIT_SECONDS)  # what it said last may still be in the socket
         if reading.done() and not reading.exception():
             said: dict[str, Any] = orjson.loads(reading.result())
             return said
     except ValueError:
-        raise GraderError(f"the grader {function} wrote into its socket to the runner") from None
+        raise GraderError(f"the grader {name} wrote into its socket to the runner") from None
     finally:
         reading.cancel()
     await asyncio.wait({child.gone}, timeout=EXIT_SECONDS)
     if not child.gone.done():
-        raise GraderError(f"the grader {function} closed its socket to the runner")
+        raise GraderError(f"the grader {name} closed its socket to the runner")
     status = child.gone.result()
     if status is None:
         raise StartupError("a grader was ended with the template that it was forked from")
-    raise GraderError(f"the grader {function} {ended(status)}")
+    raise GraderError(f"the grader {name} {ended(status)}")
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:

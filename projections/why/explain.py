@@ -96,6 +96,11 @@ def _ended(course: BatchTimes) -> Ranked:
         text = f"it was trained in step {state.trained_step}: it waits for nothing"
     elif state.batch_type == "train":
         cause, text = "training", f"it is finalized since {moment(course.moved_at)}, and no trainer has acknowledged it"
+    failed = [(i, status) for i, status in sorted(state.statuses.items()) if status.completed_runs < status.total_runs]
+    if failed and state.state is not BatchLifecycleState.ABORTED:
+        task, status = failed[0]
+        text += (f"; {counted(len(failed), 'task')} of {state.expected_task_count} failed at least in part, the first "
+                 f"is task {task}: {_short(status.message or '')}")
     return (0.0, 0.0), Waiting(cause=cause, what="the trainer", text=text, since=course.moved_at)
 
 

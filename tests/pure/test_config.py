@@ -386,7 +386,7 @@ def test_check_refuses_names_that_nobody_registered(tmp_path: Path) -> None:
     assert operator.startswith("buffer.pipeline.operators[0].name: there is no 'grpoo' (known: ")
     assert workflow.startswith("buffer.explorer_input.tasksets[0].workflow: there is no 'singel_turn' (known: ")
     assert "grpo" in operator
-    assert "single_turn" in workflow
+    assert workflow.endswith("; did you mean single_turn?")
     key = "buffer.explorer_input.tasksets[0].reward_fn"
     named = text.replace("singel_turn", "single_turn, reward_fn: math_rewrad")
     assert checked(tmp_path, named)[0].startswith(f"{key}: there is no 'math_rewrad' (known: accuracy_reward, ")

@@ -175,6 +175,16 @@ def test_an_install_that_fails_leaves_what_was_there_and_one_that_ends_keeps_the
         offline.setattr(installed, "_run", fails)
         with pytest.raises(ConfigError, match="no network"):
             installed.install("gsm8k-v1")
+
+    def loads_not(command: Sequence[str], say: Any) -> str:
+        if "load" in command:
+            raise ConfigError("python -I ... failed with 1: Traceback\nModuleNotFoundError: no gsm8k_v1\n")
+        return json.dumps({"gsm8k-v1": "0.2", "verifiers": "0.4.1"})
+
+    with monkeypatch.context() as misnamed:
+        misnamed.setattr(installed, "_run", loads_not)
+        with pytest.raises(ConfigError, match="can't load the taskset 'gsm8k-v1': ModuleNotFoundError: no gsm8k_v1"):
+            installed.install("gsm8k-v1")
     assert installed.find("gsm8k-v1") == first
     assert (first.folder / "task").exists()
     second = installed.install("gsm8k-v1", name="gsm8k-v1")
@@ -213,12 +223,24 @@ def test_a_check_shows_each_token_and_which_of_them_the_model_wrote(capsys: pyte
     experience = Experience(
         tokens=[7, 8, 9, 10], prompt_length=2, action_mask=[False, True], logprobs=[0.0, -0.25], reward=0.5,
         metrics={"share": 0.5}, messages=[{"role": "user", "content": "\x1b[31mred"}])
-    assert env.tokens(experience) == [
-        {"at": 0, "id": 7, "sampled": False, "logprob": None}, {"at": 1, "id": 8, "sampled": False, "logprob": None},
-        {"at": 2, "id": 9, "sampled": False, "logprob": None}, {"at": 3, "id": 10, "sampled": True, "logprob": -0.25}]
-    env.show([experience], [(0, "infra", "the process has ended")])
+    texts = ["Spell", " it:", "\n", "s"]
+    assert env.tokens(experience, texts) == [
+        {"at": 0, "id": 7, "text": "Spell", "sampled": False, "logprob": None},
+        {"at": 1, "id": 8, "text": " it:", "sampled": False, "logprob": None},
+        {"at": 2, "id": 9, "text": "\n", "sampled": False, "logprob": None},
+        {"at": 3, "id": 10, "text": "s", "sampled": True, "logprob": -0.25}]
+    env.show([experience], [texts], [(0, "infra", "the process has ended")])
     shown = capsys.readouterr().out
-    assert "reward 0.5, 4 tokens, 1 of them sampled" in shown
-    assert "3      10       -0.2500" in shown
+    assert "reward 0.5, 4 tokens, 1 of them written by the model" in shown
+    assert '0-2  read  "Spell it:\\n"' in shown
+    assert '3      id 10       "s"          logprob -0.2500' in shown
     assert "FAILED (infra): the process has ended" in shown
-    assert "\x1b" not in shown
+    env.show([experience], [["\x1b[31m", "red", "\x9b", "s"]], [])
+    shown = capsys.readouterr().out
+    assert "red" in shown
+    assert not {"\x1b", "\x9b"} & set(shown)
+
+
+def test_a_removal_of_what_is_not_there_does_not_say_to_install_it(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"gsm8k-v2' is not installed in .* \(there: gsm8k-v1\)$"):
+        installed.remove("gsm8k-v2")

@@ -96,3 +96,25 @@ def test_p2_arguments_of_a_task_are_keys_and_attributes() -> None:
     for again in (pickle.loads(pickle.dumps(task)), copy.deepcopy(task), task_from_dict(task_to_dict(task))):
         assert again == task
         assert isinstance(again.rollout_args, Args)
+
+
+def a_text(response: str) -> Any:
+    return "good"
+
+
+def no_number(response: str) -> float:
+    return float("nan")
+
+
+def a_part_without(response: str) -> Any:
+    return {"right": 1.0, "style": None}
+
+
+@pytest.mark.parametrize("workflow", ["single_turn", "simple_workflow", "async_simple_workflow"])
+@pytest.mark.parametrize(("reward", "said"), [
+    (a_text, "a_text gave 'good': give a finite number"), (no_number, "no_number gave nan: give a finite number"),
+    (a_part_without, "a_part_without gave None as style: give a finite number"),
+])
+def test_what_a_reward_gave_that_is_no_number_is_told_with_its_name(workflow: str, reward: Any, said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        played(WORKFLOWS.get(workflow), reward_fn=reward, reward_fn_args={})

@@ -29,7 +29,7 @@ from pydantic import Field, ValidationError, ValidationInfo, model_validator
 from pydantic_core import ErrorDetails
 from sqlalchemy.engine import make_url
 
-from trinity_es.actors.plugins import load, look_in
+from trinity_es.actors.plugins import load, look_in, way_out
 from trinity_es.config.buffer import BufferConfig, TasksetConfig
 from trinity_es.config.error_lines import Path_, config_error, dotted, explain
 from trinity_es.config.interpolation import converted, escaped, resolved
@@ -240,7 +240,7 @@ def _import_problem(key: str, name: str | None, registered: Iterable[str] = ()) 
         return []
     if ":" not in name:
         known = ", ".join(sorted(registered)) or "none"
-        return [f"{key}: there is no {name!r} (known: {known}); register it, or give it as \"module:name\""]
+        return [f"{key}: there is no {name!r} (known: {known}){way_out(name, registered)}"]
     module, _, attribute = name.partition(":")
     try:
         found: Any = load(module)

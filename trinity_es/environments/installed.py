@@ -23,12 +23,14 @@ from uuid import uuid4
 
 from trinity_es.events.errors import ConfigError
 
-__all__ = ["VERIFIERS_PACKAGE", "Installed", "environments_folder", "find", "install", "installed", "remove", "uv"]
+__all__ = ["PROGRAM", "Installed", "environments_folder", "find", "install", "installed", "remove", "uv"]
 
 FOLDER_VARIABLE = "TRINITY_ES_ENVIRONMENTS"
 VERIFIERS_PACKAGE = "verifiers"
 VERIFIERS = f"{VERIFIERS_PACKAGE}>=0.4,<0.5"
 """What is installed beside each environment, and plays it."""
+PROGRAM = Path(__file__).with_name("verifiers_main.py")
+"""What runs in an environment's own Python."""
 _VERSIONS = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
 
 
@@ -45,6 +47,13 @@ class Installed:
     """Of the environment and of verifiers."""
     folder: Path
     """Of this install: another one has another."""
+
+    @property
+    def taskset(self) -> str:
+        """What verifiers calls its taskset: its package, whatever it is called here; of verifiers' own tasksets the one
+        that it is called by.
+        """
+        return self.name if self.distribution == VERIFIERS_PACKAGE else self.distribution
 
     @property
     def version(self) -> str:
@@ -69,9 +78,9 @@ def uv() -> str | None:
 
 def installed() -> list[Installed]:
     """Return the environments that are installed, by name."""
-    files = sorted(environments_folder().glob("*/environment.json"))
-    return [Installed(**{**(told := json.loads(file.read_text())), "folder": file.parent / told["folder"]})
-            for file in files]
+    read = ((file, json.loads(file.read_text())) for file in sorted(environments_folder().glob("*/environment.json")))
+    # One without a folder was made before each install had one: it is to be installed again.
+    return [Installed(**{**told, "folder": file.parent / told["folder"]}) for file, told in read if "folder" in told]
 
 
 def find(name: str) -> Installed:
@@ -79,12 +88,13 @@ def find(name: str) -> Installed:
     wanted = _plain(name)
     found = next((e for e in installed() if e.name == wanted), None)
     if found is None:
-        there = ", ".join(e.name for e in installed()) or "none"
-        raise ConfigError(
-            f"environment {name!r} is not installed in {environments_folder()} (there: {there}): "
-            f"`trinity-es env install {name}`", environment=name,
-        )
+        raise ConfigError(f"{_missing(name)}: `trinity-es env install {name}`", environment=name)
     return found
+
+
+def _missing(name: str) -> str:
+    there = ", ".join(e.name for e in installed()) or "none"
+    return f"environment {name!r} is not installed in {environments_folder()} (there: {there})"
 
 
 def install(
@@ -110,6 +120,7 @@ def install(
                                python or sys.executable, say)
             made = Installed(name=called, distribution=distribution, packages=[wanted, VERIFIERS, *beside],
                              versions=versions, folder=folder)
+            _require_loads(made, say)
             (folder / "environment.json").write_text(
                 json.dumps({**asdict(made), "folder": folder.name}, indent=2) + "\n")
             os.replace(folder / "environment.json", home / "environment.json")
@@ -123,7 +134,9 @@ def install(
 
 def remove(name: str) -> Installed:
     """Delete an environment and what was kept of it; return what it was. Raises ConfigError where there is none."""
-    found = find(name)
+    found = next((e for e in installed() if e.name == _plain(name)), None)
+    if found is None:
+        raise ConfigError(_missing(name), environment=name)
     with _alone(found.folder.parent):
         (found.folder.parent / "environment.json").unlink()
         shutil.rmtree(found.folder.parent)
@@ -152,6 +165,18 @@ def _filled(
         _run([python, "-m", "pip", "install", "--quiet", *more, *packages], say)
     found: dict[str, str] = json.loads(_run([python, "-I", "-c", _VERSIONS, distribution, VERIFIERS_PACKAGE], say))
     return found
+
+
+def _require_loads(made: Installed, say: Callable[[str], None]) -> None:
+    """Require that verifiers loads its taskset. Raises ConfigError."""
+    try:
+        _run([str(made.python), "-I", str(PROGRAM), "load", made.taskset], say)
+    except ConfigError as e:
+        why = f"verifiers can't load the taskset {made.taskset!r}: {e.message.rstrip().splitlines()[-1]}"
+        if made.distribution != VERIFIERS_PACKAGE:
+            raise ConfigError(f"{why} (a package MY-ENV has a module my_env with a Taskset of verifiers 0.4 in its "
+                              "__all__)") from e
+        say(f"{why} (a config that names another taskset may be played)")
 
 
 def _requirement(package: str) -> tuple[str, str]:

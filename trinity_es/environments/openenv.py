@@ -42,14 +42,14 @@ _TOOL_CALL = {"type": "object", "required": ["type", "tool_name", "arguments"], 
 
 
 class OpenEnvWorkflow(Workflow):
-    """See the module. `workflow_args`:
+    """An episode with the OpenEnv server at `workflow_args.url`; its steps' rewards are added.
 
-    `url` of the server; `reset`, arguments of its reset, below those of the row's `reset`; `max_turns` (32);
-    `answer_timeout` (60 s); `connect_timeout` (60 s), for a server that is full or not there; `headers` of the
-    connection; `parser`, "module:function" that makes an action (a dict) of the model's text and the action's JSON
-    schema, and raises ValueError for what is none; `observe`, "module:function" that makes the user's turn of an
-    observation and the schema; `invalid_reward`: what an answer that is no action gives, and ends the episode with
-    (without it the run fails).
+    `workflow_args`: `url` of the server; `reset`, arguments of its reset, below those of the row's `reset`;
+    `max_turns` (32); `answer_timeout` (60 s); `connect_timeout` (60 s), for a server that is full or not there;
+    `headers` of the connection; `parser`, "module:function" that makes an action (a dict) of the model's text and
+    the action's JSON schema, and raises ValueError for what is none; `observe`, "module:function" that makes the
+    user's turn of an observation and the schema; `invalid_reward`: what an answer that is no action gives, and ends
+    the episode with (without it the run fails).
     """
 
     is_async = True

@@ -19,16 +19,15 @@ from uuid import uuid4
 
 import orjson
 
-from trinity_es.environments.installed import VERIFIERS_PACKAGE, Installed, find
+from trinity_es.environments.installed import PROGRAM, Installed, find
 from trinity_es.environments.server import environment_variables
 from trinity_es.events.errors import DataError, TasksetError
 
 __all__ = [
-    "PREFIX", "PROGRAM", "environment_config", "environment_named", "made_tasks", "tasks_file", "tasks_revision",
+    "PREFIX", "environment_config", "environment_named", "made_tasks", "tasks_file", "tasks_revision",
 ]
 
 PREFIX = "verifiers:"
-PROGRAM = Path(__file__).with_name("verifiers_main.py")
 TASKS_SECONDS = 1800.0
 """How long an environment may take to write its tasks: it may fetch a data set first."""
 LAST_WORDS = 2000
@@ -44,14 +43,9 @@ def environment_named(args: Mapping[str, Any]) -> str:
 
 
 def environment_config(installed: Installed, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of an environment, as verifiers reads it, of a workflow's arguments.
-
-    Its taskset is that of its package, whatever the environment is called here; of verifiers' own tasksets the one
-    that it is called by.
-    """
+    """Return the config of an environment, as verifiers reads it, of a workflow's arguments."""
     given = dict(args.get("config") or {})
-    own = installed.name if installed.distribution == VERIFIERS_PACKAGE else installed.distribution
-    return {**given, "taskset": {"id": own, **(given.get("taskset") or {})}}
+    return {**given, "taskset": {"id": installed.taskset, **(given.get("taskset") or {})}}
 
 
 def tasks_file(args: Mapping[str, Any]) -> Path:

@@ -30,7 +30,9 @@ _PRECEDENCE: tuple[FailureKind, ...] = ("infra", "timeout", "workflow")
 
 
 class VerifiersWorkflow(Workflow):
-    """See the module. The task's row is the environment's task (`path: verifiers:NAME` in a taskset gives them).
+    """An episode of an environment of verifiers, by `workflow_args.env`; `path: verifiers:NAME` sets both.
+
+    The task's row is the environment's task.
 
     `workflow_args`: `env`, the name of an installed environment; `config`, what verifiers calls `env`
     (`{agent: {max_turns: 4}, taskset: {...}}`); `renderer` and `tokenizer`, where those of the model are not to be

@@ -42,6 +42,8 @@ class PlayedTask:
     task: Task
     runs: int
     experiences: list[Experience]
+    texts: list[list[str]]
+    """Of each experience the texts of its tokens, each by itself: a character of several tokens is in none of them."""
     metrics: list[dict[str, float]]
     """Of each run that completed."""
     failures: list[tuple[int, str, str]]
@@ -114,13 +116,16 @@ async def play(config: Config, task: Task, *, runs: int | None = None, folder: P
             concurrent_mode=explorer.concurrent_mode, timeout=explorer.max_timeout, server=server,
         )
         done = await runner.execute(task, "debug", range(number))
+        decode = engines[0].tokenizer.decode
+        texts = [[decode([token]) for token in e.tokens.tolist()] for e in done.experiences]
     finally:
         if server is not None:
             await server.stop()
         for engine in engines:
             await engine.stop()
     played = PlayedTask(
-        task=task, runs=number, experiences=done.experiences, metrics=[dict(r.metrics) for r in done.results],
+        task=task, runs=number, experiences=done.experiences, texts=texts,
+        metrics=[dict(r.metrics) for r in done.results],
         failures=[(f[0], f[1], f[2]) for f in done.failures], tracebacks=runner.tracebacks, seconds=done.seconds,
         folder=folder,
     )

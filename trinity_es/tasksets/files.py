@@ -14,19 +14,20 @@ import decimal
 import math
 import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import orjson
 
-from trinity_es.config.buffer import TasksetConfig
+from trinity_es.config.buffer import FormatConfig, TasksetConfig
 from trinity_es.environments.verifiers_tasks import made_tasks
 from trinity_es.events.errors import TasksetError
 
 __all__ = ["RowFile", "check_columns", "check_prompts", "open_file", "plain", "table_row"]
 
 _BOM = b"\xef\xbb\xbf"
+_ONE_ARRAY = "a file of rows has an object a line; one array becomes that with `jq -c '.[]' FILE`"
 
 
 class RowFile(Protocol):
@@ -93,8 +94,11 @@ class _Lines:
         self.config, self._file = config, file
         self._starts = array("Q")
         self._unchanged = _Unchanged(config, [file])
+        self._keys: dict[str, None] = {}
         with file.open("rb") as f:
             self._check(f)
+        if self._starts:
+            _require_answers(file, self._keys, config)
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -127,18 +131,30 @@ class _Lines:
                 line.decode()
             except UnicodeDecodeError as bad:
                 raise TasksetError(f"{where}: not UTF-8 (byte {bad.start}): save the file as UTF-8", **details) from e
-            raise TasksetError(f"{where}: not JSON ({e.msg}): fix or remove the line", **details) from e
+            way = _ONE_ARRAY if number == 1 and line.startswith(b"[") else "fix or remove the line"
+            raise TasksetError(f"{where}: not JSON ({e.msg}): {way}", **details) from e
         if not isinstance(row, dict):
             kind = "a list" if isinstance(row, list) else f"{line.strip().decode():.40}"
-            raise TasksetError(f"{where}: must be a JSON object, not {kind}: fix or remove the line", **details)
+            way = _ONE_ARRAY if number == 1 and isinstance(row, list) else "fix or remove the line"
+            raise TasksetError(f"{where}: must be a JSON object, not {kind}: {way}", **details)
         key = self.config.format.prompt_key
         if key not in row:
             raise TasksetError(f"{where}: {_no_prompt(key, list(row))}", **details)
+        if self.config.format.response_key not in self._keys:
+            self._keys.update(dict.fromkeys(row))
 
 
 def _no_prompt(key: str, there: list[str]) -> str:
     return (f"no prompt: the key {key!r} is missing (there are: {', '.join(there[:8]) or 'no keys'}); name the right "
             "one in format.prompt_key of the taskset")
+
+
+def _require_answers(file: object, keys: Iterable[str], config: TasksetConfig) -> None:
+    """Require that some row has the key of answers that the taskset names. Raises TasksetError."""
+    key = config.format.response_key
+    if key not in keys and key != FormatConfig().response_key:
+        raise TasksetError(f"{file}: no row has the key {key!r} of format.response_key (there are: "
+                           f"{', '.join(list(keys)[:8])}): name the right one, or leave it out", file=str(file))
 
 
 # --- columns --------------------------------------------------------------------------------------------------------
@@ -180,7 +196,7 @@ class _Parquet(_Columns):
         except arrow.ArrowException as e:
             raise TasksetError(f"{file} is no parquet file ({e})", file=str(file)) from e
         key = config.format.prompt_key
-        check_columns(file, self._parquet.schema_arrow, key)
+        check_columns(file, self._parquet.schema_arrow.names, config)
         meta = self._parquet.metadata
         self._ends: list[int] = []
         for group in range(meta.num_row_groups):
@@ -246,7 +262,7 @@ class _Arrow(_Columns):
         for file in files:
             try:
                 with arrow.ipc.open_stream(arrow.memory_map(str(file))) as stream:
-                    check_columns(file, stream.schema, key)
+                    check_columns(file, stream.schema.names, config)
                     for batch in stream:
                         check_prompts(file, batch.column(batch.schema.get_field_index(key)), len(self))
                         self._batches.append(batch)
@@ -263,10 +279,12 @@ class _Arrow(_Columns):
         return out
 
 
-def check_columns(file: object, schema: Any, prompt_key: str) -> None:
-    """Require a column of prompts. Raises TasksetError."""
-    if prompt_key not in schema.names:
-        raise TasksetError(f"{file}: {_no_prompt(prompt_key, list(schema.names))}", file=str(file))
+def check_columns(file: object, names: Sequence[str], config: TasksetConfig) -> None:
+    """Require a column of prompts, and that of answers where one is named. Raises TasksetError."""
+    key = config.format.prompt_key
+    if key not in names:
+        raise TasksetError(f"{file}: {_no_prompt(key, list(names))}", file=str(file))
+    _require_answers(file, names, config)
 
 
 def check_prompts(file: object, column: Any, first: int) -> None:

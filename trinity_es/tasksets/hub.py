@@ -52,7 +52,7 @@ class HubRows:
             self.subset = str(builder.config.name)
             self._rows = builder.as_dataset(split=config.split).with_format("arrow")
         key = config.format.prompt_key
-        check_columns(self._source, self._rows.data.table.schema, key)
+        check_columns(self._source, self._rows.data.table.schema.names, config)
         check_prompts(self._source, self._rows.data.table.column(key), 0)
         if not len(self._rows):
             raise TasksetError(f"{self._source} is empty: a taskset has at least one row")

@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,13 +164,24 @@ def _checks(truth: Any) -> list[_Check]:
         pairs = zip(truth["inputs"], truth["outputs"], strict=True)
         checks = [_printing(read, wanted) for read, wanted in pairs]
     elif isinstance(truth, list) and all(isinstance(test, str) for test in truth):
-        checks = [_asserting(test) for test in truth]
+        checks = [_asserting(_python(test)) for test in truth]
     else:
         checks = []
     if not checks:
         raise DataError(f"the row's tests are {str(truth)[:60]!r}: a list of texts, or inputs and as many outputs, is "
                         "expected (format.response_key)")
     return checks
+
+
+def _python(test: str) -> str:
+    """Return a test. Raises DataError for one that no program can pass, since it is no Python."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(test, "tests.py", "exec")
+    except (SyntaxError, ValueError) as e:
+        raise DataError(f"the row's test {test[:200]!r} is no Python ({e}): mend the row (format.response_key)") from e
+    return test
 
 
 def _asserting(test: str) -> _Check:

@@ -186,11 +186,7 @@ _OF_A_REWARD = ("reward_fn", "reward_fn_args", "raw_task", "format_args")
 
 def rewarded(task: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, float]:
     """Return the parts that a task's reward gives: what a grader calls. Raises WorkflowError for what is no number."""
-    parts = as_parts(value_of(reward_of(Task(**task))(**known)))
-    wrong = next((name for name, part in parts.items() if not math.isfinite(part)), None)
-    if wrong is not None:
-        raise WorkflowError(f"the reward {task['reward_fn']} gave {parts[wrong]} as {wrong}: give a finite number")
-    return parts
+    return as_parts(value_of(reward_of(Task(**task))(**known)), task["reward_fn"])
 
 
 def value_of(said: Any) -> Any:
@@ -230,17 +226,37 @@ async def _awaited(called: Any, said: Awaitable[Any]) -> float:
 
 
 def _first(called: Any, said: Any) -> float:
-    named = called.func if isinstance(called, functools.partial) else called
-    name = getattr(named, "__name__", type(named).__name__)
+    name = _named(called)
     try:
         [reward] = said
     except (TypeError, ValueError):
         raise WorkflowError(f"the reward {name} gave {said!r} for one completion: give a list of one number") from None
     if reward is None:
         raise WorkflowError(f"the reward {name} gave None: it does not apply to this task, so its run has no reward")
-    return float(reward)
+    return as_parts(reward, called)["reward"]
 
 
-def as_parts(said: Any) -> dict[str, float]:
-    """Return what a reward gave as its parts, which are added up."""
-    return {k: float(v) for k, v in said.items()} if isinstance(said, Mapping) else {"reward": float(said)}
+def as_parts(said: Any, reward: Any) -> dict[str, float]:
+    """Return what a reward gave as its parts, which are added up; `reward`: as the task names it, or what was called.
+
+    Raises WorkflowError where a part is no number, or no finite one.
+    """
+    name = _named(reward)
+    parts = {}
+    for part, value in (said if isinstance(said, Mapping) else {"reward": said}).items():
+        try:
+            parts[part] = float(value)
+        except (TypeError, ValueError):
+            parts[part] = math.nan
+        if not math.isfinite(parts[part]):
+            as_what = f" as {part}" if isinstance(said, Mapping) else ""
+            raise WorkflowError(f"the reward {name} gave {repr(value)[:100]}{as_what}: give a finite number, or a dict "
+                                "of finite numbers, which are added")
+    return parts
+
+
+def _named(reward: Any) -> str:
+    if isinstance(reward, str):
+        return reward
+    called = reward.func if isinstance(reward, functools.partial) else reward
+    return getattr(called, "__name__", type(called).__name__)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from trinity_es.events.errors import WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
 from trinity_es.workflows.rewards import RewardFn, as_parts, known_of, reward_of, value_of
@@ -90,7 +91,11 @@ class SimpleWorkflow(Workflow):
             if isinstance(said[i], BaseException):
                 self._run_failed(i, said[i])
                 continue
-            parts = as_parts(said[i])
+            try:
+                parts = as_parts(said[i], self.task.reward_fn or self)
+            except WorkflowError as e:
+                self._run_failed(i, e)
+                continue
             answer.metrics = {**answer.metrics, **parts}
             answer.reward = float(sum(parts.values()))
             answer.eid.run = self.run_id_base + i

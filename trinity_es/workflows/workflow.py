@@ -136,12 +136,12 @@ class Workflow:
         if inspect.isawaitable(said) and type(self).is_async:
             getattr(said, "close", lambda: None)()
             raise WorkflowError(f"the reward {self.task.reward_fn} is async: await self.reward_async(...)")
-        return as_parts(value_of(said))
+        return as_parts(value_of(said), self.task.reward_fn)
 
     async def reward_async(self, response: str, completion_ids: Sequence[int] | None = None) -> dict[str, float]:
         """Return what `reward` does, of an async reward, too."""
         said = self._said(response, completion_ids)
-        return as_parts(await said if inspect.isawaitable(said) else said)
+        return as_parts(await said if inspect.isawaitable(said) else said, self.task.reward_fn)
 
     def _said(self, response: str, completion_ids: Sequence[int] | None) -> Any:
         ids = {} if completion_ids is None else {"completion_ids": completion_ids}

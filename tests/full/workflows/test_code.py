@@ -165,6 +165,12 @@ def test_tests_of_no_known_form_are_the_datas_fault(truth: Any) -> None:
         judged(GOOD, truth)
 
 
+@pytest.mark.parametrize("test", ["assert add(1, 2 == 3", "assert add(1, 2) = 3", "assert\0"])
+def test_a_test_that_is_no_python_is_the_datas_fault_and_no_zero(test: str) -> None:
+    with pytest.raises(DataError, match="is no Python"):
+        judged(GOOD, [*ADDS, test])
+
+
 async def test_a_program_ends_with_a_run_that_is_given_up(pool: WorkerPool) -> None:
     task = {"raw_task": {"prompt": "Add.", "answer": ADDS}, "reward_fn_args": {"grader_timeout": 1.0, "seconds": 30.0}}
     began = time.monotonic()

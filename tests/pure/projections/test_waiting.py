@@ -229,6 +229,15 @@ def test_enough_is_told_from_all_and_a_trainer_that_waits_from_one_that_does_not
     assert story.why(5, live=waited, system={"up": True}).cause == "grace"
 
 
+def test_of_a_batch_that_ended_the_failed_tasks_are_told(one_left: Story) -> None:
+    failed = ev.AttemptFailed(task=7, run_id_base=0, failed_runs=[0, 1, 2, 3], attempt=1, runner="runner-0",
+                              incarnation=1, kind="grader", message="the grader mine:share did not end", retry=False)
+    one_left.at(2).add("batch/3", failed, ev.BatchFinalizing(), ev.BatchFinalized(result={}), ev.BatchTrained(step=12))
+    assert one_left.why(100).sentence == (
+        "it was trained in step 12: it waits for nothing; 1 task of 8 failed at least in part, the first is task 7: "
+        "0/4 runs completed. First error: grader: the grader mine:share did not end")
+
+
 def test_finalized_and_trained_and_aborted_are_ends(one_left: Story) -> None:
     one_left.finish(7).at(2).add("batch/3", ev.BatchFinalizing(), ev.BatchFinalized(result={}))
     told = one_left.why(100, system={"up": False})

@@ -36,6 +36,15 @@ __all__ = ["Finding", "doctor"]
 _WAL_FIXED = (3, 51, 3)
 _LITTLE_MEMORY = 4 * 2**30
 _FEW_FILES = 4096
+_EXTRAS = (
+    ("trl", "trl", "TRL's GRPOTrainer needs it"),
+    ("datasets", "datasets", "tasksets of the hub (path: hub:...) need it"),
+    ("reasoning-gym", "reasoning-gym", "tasksets of reasoning-gym need it"),
+    ("math", "math-verify", "the rewards of mathematics need it"),
+    ("parquet", "pyarrow", "tasksets in parquet files need it"),
+    ("postgres", "psycopg", "a log in PostgreSQL needs it"),
+)
+"""Extras: name, package, and what needs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +129,15 @@ def _packages() -> list[Finding]:
     picture = _version("matplotlib")
     out.append(Finding("matplotlib", "ok", picture) if picture else
                Finding("matplotlib", "note", "not installed", "only the demo's picture needs it: pip install it"))
-    return out
+    return out + [_extra(*extra) for extra in _EXTRAS]
+
+
+def _extra(name: str, package: str, what: str) -> Finding:
+    """Return whether an extra is here, which a run may do without."""
+    found = _version(package)
+    if found:
+        return Finding(name, "ok", found)
+    return Finding(name, "note", "not installed", f"{what}: pip install 'trinity-es[{name}]'")
 
 
 def _engine(needed: bool) -> list[Finding]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from trinity_es.cli.common import ConfigOption, JsonOption, SetOption, note, print_json, read_config
+from trinity_es.cli.run_in_view import quiet
 from trinity_es.config.config import Config
 from trinity_es.environments import installed as environments
 from trinity_es.environments.installed import Installed
@@ -19,8 +22,10 @@ from trinity_es.text import plain
 
 __all__ = ["env", "show", "tokens"]
 
-SHOWN = 2000
-"""Maximum number of tokens that are shown of an experience to a person."""
+SHOWN = 200
+"""Maximum number of written tokens that are shown of an experience to a person."""
+SHOWN_CHARACTERS = 1000
+"""Maximum number of characters of a piece of a conversation."""
 HELP = """Install environments of verifiers, each in a Python environment of its own, and try them.
 
 \b
@@ -95,7 +100,7 @@ def check(
     index: Annotated[int, typer.Option("--index", metavar="N", help="Task of the environment, from 0.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Play one task, and show token by token what the model read, and what it wrote.
+    """Play one task, and show what the model read, and token by token what it wrote.
 
     With the engine of a config, or without one with an engine that writes letters at random. A taskset of the config
     that is this environment says how it is played. Exits 1 when the run failed.
@@ -108,14 +113,18 @@ def check(
     found = environments.find(name)
     settings = read_config(config, overrides) if config else _scripted()
     settings = _with_environment(settings, found.name)
+    quiet()
+    note(f"starting {found.name} {found.version} and engine {settings.explorer.rollout_model.engine_type}: this may "
+         "take minutes where data or a model is loaded"
+         + ("" if config else " (no --config: the engine writes letters at random, so the reward says little)"))
     with tempfile.TemporaryDirectory() as folder:
         task = single_task.choose(settings, found.name, index)
         played = asyncio.run(single_task.play(settings, task, runs=1, folder=Path(folder)))
     if as_json:
         print_json({**{k: v for k, v in played.as_dict().items() if k != "folder"},
-                    "tokens": [tokens(e) for e in played.experiences]})
+                    "tokens": [tokens(e, texts) for e, texts in zip(played.experiences, played.texts, strict=True)]})
     else:
-        show(played.experiences, played.failures)
+        show(played.experiences, played.texts, played.failures)
     if played.failures:
         raise typer.Exit(1)
 
@@ -146,30 +155,44 @@ def _line(one: Installed) -> str:
     return f"{one.name}  {', '.join(f'{n} {v}' for n, v in one.versions.items())}  {one.folder}"
 
 
-def tokens(e: Experience) -> list[dict[str, Any]]:
+def tokens(e: Experience, texts: list[str]) -> list[dict[str, Any]]:
     """Return an experience token by token: `logprob` is null where the model only read it."""
     ids, first = e.tokens.tolist(), e.prompt_length
     mask = e.action_mask.tolist() if e.action_mask is not None else [True] * (len(ids) - first)
     logprobs = e.logprobs.tolist() if e.logprobs is not None else [None] * (len(ids) - first)
     return [
-        {"at": i, "id": token, "sampled": i >= first and mask[i - first],
+        {"at": i, "id": token, "text": text, "sampled": i >= first and mask[i - first],
          "logprob": logprobs[i - first] if i >= first and mask[i - first] else None}
-        for i, token in enumerate(ids)
+        for i, (token, text) in enumerate(zip(ids, texts, strict=True))
     ]
 
 
-def show(experiences: list[Experience], failures: list[tuple[int, str, str]]) -> None:
-    """Print what came of a task, token by token."""
-    for e in experiences:
-        rows = tokens(e)
+def show(experiences: list[Experience], texts: list[list[str]], failures: list[tuple[int, str, str]]) -> None:
+    """Print what came of a task: what the model wrote token by token, what it only read piece by piece."""
+    for e, pieces in zip(experiences, texts, strict=True):
+        rows = tokens(e, pieces)
         sampled = sum(row["sampled"] for row in rows)
-        print(f"experience {e.eid.step}: reward {e.reward:g}, {len(rows)} tokens, {sampled} of them sampled"
-              + (f", {e.truncate_status}" if e.truncate_status else ""))
-        for message in e.messages or []:
-            print(f"  {plain(str(message.get('role')))}: {plain(str(message.get('content')), 300)}")
-        print("  at  id  logprob (none: the model only read it)")
-        for row in rows[:SHOWN]:
-            print(f"  {row['at']:<6} {row['id']:<8} " + (f"{row['logprob']:.4f}" if row["sampled"] else ""))
-        print("  " + "  ".join(f"{plain(k)} = {v:g}" for k, v in sorted((e.metrics or {}).items())))
+        print(f"experience {e.eid.step}: reward {e.reward:g}, {len(rows)} tokens, {sampled} of them written by the "
+              f"model{f', {e.truncate_status}' if e.truncate_status else ''}")
+        lines = 0
+        for written, group in itertools.groupby(rows, key=lambda row: row["sampled"]):
+            part = list(group)
+            text = "".join(row["text"] for row in part)
+            print(f"  {part[0]['at']}-{part[-1]['at']}  {'written' if written else 'read'}  {_quoted(text)}")
+            for row in part if written else ():
+                lines += 1
+                if lines <= SHOWN:
+                    logprob = "" if row["logprob"] is None else f"logprob {row['logprob']:.4f}"
+                    print(f"    {row['at']:<6} id {row['id']:<8} {_quoted(row['text']):<12} {logprob}".rstrip())
+        if lines > SHOWN:
+            print(f"    ({lines - SHOWN} more tokens were written: --json has them)")
+        metrics = sorted((e.metrics or {}).items())
+        if metrics:
+            print("  metrics  " + "  ".join(f"{plain(k)} = {v:g}" for k, v in metrics))
     for _, kind, why in failures:
         print(f"FAILED ({kind}): {plain(why, 2000)}")
+
+
+def _quoted(text: str) -> str:
+    """Return a text as one line, its line breaks visible."""
+    return plain(json.dumps(text, ensure_ascii=False), SHOWN_CHARACTERS)

@@ -23,7 +23,7 @@ from trinity_es.projections.reading.follow import look_again
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.run import BatchProgress, RunState, evolve_run
 from trinity_es.projections.why.situation import Followed
-from trinity_es.text import plain
+from trinity_es.text import error_line, plain
 
 __all__ = ["RunView"]
 
@@ -123,7 +123,8 @@ class RunView:
     def _line(self, batch: BatchProgress) -> str:
         reward = "" if batch.reward is None else f"  reward {batch.reward:.3f}"
         seconds = (batch.ended_at or batch.submitted_at) - batch.submitted_at
-        failed = f"  {batch.failed_attempts} failed attempts" if batch.failed_attempts else ""
+        kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(batch.failed_by_kind.items()))
+        failed = f"  failed attempts: {kinds}; the last: {error_line(batch.last_failure, 160)}" if kinds else ""
         ended = "  ABORTED" if batch.state == "aborted" else ""
         return (f"{self._name(batch)}  {batch.finished}/{batch.tasks} tasks{reward}  {batch.response_tokens:,} tokens  "
                 f"{self._rate():,.0f} tokens/s  version {batch.model_version or 0}  {seconds:.2f} s{failed}{ended}")
