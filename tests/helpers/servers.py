@@ -50,6 +50,12 @@ class ServerProcess:
         self.command, self.port, self.log, self.environment = command, port, log, environment
         self.url = f"http://127.0.0.1:{port}"
         self.process: subprocess.Popen[bytes] | None = None
+        # No other test gets the port while the server does not run: a bound socket that does not listen keeps it, and
+        # lets a server bind that reuses addresses.
+        self._kept = socket.socket()
+        self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):  # its first server has it
+            self._kept.bind(("127.0.0.1", port))
 
     def start(self, *changes: str) -> ServerProcess:
         """Start it, with further arguments, which go before the first ones."""

@@ -50,8 +50,8 @@ class Installed:
 
     @property
     def taskset(self) -> str:
-        """What verifiers calls its taskset: its package, whatever it is called here; of verifiers' own tasksets the one
-        that it is called by.
+        """Name by which verifiers loads its taskset: its package's, whatever it is called here; of verifiers' own
+        tasksets the one that it is called by.
         """
         return self.name if self.distribution == VERIFIERS_PACKAGE else self.distribution
 

@@ -161,7 +161,7 @@ def test_a_seed_differs_from_run_to_run_and_is_the_same_again() -> None:
 
 
 def test_an_unknown_name_says_what_is_known_and_what_to_do() -> None:
-    with pytest.raises(UnknownWorkflow, match=r"known: a.*module:Class"):
+    with pytest.raises(UnknownWorkflow, match=r"known: a.*module:name"):
         resolve("b", {"a": "x:Y"}, "workflow")
     with pytest.raises(UnknownWorkflow, match="can't be imported"):
         resolve("nowhere:Y", {}, "workflow")
