@@ -1,4 +1,4 @@
-"""An OpenEnv server that a tiny model can learn from: two letters, each to be answered with itself, eight times.
+"""An OpenEnv server that a tiny model can learn from: two letters, each to be answered with itself, sixteen times.
 
 It runs in a Python of its own, since what OpenEnv needs is not what an engine needs:
 
@@ -17,7 +17,7 @@ from openenv.core.env_server.http_server import create_fastapi_app
 from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, Observation, State
 
-LETTERS, LENGTH, TURNS = "abcdefghijklmnop", 8, 2
+LETTERS, LENGTH, TURNS = "abcdefgh", 16, 2
 SESSIONS = 256
 """Maximum number of episodes at a time."""
 

@@ -1,4 +1,4 @@
-"""An environment of verifiers that a tiny model can learn: to answer `c=` with the letter c, eight times.
+"""An environment of verifiers that a tiny model can learn: to answer `c=` with the letter c, sixteen times.
 
     trinity-es env install examples/environments/letters
 
@@ -8,9 +8,11 @@ program for each episode, which costs seconds of a CPU.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import verifiers.v1 as vf
 
@@ -18,8 +20,8 @@ __all__ = ["AskOnce", "LettersTaskset"]
 
 
 class LettersConfig(vf.TasksetConfig):
-    letters: str = "abcdefghijklmnop"
-    length: int = 8
+    letters: str = "abcdefgh"
+    length: int = 16
 
 
 class LetterData(vf.TaskData):
@@ -42,6 +44,16 @@ class LettersTaskset(vf.Taskset[LetterTask, LettersConfig]):
             yield LetterTask(data, self.config.task)
 
 
+@functools.cache
+def http() -> httpx.AsyncClient:
+    """Return what all episodes ask by: making one reads every certificate of the machine, which takes 40 ms of a CPU.
+
+    It keeps no connection, which its server might close while it is taken again. Without a timeout of its own it
+    waits 5 s for a connection, which a busy machine exceeds.
+    """
+    return httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_keepalive_connections=0))
+
+
 class AskOnce(vf.Harness[vf.HarnessConfig]):
     APPENDS_SYSTEM_PROMPT = True
     EXECUTES_CODE = False
@@ -52,7 +64,6 @@ class AskOnce(vf.Harness[vf.HarnessConfig]):
         **more: Any,
     ) -> vf.ProgramResult:
         asked: Any = [{"role": "user", "content": data.prompt}]
-        # Without a timeout of its own the client waits 5 s for a connection, which a busy machine exceeds.
-        async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=600) as client:
-            await client.chat.completions.create(model=ctx.model, messages=asked)
+        client = openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, http_client=http())
+        await client.chat.completions.create(model=ctx.model, messages=asked)
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")

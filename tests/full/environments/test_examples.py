@@ -25,13 +25,13 @@ from trinity_es.testing import wait_until
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 EXAMPLES = ROOT / "examples" / "environments"
-STEPS, TASKS, RUNS = 2, 16, 8
+STEPS, TASKS, RUNS = 2, 8, 12
 
 
 def overrides(store: str, folder: Path, **more: object) -> list[str]:
     changes = {
         "explorer.rollout_model.engine_type": "scripted", "explorer.rollout_model.engine_args": "{}",
-        "explorer.rollout_model.script": "{response: aaaaaaaa}", "trainer.class": "null", "total_steps": STEPS,
+        "explorer.rollout_model.script": "{response: aaaaaaaaaaaaaaaa}", "trainer.class": "null", "total_steps": STEPS,
         "model.model_path": "''", "explorer.eval_interval": 2, "store.url": store, "run_dir": folder,
         "checkpoint_root_dir": folder, **more,
     }
@@ -74,7 +74,7 @@ def require_each_once(log: Log) -> None:
         for e in found:
             ids = e.tokens[e.prompt_length :][e.action_mask].tolist()
             assert bytes(ids) == b"a" * len(ids)
-            assert len(ids) % 8 == 0 < len(ids)
+            assert len(ids) % 16 == 0 < len(ids)
             assert e.reward == e.metrics["reward"]
 
 
@@ -86,7 +86,7 @@ def test_j2_the_example_of_verifiers_plays_its_tasks_and_pins_them(letters: Inst
         require_each_once(log)
         assert {e.reward for e in trained(log, 1)} == {0.0, 1.0}
         sources = [r.event.source for r in log.read(types=["TasksetResolved"])]
-    assert {(s.path, s.is_eval, s.rows) for s in sources} == {("verifiers:letters", e, 16) for e in (False, True)}
+    assert {(s.path, s.is_eval, s.rows) for s in sources} == {("verifiers:letters", e, 8) for e in (False, True)}
     assert all(s.revision.startswith("0.1 sha256:") for s in sources)
 
 
@@ -99,7 +99,7 @@ def test_j2_the_example_of_openenv_ends_each_step_though_its_server_is_killed_an
         inputs = "buffer.explorer_input"
         with playing("openenv", tmp_path, **{
             f"{inputs}.tasksets.0.{url}": server.url, f"{inputs}.eval_tasksets.0.{url}": server.url,
-            "explorer.rollout_model.script": "{response: aaaaaaaa, latency_seconds: 0.3}",
+            "explorer.rollout_model.script": "{response: aaaaaaaaaaaaaaaa, latency_seconds: 0.3}",
             "explorer.max_concurrency": 16,  # so that most of the step is still to come when the server dies
         }) as store:
             wait_until(lambda: runs_of(store, 1) >= TASKS * RUNS // 4, "a part of the first step", 240)
