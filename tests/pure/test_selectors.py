@@ -112,6 +112,21 @@ def test_p50_difficulty_draws_by_weights_and_the_same_again(tmp_path: Path) -> N
     assert len({row for step in steps for row in step}) > 5
 
 
+@pytest.mark.parametrize("reward", [1.1, -1.0, 30.0])
+def test_difficulty_draws_though_rewards_are_no_rates(tmp_path: Path, reward: float) -> None:
+    how = {"selector_type": "difficulty_based", "feature_keys": ["weak", "strong"], "kwargs": {"do_sample": True}}
+    taskset = levels(tmp_path, **{**chooses(**how), "epochs": None})
+    for _ in range(3):
+        Mix([taskset]).learn({"t": (list(range(10)), [reward] * 10)})
+        assert len(drawn(taskset, 3)[0]) == 3
+    bound = levels(tmp_path, **{**chooses(**how), "epochs": None})
+    for _ in range(3):
+        Mix([bound]).learn({"t": (list(range(10)), [min(max(reward, 0.0), 1.0)] * 10)})
+    assert isinstance(taskset.selector, Difficulty)
+    assert isinstance(bound.selector, Difficulty)
+    assert np.array_equal(taskset.selector.beliefs, bound.selector.beliefs)
+
+
 @pytest.mark.parametrize(("how", "says"), [
     ({"selector_type": "easiest"}, "must be one of"),
     ({"selector_type": "difficulty_based", "feature_keys": ["weak"]}, "difficulty_based takes two"),

@@ -242,6 +242,8 @@ def test_a_stream_of_more_than_prompts_is_refused_unless_no_columns_are_asked_fo
     trainer = StandInTrainer(ROWS)
     trainer.train_dataset = Stream()
     made = rollouts(tmp_path, columns=columns)
+    loader = torch.utils.data.DataLoader(Stream(), batch_size=4, collate_fn=list)
+    made.on_train_begin(trainer.args, trainer.state, None, train_dataloader=loader)
     if refused:
         with pytest.raises(DataError, match=r"trl-train is a stream, .*: give columns=\[\]"):
             made(ASKED, trainer)

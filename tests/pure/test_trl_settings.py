@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -135,3 +137,25 @@ def test_the_async_trainers_settings_hold_for_its_rollouts(tmp_path: Path) -> No
     made = AsyncRollouts(config(tmp_path), Rows([{"prompt": CHAT}]), workflow="react")
     with pytest.raises(ConfigError, match="don't reach the workflow react"):
         made.on_train_begin(args, SimpleNamespace(global_step=0), None)
+
+
+def test_the_async_trainers_rows_are_those_of_epochs_one_after_the_other(tmp_path: Path) -> None:
+    rows = Rows([{"prompt": CHAT, "row": i} for i in range(5)])
+    made = AsyncRollouts(config(tmp_path), rows, batch_size=3)
+    played = [task.index["index"] for n in (0, 1, 2, 3, 4) for task in made._tasks(n)]
+    assert all(sorted(played[i : i + 5]) == [0, 1, 2, 3, 4] for i in (0, 5, 10))
+    assert played[:5] != played[5:10]
+    assert [task.index["index"] for task in made._tasks(1)] == played[3:6]
+
+
+def test_a_trainer_that_paused_and_takes_again_is_not_told_that_nothing_comes(tmp_path: Path) -> None:
+    made = AsyncRollouts(config(tmp_path), Rows([{"prompt": CHAT}]), batch_size=1, num_generations=1)
+    made._thread, made._moved, made._left = threading.current_thread(), time.monotonic() - 400, {0: 1}
+    made._client = SimpleNamespace(log=SimpleNamespace(why_open=lambda: ["batch 1: its units run"]))
+    made.rollout_buffer.put(SimpleNamespace(group_id=0))
+    made.check_health(300)
+    made.rollout_buffer.get()  # an eval is over
+    made.check_health(300)
+    made._moved = time.monotonic() - 400
+    with pytest.raises(RuntimeError, match=r"no rollout for 300 s\. batch 1: its units run"):
+        made.check_health(300)

@@ -30,6 +30,7 @@ import torch
 from accelerate.data_loader import get_sampler
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainerCallback, TrainerState
+from transformers.trainer_utils import has_length
 
 from trinity_es.client.rollout_client import RolloutClient, connect
 from trinity_es.config.config import Config, load_config
@@ -302,8 +303,9 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         per_step, step = args.gradient_accumulation_steps, int(state.global_step)
         _require_whole_generations(args, per_generation, per_step)
         loader = others["train_dataloader"]
-        epoch_steps = max(math.ceil(len(loader) / per_step), 1)
-        done = step // epoch_steps * len(loader) + step % epoch_steps * per_step
+        length = len(loader) if has_length(loader) else (step + 1) * per_step  # a stream: in its first epoch
+        epoch_steps = max(math.ceil(length / per_step), 1)
+        done = step // epoch_steps * length + step % epoch_steps * per_step
         if done % per_generation:
             raise ConfigError(
                 f"the checkpoint of step {step} lies within a generation, which serves {per_generation} batches of "

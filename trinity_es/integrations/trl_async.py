@@ -79,6 +79,8 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         """Batches that were taken whole, by the steps in which that was so; the newest last."""
         self._done = 0
         """Batches taken whole since the start."""
+        self._orders: dict[int, list[int]] = {}
+        """Rows of the last two epochs, in the order in which they are played."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._stopping = False
@@ -153,14 +155,20 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
     def _id(self, n: int) -> str:
         return f"{n}/{self.name}"
 
+    def _order(self, epoch: int) -> list[int]:
+        """Return the rows of an epoch in the order in which they are played."""
+        if epoch not in self._orders:
+            order = list(range(len(self.dataset)))
+            if self.seed is not None:
+                random.Random(f"{self.seed}/{epoch}").shuffle(order)
+            self._orders = {**{e: o for e, o in self._orders.items() if e == epoch - 1}, epoch: order}
+        return self._orders[epoch]
+
     def _tasks(self, n: int) -> list[Task]:
         """Return the tasks of a batch: rows `n * batch_size` and on of epochs one after the other."""
         size, made = len(self.dataset), []
         for i in range(n * self.batch_size, (n + 1) * self.batch_size):
-            order = list(range(size))
-            if self.seed is not None:
-                random.Random(f"{self.seed}/{i // size}").shuffle(order)
-            row = order[i % size]
+            row = self._order(i // size)[i % size]
             made.append(Task(
                 **self._task, repeat_times=self.num_generations, raw_task=dict(self.dataset[row]),
                 index={"taskset": self.name, "index": row},
@@ -197,6 +205,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         n = sample.group_id // self.batch_size if batch is None else batch
         with self._changed:
             self._left[n] -= sample is not None
+            self._moved = time.monotonic()
             if self._left[n] == 0:
                 del self._left[n]
                 self._done += 1

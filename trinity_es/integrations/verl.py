@@ -48,8 +48,8 @@ class RolloutLoop:
     """What verl's `AgentLoopWorker` makes and runs: the interface of its `AgentLoopBase`, whose tokenizer is not used.
 
     - `config`: of the running system, whose store it joins
-    - `workflow`, `reward_fn`, `workflow_args`, `reward_fn_args`, `rollout_args`: as in a `Task`; by default one answer,
-      rewarded by `reward_fn`, and without one by verl
+    - `workflow`, `reward_fn`, `workflow_args`, `reward_fn_args`, `format_args`, `rollout_args`: as in a `Task`; by
+      default one answer, rewarded by `reward_fn`, and without one by verl
     - `others`: what verl gives besides; of `trainer_config` the lengths count, and of `data_config` the template's
       variables
 
@@ -59,7 +59,8 @@ class RolloutLoop:
     def __init__(
         self, config: str, *, trainer_config: Any, data_config: Any = None, workflow: str | None = None,
         reward_fn: str | None = None, workflow_args: Mapping[str, Any] | None = None,
-        reward_fn_args: Mapping[str, Any] | None = None, rollout_args: Mapping[str, Any] | None = None, **others: Any,
+        reward_fn_args: Mapping[str, Any] | None = None, format_args: Mapping[str, Any] | None = None,
+        rollout_args: Mapping[str, Any] | None = None, **others: Any,
     ) -> None:
         rollout = trainer_config.config.actor_rollout_ref.rollout
         self._prompt_length, self._response_length = int(rollout.prompt_length), int(rollout.response_length)
@@ -71,11 +72,12 @@ class RolloutLoop:
         self._task: dict[str, Any] = {
             "workflow": workflow or (PromptWorkflow if reward_fn else AnswerWorkflow), "reward_fn": reward_fn,
             "workflow_args": {**own, **(workflow_args or {})}, "reward_fn_args": dict(reward_fn_args or {}),
+            "format_args": dict(format_args or {}),
         }
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
         """Return verl's `AgentLoopOutput` of one rollout of `kwargs["raw_prompt"]`, the other fields of whose row are
-        the task's.
+        the task's; its answer is `reward_model.ground_truth`, where the row has no `answer`.
 
         Raises WorkflowError where the run failed for good, DataError for an experience that verl has no room for.
         """
@@ -91,6 +93,9 @@ class RolloutLoop:
     def _made(self, sampling: Mapping[str, Any], row: Mapping[str, Any]) -> Task:
         asked = {name: sampling[name] for name in SAMPLING if sampling.get(name) is not None}
         raw_task = {key: _plain(key, value) for key, value in row.items() if key != "raw_prompt"}
+        judged = raw_task.get("reward_model")  # where verl's data sets have the answer
+        if isinstance(judged, dict) and "ground_truth" in judged:
+            raw_task.setdefault("answer", judged["ground_truth"])
         return Task(
             **self._task, repeat_times=1, raw_task={**raw_task, "prompt": _plain("raw_prompt", row["raw_prompt"])},
             rollout_args={"max_tokens": self._response_length, **asked, **self._rollout_args},

@@ -143,7 +143,7 @@ class Difficulty:
         """See the class. A step without tasks of this taskset changes nothing."""
         if not len(rows):
             return
-        played, rewards = list(rows), np.array(rates, dtype=float)
+        played, rewards = list(rows), np.clip(np.array(rates, dtype=float), 0, 1)
         low, high = np.mean(self._features[played], axis=0)
         ability = (np.mean(rewards) - low) / (high - low + 1e-6)
         self._ability = ability if self._ability is None else 0.9 * self._ability + (1 - 0.9) * ability

@@ -55,6 +55,8 @@ class MultipleChoiceWorkflow(SimpleWorkflow):
         self.choices: Any
         self.question, self.choices, answer = _gpqa(row) if "Correct Answer" in row else (
             task.task_desc, row.get("choices"), task.truth)
+        if self.question is None:
+            raise DataError("the row has no question: set format.prompt_key to its key")
         if not isinstance(self.choices, list | tuple) or not 2 <= len(self.choices) <= len(ascii_uppercase):
             raise DataError("the row has no list of 2 to 26 'choices'")
         super().reset(task)

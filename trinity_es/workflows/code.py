@@ -105,7 +105,10 @@ class _Judge:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        self.spent += hung or _cpu_seconds() - before
+        used = _cpu_seconds() - before
+        if status == -signal.SIGKILL and used < max(1, round(self.seconds)):  # its hard limit of CPU time is later
+            raise ChildProcessError("a judged program was killed by the machine: is it out of memory?")
+        self.spent += hung or used
         return (folder / "stdout").read_text(errors="replace") if status == 0 else None
 
     def _limited(self, parent: int) -> Callable[[], None]:
@@ -160,6 +163,9 @@ def _checks(truth: Any) -> list[_Check]:
             truth = json.loads(truth)
     if isinstance(truth, str):
         truth = [truth]
+    if isinstance(truth, dict) and truth.get("fn_name"):
+        raise DataError(f"the row's tests call the function {truth['fn_name']!r} with inputs: write them as texts, "
+                        "as in `assert add(1, 2) == 3` (format.response_key)")
     if isinstance(truth, dict) and "inputs" in truth and len(truth["inputs"]) == len(truth.get("outputs", ())):
         pairs = zip(truth["inputs"], truth["outputs"], strict=True)
         checks = [_printing(read, wanted) for read, wanted in pairs]

@@ -49,7 +49,7 @@ class AccuracyReward(_Math):
             answer, gold = self.answer_parser(response), self.answer_parser(truth)
         else:
             answer = grader.parsed_latex(response, answer=True)
-            gold = grader.parsed_latex(truth, answer=False) or truth
+            gold = grader.parsed_latex(truth, answer=False) or grader.parsed(_after_hashes(truth)) or truth
         return {"accuracy": float(grader.equal(gold, answer))}
 
 
@@ -182,7 +182,7 @@ def _same(answer: str, truth: str) -> bool:
 
 def _tagged(text: str) -> Any:
     """Return what is parsed of the first <answer> of a text, else of the whole."""
-    found = re.search(r"<answer>(.*?)</answer>", text)
+    found = re.search(r"<answer>(.*?)</answer>", text, re.DOTALL)
     return _grader().parsed(found.group(1) if found else text)
 
 

@@ -78,6 +78,7 @@ class MathBoxedWorkflow(SimpleWorkflow):
 
     def format_prompt(self) -> str:
         """Return the prompt as plain text."""
+        self.require_prompt()
         head = f"System:{self.system_prompt}\n" if self.system_prompt else ""
         return f"{head}User:\n{self.task_desc}\nAssistant:\n"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import pydantic
 from trinity_es.actors.plugins import resolve
 from trinity_es.events.errors import DataError
 from trinity_es.events.experience import Experience
-from trinity_es.workflows.rewards import known_of
+from trinity_es.workflows.rewards import known_of, value_of
 from trinity_es.workflows.workflow import MultiTurnWorkflow
 
 __all__ = ["ReActWorkflow", "Tool", "tool_of"]
@@ -46,8 +47,9 @@ class Tool:
         """Return what the function gives for these arguments, as a text. Raises what it raises."""
         if not isinstance(arguments, dict):
             raise TypeError("arguments must be an object")
-        value = self.call(**arguments)
-        text = value if isinstance(value, str) else orjson.dumps(value, default=str).decode()
+        value = value_of(self.call(**arguments))
+        compact = json.JSONEncoder(default=str, ensure_ascii=False, separators=(",", ":"))
+        text = value if isinstance(value, str) else compact.encode(value)
         return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}... (cut)"
 
 

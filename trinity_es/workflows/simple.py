@@ -54,6 +54,7 @@ class SimpleWorkflow(Workflow):
 
     def format_messages(self) -> list[dict[str, Any]]:
         """System prompt, prompt, and the start of the answer where there is one."""
+        self.require_prompt()
         if isinstance(self.task_desc, list):
             return list(self.task_desc)
         head = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []

@@ -110,12 +110,17 @@ class Workflow:
         """
         return Lease(self.model.leases, provider, args, ttl=ttl, creation_timeout=creation_timeout)
 
-    def prompt_messages(self) -> list[dict[str, Any]]:
-        """Return the task's prompt as chat messages, with its system prompt and the beginning of the answer, if any."""
+    def require_prompt(self) -> Any:
+        """Return the task's prompt. Raises WorkflowError where it has none, or null."""
         prompt = self.task.task_desc
         if prompt is None:
             key = self.task.format_args.get("prompt_key", "prompt")
             raise WorkflowError(f"the task has no {key!r}: set format.prompt_key to the key of its prompt")
+        return prompt
+
+    def prompt_messages(self) -> list[dict[str, Any]]:
+        """Return the task's prompt as chat messages, with its system prompt and the beginning of the answer, if any."""
+        prompt = self.require_prompt()
         if isinstance(prompt, list):  # messages already, as data sets for TRL have them
             return list(prompt)
         system = self.task.format_args.get("system_prompt")

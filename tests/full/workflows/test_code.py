@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
@@ -157,6 +158,51 @@ def command_of(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:  # a zombie, too
         return ""
+
+
+@pytest.mark.parametrize("program", [
+    "from dataclasses import dataclass\n\n\n@dataclass\nclass Both:\n    a: int\n    b: int\n\n\n"
+    "def add(a, b):\n    both = Both(a, b)\n    return both.a + both.b",
+    "import pickle\n\n\nclass Kept:\n    pass\n\n\ndef add(a, b):\n    kept = Kept()\n    kept.sum = a + b\n"
+    "    return pickle.loads(pickle.dumps(kept)).sum",
+    "import asyncio\n\n\nasync def added(a, b):\n    return a + b\n\n\n"
+    "def add(a, b):\n    return asyncio.run(added(a, b))",
+    "def add(a: int, b: int) -> int:\n    return a + b if add.__annotations__['a'] is int else 0",
+], ids=["dataclass", "pickle", "asyncio", "annotations"])
+def test_what_plain_python_does_a_judged_program_may(program: str) -> None:
+    assert judged(program) == 1
+
+
+async def test_a_program_that_the_machine_kills_has_no_verdict(pool: WorkerPool) -> None:
+    task = {"raw_task": {"prompt": "Add.", "answer": ADDS}, "reward_fn_args": {"seconds": 20.0}}
+    program = block("import time; time.sleep(20)\n" + GOOD)
+    playing = asyncio.ensure_future(played(pool, "async_code_workflow", Answers(program), **task))
+    try:
+        victim = await asyncio.to_thread(wait_until, _judged_process, "the judged program", 60)
+        victim.kill()
+        done = await playing
+    finally:
+        playing.cancel()
+    assert [kind for _, kind, _ in done.failures] == ["grader"]
+    assert "was killed by the machine" in done.failures[0][2]
+
+
+def _judged_process() -> psutil.Process | None:
+    ours = psutil.Process().children(recursive=True)
+    return next((p for p in ours if "judged_program.py" in command_of(p)), None)
+
+
+@pytest.mark.parametrize("trick", [
+    "import signal\nsignal.raise_signal(9)", "import _signal\n_signal.raise_signal(9)",
+    "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (0, 0))\nwhile True: pass", "import os\nos.kill(0, 9)",
+])
+def test_a_program_that_would_kill_itself_is_wrong(trick: str) -> None:
+    assert judged(f"{trick}\n{GOOD}") == 0
+
+
+def test_tests_that_call_a_function_with_inputs_are_refused_and_no_zero() -> None:
+    with pytest.raises(DataError, match=r"call the function 'add' with inputs: write them as texts"):
+        judged(GOOD, {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]})
 
 
 @pytest.mark.parametrize("truth", [None, 5, [], [1], {"inputs": ["1"]}, {"inputs": ["1"], "outputs": []}])

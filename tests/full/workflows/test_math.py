@@ -91,6 +91,8 @@ def said(reward: str, response: str, truth: Any, **more: Any) -> dict[str, float
 
 @pytest.mark.parametrize(("response", "truth", "accuracy"), [
     ("so $x = \\boxed{4}$", "$4$", 1.0), ("so $x = \\boxed{4}$", "4", 1.0), ("it is 4", "$4$", 0.0),
+    ("\\boxed{72}", GSM8K["answer"], 1.0), ("\\boxed{24}", GSM8K["answer"], 0.0), ("\\boxed{1000}", "1,000", 1.0),
+    ("\\boxed{\\frac{1}{2}}", "1/2", 1.0), ("\\boxed{0.5}", "0.50", 1.0), ("\\boxed{3}", "4", 0.0),
     ("\\boxed{\\frac{3}{4}}", "$0.75$", 1.0), ("\\boxed{5}", "$4$", 0.0), ("no idea", "$4$", 0.0),
 ])
 def test_accuracy_reward(response: str, truth: str, accuracy: float) -> None:
@@ -112,6 +114,12 @@ def test_one_side_of_an_equation_is_not_the_equation(reward: str, response: str)
 ])
 def test_gsm8k_reward(response: str, truth: Any, accuracy: float) -> None:
     assert said("gsm8k_reward", response, truth) == {"accuracy": accuracy}
+
+
+@pytest.mark.parametrize(("answer", "accuracy"), [("\n7\n", 1.0), ("\n8\n", 0.0), ("7", 1.0)])
+def test_what_the_answer_tags_hold_counts_on_lines_of_its_own_too(answer: str, accuracy: float) -> None:
+    response = f"<think>\nis it \\boxed{{5}}, or \\boxed{{7}}?\n</think>\n<answer>{answer}</answer>"
+    assert said("math_reward", response, "7")["accuracy"] == accuracy
 
 
 def test_format_reward() -> None:

@@ -35,6 +35,10 @@ def floods() -> str:
     return "x" * 100_000
 
 
+async def looked_up(word: str) -> dict[Any, Any]:
+    return {1: word, 2: 2**70}
+
+
 def no_form(what: WorkerPool) -> str:
     return "?"
 
@@ -106,6 +110,12 @@ async def test_several_calls_of_one_answer_are_told_in_their_order(pool: WorkerP
     _, engine = await react(pool, asked, "42", tools=("multiply", "weather", "floods"))
     told = engine.prompts[1].removeprefix(f"6 * 7?\n{asked}\n")
     assert told == '6\n{"city":"Rome","days":[1]}\n' + "x" * MOST_CHARACTERS + "... (cut)\n"
+
+
+async def test_a_tool_may_be_async_and_gives_what_json_can_say(pool: WorkerPool) -> None:
+    experience, engine = await react(pool, call("looked_up", word="é"), "42", tools=("looked_up",))
+    assert f'{{"1":"é","2":{2**70}}}' in engine.prompts[1]
+    assert experience.metrics["tool_errors"] == 0.0
 
 
 async def test_it_ends_after_its_last_turn_or_an_answer_that_was_cut_off(pool: WorkerPool) -> None:
