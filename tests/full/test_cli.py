@@ -78,6 +78,16 @@ def test_show_tells_each_task_from_dispatch_to_end(log: Path) -> None:
     assert "trained in step 3" in text
 
 
+def test_show_names_the_row_of_a_taskset_that_each_task_is(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    tasks = [{"index": {"taskset": "legs", "index": 7}}, {"index": {"taskset": "gcd", "index": 12}}, {}]
+    write(path, [("batch/1", [ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[1] * 3, tasks=tasks)])])
+    assert [task["row"] for task in told("show", "1", "--log", path)["tasks"]] == ["legs 7", "gcd 12", ""]
+    text = cli("show", "1", "--log", path).stdout
+    assert re.search(r"task +row +state", text), text
+    assert re.search(r"1 +gcd 12 +pending", text), text
+
+
 def test_show_is_short_for_a_large_batch_unless_asked_for_all(tmp_path: Path) -> None:
     path = tmp_path / "log.sqlite"
     many = ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[1] * 100, tasks=[{}] * 100)

@@ -28,7 +28,7 @@ from trinity_es.cli.common import (
     read_config,
 )
 from trinity_es.cli.render import tables
-from trinity_es.events.errors import BatchNotFound
+from trinity_es.events.errors import BatchNotFound, CorruptPayload, LogNotFound, PayloadNotFound
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.values import BatchId, BatchLifecycleState, BatchType
 from trinity_es.projections.history import attempts, critical_path
@@ -161,11 +161,25 @@ def show(
 
             show_task(opened, batch_id, task, run, batch if named else None, every=every, as_json=as_json)
             return
-        story = attempts.tell(opened.events(batch_id))
+        story, rows = attempts.tell(opened.events(batch_id)), _rows(opened, batch_id)
     if as_json:
-        print_json(attempts.as_json(story) | {"pieces": [asdict(p) for p in segments(story)]})
+        told = attempts.as_json(story)
+        for one, row in zip(told["tasks"], rows, strict=False):
+            one["row"] = row
+        print_json(told | {"pieces": [asdict(p) for p in segments(story)]})
         return
-    tables.print_story(tables.console(), story, limit=None if every else 40)
+    tables.print_story(tables.console(), story, rows, limit=None if every else 40)
+
+
+def _rows(log: Log, batch_id: BatchId) -> list[str]:
+    """Return the row of a taskset that each task is, as `letters 12`; "" for a task of no taskset, [] where the tasks
+    can't be read any more.
+    """
+    try:
+        handed = [task.get("index") or {} for event in log.handed_in(batch_id) for task in log.tasks_of(event)]
+    except (LogNotFound, PayloadNotFound, CorruptPayload):
+        return []
+    return [f"{index['taskset']} {index.get('index', '')}".rstrip() if "taskset" in index else "" for index in handed]
 
 
 def _named(log: Log, text: str) -> tuple[BatchId, tuple[int, int] | None]:

@@ -147,8 +147,8 @@ def _batch_cells(row: BatchRow) -> list[str]:
 
 
 # --- one batch ------------------------------------------------------------------------------------------------------
-def print_story(out: Console, story: BatchTimeline, limit: int | None) -> None:
-    """`trinity-es show`: a head, the result, and a line a task."""
+def print_story(out: Console, story: BatchTimeline, rows: Sequence[str], limit: int | None) -> None:
+    """`trinity-es show`: a head, the result, and a line a task; `rows`: of tasksets, by task, where they are known."""
     state = story.state
     head = Text(f"batch {name_of(state.batch_id)}  {state.batch_type}  ", style="bold") + state_text(state.state.value)
     out.print(head)
@@ -172,8 +172,9 @@ def print_story(out: Console, story: BatchTimeline, limit: int | None) -> None:
     if state.final_result is not None:
         out.print(metrics_table(state.final_result["metrics"]))
     if story.tasks:
-        spare = ("version", "runs", "tokens", "reward", f"0 to {max(span, 1e-9):.2f} s")
-        fitted(out, _tasks_table(story, story.tasks[:limit], max(span, 1e-9)), spare)
+        known = ["row"] if any(rows) else []
+        spare = ("version", "runs", *known, "tokens", "reward", f"0 to {max(span, 1e-9):.2f} s")
+        fitted(out, _tasks_table(story, story.tasks[:limit], rows, max(span, 1e-9)), spare)
     if limit is not None and len(story.tasks) > limit:
         out.print(Text(f"{len(story.tasks) - limit} more tasks: --all shows them", style="dim"))
 
@@ -196,14 +197,16 @@ def metrics_table(metrics: dict[str, float]) -> Table:
     return table
 
 
-def _tasks_table(story: BatchTimeline, tasks: Sequence[TaskTimeline], span: float) -> Table:
+def _tasks_table(story: BatchTimeline, tasks: Sequence[TaskTimeline], rows: Sequence[str], span: float) -> Table:
     numbers = ("task", "runs", "seconds", "reward", "tokens", "version")
-    table = columns("task", "state", f"0 to {span:.2f} s", *numbers[1:], right=numbers)
+    named = any(rows)
+    table = columns("task", *(["row"] if named else []), "state", f"0 to {span:.2f} s", *numbers[1:], right=numbers)
     table.add_column("course")
     for task in tasks:
         last = task.attempts[-1] if task.attempts else None
         table.add_row(
-            str(task.task), state_text(task.state), Text(_bar(story, task, span), style=_STATES.get(task.state, "")),
+            str(task.task), *([plain(rows[task.task], 40)] if named else []), state_text(task.state),
+            Text(_bar(story, task, span), style=_STATES.get(task.state, "")),
             str(task.runs), _number(last.seconds if last else None, 2), _number(task.reward),
             f"{task.response_tokens:,}", "" if last is None else str(last.model_version), Text(_course(story, task)),
         )
