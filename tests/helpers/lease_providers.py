@@ -93,8 +93,12 @@ class Connected(AsyncKept):
             case "ends the process":
                 raise SystemExit(3)
             case "waits":
+                (self.folder / key).touch()
                 ASKED.append(key)
-                await asyncio.sleep(60)
+                try:
+                    await asyncio.sleep(60)
+                finally:
+                    (self.folder / key).unlink()
         return await super().create(key, ttl)
 
     async def renew(self, key: str, handle: str, ttl: float) -> None:
