@@ -11,6 +11,7 @@ import asyncio
 import inspect
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
 import orjson
@@ -56,6 +57,7 @@ async def _release(provider: Any, lease: dict[str, Any]) -> None:
     if inspect.iscoroutinefunction(provider.release):
         await provider.release(lease["lease"], lease["handle"])
         return
-    done = await asyncio.to_thread(provider.release, lease["lease"], lease["handle"])
+    thread = ThreadPoolExecutor(1)  # of its own: those that hang keep theirs, and no other release waits for one
+    done = await asyncio.get_running_loop().run_in_executor(thread, provider.release, lease["lease"], lease["handle"])
     if inspect.isawaitable(done):
         await done

@@ -105,7 +105,7 @@ class Lease:
         self._given_up = False
         """Nobody waits for it to be made: what comes of that is released."""
         self._renewing: Callable[[], object] = lambda: None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: _OwnLoop | None = None
 
     @staticmethod
     def _recordable(what: str, value: Any) -> Any:
@@ -260,9 +260,7 @@ class Lease:
             self._close_loop()
             raise
         if hasattr(self.provider, "renew"):
-            over = threading.Event()
-            self._renewing = over.set
-            threading.Thread(target=self._renew, args=(over,), name="lease", daemon=True).start()
+            self._renewing = self._own_loop().start(self._renew_async()).cancel
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -278,27 +276,55 @@ class Lease:
         finally:
             self._close_loop()
 
-    def _renew(self, over: threading.Event) -> None:
-        while not over.wait(self.ttl / RENEWALS):
-            with self._logged("could not be renewed, and is tried again"):
-                _called_here(self.provider.renew, self.key, self.handle, self.ttl)
-                self._renewed()
-
     def _called(self, call: Callable[..., Any], *args: Any) -> Any:
         """Return what a method of the provider gives."""
         found = call(*args)
         return self._on_own_loop(found) if inspect.isawaitable(found) else found
 
     def _on_own_loop(self, awaitable: Awaitable[Any]) -> Any:
-        """Return what comes of it, on one loop of this lease's own."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-        return self._loop.run_until_complete(_awaited(awaitable))
+        """Return what comes of it, on one loop of this lease's own: that of all it made, and renews."""
+        return self._own_loop().start(_awaited(awaitable)).result()  # interrupted, `_close_loop` cancels it
+
+    def _own_loop(self) -> _OwnLoop:
+        if self._loop is None or not self._loop.thread.is_alive():  # a process that the workflow forked has no thread
+            self._loop = _OwnLoop()
+        return self._loop
 
     def _close_loop(self) -> None:
-        if self._loop is not None:
+        if self._loop is not None and self._loop.thread.is_alive():
             self._loop.close()
-            self._loop = None
+        self._loop = None
+
+
+class _OwnLoop:
+    """An event loop in a thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self._run, name="lease", daemon=True)
+        self.thread.start()
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Begin it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self) -> None:
+        """Cancel what is left and end the thread; what does not end in time is left behind."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self.thread.join(2 * CANCEL_SECONDS)
+
+    def _run(self) -> None:
+        running = True
+        while running:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):  # a task's own, who waits for it gets it
+                self._loop.run_forever()
+                running = False
+        rest = asyncio.all_tasks(self._loop)
+        for task in rest:
+            task.cancel()
+        if rest:
+            self._loop.run_until_complete(asyncio.wait(rest, timeout=CANCEL_SECONDS))
+        self._loop.close()
 
 
 def _in_loop() -> bool:

@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-__all__ = ["ASKED", "LATE", "RELEASED", "AsyncKept", "Half", "Kept"]
+__all__ = ["ASKED", "LATE", "RELEASED", "AsyncKept", "Connected", "Half", "Kept"]
 
 LATE = threading.Event()
 """What is made late is made when this is set."""
@@ -82,6 +82,38 @@ class AsyncKept(Kept):
         if self.how == "hangs":
             await asyncio.sleep(60)
         super().release(key, handle)
+
+
+class Connected(AsyncKept):
+    """Keeps a connection, which is of the event loop that made it, and of no other."""
+
+    async def create(self, key: str, ttl: float) -> str:
+        self.loop = asyncio.get_running_loop()
+        match self.how:
+            case "ends the process":
+                raise SystemExit(3)
+            case "waits":
+                (self.folder / key).touch()
+                ASKED.append(key)
+                try:
+                    await asyncio.sleep(60)
+                finally:
+                    (self.folder / key).unlink()
+        return await super().create(key, ttl)
+
+    async def renew(self, key: str, handle: str, ttl: float) -> None:
+        self._require_loop()
+        if self.how == "renews for long":
+            ASKED.append(key)
+            await asyncio.sleep(60)
+
+    async def release(self, key: str, handle: str | None) -> None:
+        self._require_loop()
+        await super().release(key, handle)
+
+    def _require_loop(self) -> None:
+        if asyncio.get_running_loop() is not self.loop:
+            raise RuntimeError("its connection is of another event loop")
 
 
 class Half:

@@ -1,4 +1,4 @@
-"""The decisions about leases: what a run tells, what its end makes of them, what came of releasing one.
+"""The decisions about leases: what a run tells, what its end makes of them, what is released when, and what came of it.
 
 Pure: leases and batches as they were folded, and the time -> events. A lease lives no longer than the attempt that took
 it; who released it, or has to, is in the log before anything is done about it.
@@ -6,7 +6,8 @@ it; who released it, or has to, is in the log before anything is done about it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Container, Iterable, Mapping
 
 from trinity_es.actors.messages import LeaseChange
 from trinity_es.events import vocabulary as ev
@@ -16,11 +17,13 @@ from trinity_es.projections.batch import BatchState
 from trinity_es.projections.leases import OpenLease
 from trinity_es.projections.runner import RunnerLife, RunnerState
 
-__all__ = ["GRACE_SECONDS", "changed", "orphans", "over", "released"]
+__all__ = ["GRACE_SECONDS", "SPLIT", "changed", "due", "orphans", "over", "released"]
 
 GRACE_SECONDS = 30.0
 """How long runners have, once they know the coordinator, to tell of renewals that nobody took, before expiries count.
 It is some times longer than they wait until they send a group again."""
+SPLIT = 8
+"""Into how many processes leases are divided that one process said nothing of: any of them may have ended it."""
 
 
 def over(batch: BatchState | None, life: RunnerLife | None, change: LeaseChange | ev.LeaseTaken) -> str:
@@ -87,6 +90,25 @@ def orphans(
         if reason:
             events.append(ev.LeaseOrphaned(lease=taken.lease, reason=reason))
     return events
+
+
+def due(
+    leases: Iterable[OpenLease], at: Mapping[str, float], most: Mapping[str, int], busy: Container[str], now: float
+) -> dict[str, list[OpenLease]]:
+    """Return the orphaned leases that one process each is to release now, by provider; none of a provider in `busy`.
+
+    `at`: when each is due, unix seconds: they take turns, the longest due first. `most`: how many leases its process
+    may have, of those that a process said nothing of.
+    """
+    groups: dict[str, list[OpenLease]] = {}
+    room: dict[str, float] = {}
+    for lease in sorted((e for e in leases if e.orphaned), key=lambda e: at[e.taken.lease]):
+        key, provider = lease.taken.lease, lease.taken.provider
+        fits = min(room.get(provider, math.inf), most.get(key, math.inf))
+        if at[key] <= now and provider not in busy and len(groups.get(provider, ())) < fits:
+            groups.setdefault(provider, []).append(lease)
+            room[provider] = fits
+    return groups
 
 
 def released(lease: OpenLease | None, given: OpenLease, begun: float, error: str, tries: int) -> list[ev.Event]:

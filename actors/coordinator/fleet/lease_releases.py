@@ -27,7 +27,7 @@ START_SECONDS = 60.0
 KILL_SECONDS = 10.0
 """How long it may take to end once it was killed."""
 
-Done = Callable[[dict[str, str]], None]
+Done = Callable[[dict[str, str], str], None]
 
 
 class LeaseReleases:
@@ -37,14 +37,14 @@ class LeaseReleases:
         self._post = post
 
     def start(self, leases: Sequence[OpenLease], done: Done) -> None:
-        """Release these leases of one provider; `done` is called in the actor's loop with an error, or "", of each."""
+        """Release these leases of one provider; `done` is called in the actor's loop with what `released` returns."""
 
         def work() -> None:
             try:
-                found = released(leases)
+                found, trouble = released(leases)
             except Exception as e:  # a provider is tried again only when its process has ended
-                found = {lease.taken.lease: f"{type(e).__name__}: {e}" for lease in leases}
-            self._post(lambda: done(found))
+                found, trouble = {}, f"{type(e).__name__}: {e}"
+            self._post(lambda: done(found, trouble))
 
         # A thread for each: PDEATHSIG comes when the thread ends that started a process.
         threading.Thread(target=work, name="lease release", daemon=True).start()
@@ -52,8 +52,11 @@ class LeaseReleases:
 
 def released(
     leases: Sequence[OpenLease], seconds: float = RELEASE_SECONDS, more_seconds: float = START_SECONDS
-) -> dict[str, str]:
-    """Release these leases of one provider in a process; returns an error for each, empty where it was released."""
+) -> tuple[dict[str, str], str]:
+    """Release these leases of one provider in a process.
+
+    Returns an error for each, empty where it was released, and what to say of those that the process said nothing of.
+    """
     given = {"seconds": seconds, "leases": [
         {"lease": e.taken.lease, "provider": e.taken.provider, "args": e.taken.args, "handle": e.handle} for e in leases
     ]}
@@ -80,7 +83,7 @@ def released(
         with contextlib.suppress(orjson.JSONDecodeError, KeyError):  # it was cut off
             answer = orjson.loads(line)
             answers[answer["lease"]] = clean_text(masked_text(answer["error"], os.environ))
-    return {e.taken.lease: answers.get(e.taken.lease, trouble) for e in leases}
+    return answers, trouble
 
 
 def _ended(process: subprocess.Popen[bytes], seconds: float) -> str:

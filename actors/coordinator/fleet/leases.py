@@ -32,9 +32,10 @@ MOST_TOLD = 5
 
 
 class Releases(Protocol):
-    """Releases leases of one provider, and tells an error, or none, of each."""
+    """Releases leases of one provider in a process, and tells an error, or "", of each, and what to say of those that
+    the process said nothing of."""
 
-    def start(self, leases: Sequence[OpenLease], done: Callable[[dict[str, str]], None]) -> None: ...
+    def start(self, leases: Sequence[OpenLease], done: Callable[[dict[str, str], str], None]) -> None: ...
 
 
 class LeaseFleet:
@@ -45,9 +46,11 @@ class LeaseFleet:
         self._busy: set[str] = set()
         """Providers that have a process now."""
         self._tries: dict[str, int] = {}
-        """Tries that failed, of leases that are to be tried again."""
+        """Tries that failed, of leases that were tried and are to be tried again."""
         self._due: dict[str, float] = {}
-        """When they are, unix seconds."""
+        """When orphaned leases are to be released, unix seconds."""
+        self._most: dict[str, int] = {}
+        """How many leases a process may have beside one that a process said nothing of, with itself."""
         self._known_since = math.inf
         """When runners were told of this coordinator, unix seconds."""
 
@@ -105,35 +108,39 @@ class LeaseFleet:
         """Begin to release what is due, a process for each provider that has none."""
         now, live = self._registry.clock(), self._live.leases
         self._tries = {key: n for key, n in self._tries.items() if key in live}  # the others' owners released them
-        self._due = {key: at for key, at in self._due.items() if key in live}
-        due: dict[str, list[OpenLease]] = {}
-        for key, lease in live.items():
-            provider = lease.taken.provider
-            if lease.orphaned and provider not in self._busy and self._due.get(key, 0.0) <= now:
-                due.setdefault(provider, []).append(lease)
-        for provider, leases in due.items():
+        self._most = {key: n for key, n in self._most.items() if key in live}
+        self._due = {key: self._due.get(key, now) for key, lease in live.items() if lease.orphaned}
+        for provider, leases in decisions.due(live.values(), self._due, self._most, self._busy, now).items():
             self._busy.add(provider)
             self._releases.start(leases, functools.partial(self._released, provider, leases, now))
 
-    def _released(self, provider: str, leases: Sequence[OpenLease], begun: float, found: dict[str, str]) -> None:
+    def _released(
+        self, provider: str, leases: Sequence[OpenLease], begun: float, found: dict[str, str], trouble: str
+    ) -> None:
         """Take what came of a process that was begun with these leases."""
         self._busy.discard(provider)
         now = self._registry.clock()
         for given in leases:
-            key, error = given.taken.lease, found[given.taken.lease]
+            key = given.taken.lease
+            error = found.get(key, trouble)
             lease = self._live.leases.get(key)
             tries = max(self._tries.get(key, 0), lease.tries if lease is not None else 0) + bool(error)
             self._live.record(*decisions.released(lease, given, begun, error, tries))
+            self._tries[key] = tries
             if error:
                 first, most = PAUSE_SECONDS
-                self._tries[key], self._due[key] = tries, now + min(most, first * 2.0 ** min(tries - 1, 30))
+                self._due[key] = now + min(most, first * 2.0 ** min(tries - 1, 30))
             elif lease is not None:  # where it is still open, a creation may have come through, or may still
                 self._due[key] = now if lease.held else lease.made_by
+            if key in found:
+                self._most.pop(key, None)
+            else:
+                self._most[key] = max(1, len(leases) // decisions.SPLIT)
         self._live.then(self.release_due)
 
     def is_busy(self) -> bool:
         """Return True while something is released, or is about to be for the first time."""
-        waiting = (key for key, lease in self._live.leases.items() if lease.orphaned and key not in self._due)
+        waiting = (key for key, lease in self._live.leases.items() if lease.orphaned and key not in self._tries)
         return bool(self._busy) or any(waiting)
 
     # --- what is told -----------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from trinity_es.actors.coordinator.fleet import lease_releases
 from trinity_es.actors.coordinator.fleet.leases import LeaseFleet
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.live_state import LiveState
+from trinity_es.actors.coordinator.release_main import AT_ONCE
 from trinity_es.actors.messages import LeaseChange, LeaseReport
 from trinity_es.actors.runner.lease_reports import LeaseReports
 from trinity_es.events import vocabulary as ev
@@ -54,7 +55,7 @@ class Place(Timers):
         self.log = EventLog.open(url, create=True, durability="process", projectors=projectors())
         self.time, self.commits = 1000.0, 0
         self.sent: list[Any] = []
-        self.asked: list[tuple[list[str], Callable[[dict[str, str]], None]]] = []
+        self.asked: list[tuple[list[str], Callable[[dict[str, str], str], None]]] = []
         self.live = LiveState(self.log, open_payloads(url))
         self.fleet = self.new_fleet()
         self.fleet.begin()
@@ -78,7 +79,7 @@ class Place(Timers):
     def send(self, to: Any, message: Any) -> None:
         self.sent.append(message)
 
-    def start(self, leases: Sequence[OpenLease], done: Callable[[dict[str, str]], None]) -> None:
+    def start(self, leases: Sequence[OpenLease], done: Callable[[dict[str, str], str], None]) -> None:
         self.asked.append(([lease.taken.lease for lease in leases], done))
 
     def turn(self) -> list[str]:
@@ -110,8 +111,15 @@ class Place(Timers):
     def answer(self, **errors: str) -> list[str]:
         """The last process ends: with these errors, and none for the others."""
         keys, done = self.asked.pop()
-        done({key: errors.get(key.replace("-", "_"), "") for key in keys})
+        done({key: errors.get(key.replace("-", "_"), "") for key in keys}, "")
         return self.turn()
+
+    def orphan(self, n: int) -> list[str]:
+        """So many leases are taken, made and left; one process is asked to release them."""
+        keys = [f"es-{i}" for i in range(n)]
+        for what in ("taken", "held", "left"):
+            self.report(LeaseReport("runner-0", 1, 1, [change(what, key, handle="box", reason="r") for key in keys]))
+        return keys
 
     def tick(self, seconds: float) -> list[str]:
         self.time += seconds
@@ -272,6 +280,53 @@ def test_a_provider_has_one_process_at_a_time(place: Place) -> None:
     assert [keys for keys, _ in place.asked] == [["es-1"]]
 
 
+def test_one_that_ends_every_process_keeps_no_neighbour_for_long(place: Place) -> None:
+    keys, processes, began = place.orphan(200), 0, place.time
+    bad = keys[70]
+    while list(place.live.leases) != [bad]:
+        assert processes < 40, f"{len(place.live.leases)} are left after {place.time - began:g} s"
+        if not place.asked:
+            place.tick(1)
+            continue
+        given, done = place.asked.pop()
+        assert len(given) == len(set(given))
+        processes += 1
+        done({} if bad in given else dict.fromkeys(given, ""), "it ended with status 9")
+        place.turn()
+    assert place.time - began < 10
+
+
+def test_those_that_a_provider_refused_stay_together(place: Place) -> None:
+    """It was away, and answers again: nothing is wrong with them, and a process costs its start."""
+    keys = place.orphan(20)
+    for _ in range(2):
+        given, done = place.asked.pop()
+        assert given == keys
+        done(dict.fromkeys(given, "ConnectionError: away"), "")
+        place.turn()
+        place.tick(4)
+
+
+def test_a_new_lease_waits_only_for_those_that_were_due_before(place: Place) -> None:
+    """However many there are that end each process, in the time of each of which the next is due again."""
+    place.orphan(3)
+    order: list[str] = []
+    for number in range(30):
+        if number == 20:
+            place.tell("taken", lease="es-new")
+            place.tell("held", lease="es-new", handle="box")
+            place.tell("left", lease="es-new", reason="r")
+        if not place.asked:
+            place.tick(1)
+        given, done = place.asked.pop()
+        order += given
+        place.time += 400
+        done({}, "it had not ended")
+        place.turn()
+    assert order.index("es-new") <= 3 + 20 + 3
+    assert all(key in order[-8:] for key in ("es-0", "es-1", "es-2", "es-new"))
+
+
 # --- the process that releases ----------------------------------------------------------------------------------------
 def lease(folder: Path, key: str = "es-1", provider: str = PROVIDER, **args: Any) -> OpenLease:
     taken = ev.LeaseTaken(
@@ -282,10 +337,16 @@ def lease(folder: Path, key: str = "es-1", provider: str = PROVIDER, **args: Any
     return OpenLease(taken=taken, orphaned="r", expires=10.0)
 
 
+def errors_of(leases: Sequence[OpenLease], **times: float) -> dict[str, str]:
+    """What is told of each."""
+    answers, trouble = lease_releases.released(leases, **times)
+    return {e.taken.lease: answers.get(e.taken.lease, trouble) for e in leases}
+
+
 @pytest.mark.parametrize("cls", ["Kept", "AsyncKept"])
 def test_a_process_releases_with_the_class_that_the_log_names(tmp_path: Path, cls: str) -> None:
     leases = [lease(tmp_path, f"es-{i}", f"{PROVIDERS}:{cls}") for i in range(3)]
-    assert lease_releases.released(leases) == {"es-0": "", "es-1": "", "es-2": ""}
+    assert errors_of(leases) == {"es-0": "", "es-1": "", "es-2": ""}
     assert list(tmp_path.iterdir()) == []
 
 
@@ -301,18 +362,32 @@ def test_a_process_releases_with_the_class_that_the_log_names(tmp_path: Path, cl
 def test_a_provider_that_does_not_release_is_told_and_costs_nothing_else(
     tmp_path: Path, cls: str, how: str, says: str
 ) -> None:
-    [error] = lease_releases.released([lease(tmp_path, provider=f"{PROVIDERS}:{cls}", how=how)], seconds=1.0).values()
+    [error] = errors_of([lease(tmp_path, provider=f"{PROVIDERS}:{cls}", how=how)], seconds=1.0).values()
     assert says in error
 
 
 def test_one_that_hangs_keeps_no_other(tmp_path: Path) -> None:
     hangs, ends = lease(tmp_path, "es-1", how="hangs"), lease(tmp_path, "es-2")
-    found = lease_releases.released([hangs, ends], seconds=1.0)
+    found = errors_of([hangs, ends], seconds=1.0)
     assert found == {"es-1": "it had not ended after 1 s", "es-2": ""}
 
 
+def test_many_that_hang_keep_no_other(tmp_path: Path) -> None:
+    """More than go on at the same time, and than there are threads for what asyncio is asked to do in one."""
+    hang = [lease(tmp_path, f"es-{i}", how="hangs") for i in range(AT_ONCE + 1)]
+    found = errors_of([*hang, lease(tmp_path, "es-good")], seconds=1.0)
+    assert found.pop("es-good") == ""
+    assert set(found.values()) == {"it had not ended after 1 s"}
+
+
+def test_what_a_process_said_of_a_lease_is_told_apart_from_its_end(tmp_path: Path) -> None:
+    fails, exits = lease(tmp_path, "es-1", how="fails"), lease(tmp_path, "es-2", how="exits")
+    assert lease_releases.released([fails])[0] == {"es-1": "ConnectionError: out of order"}
+    assert lease_releases.released([exits]) == ({}, "the process that was to release it ended with status 3")
+
+
 def test_what_a_provider_started_ends_with_its_process(tmp_path: Path) -> None:
-    [error] = lease_releases.released(
+    [error] = errors_of(
         [lease(tmp_path, how="hangs with a child")], seconds=600.0, more_seconds=-597.0
     ).values()
     assert error == "the process that was to release it had not ended after 3 s"
@@ -323,14 +398,14 @@ def test_what_a_provider_started_ends_with_its_process(tmp_path: Path) -> None:
 @pytest.mark.timeout(60)
 def test_what_goes_on_after_its_process_is_not_waited_for(tmp_path: Path) -> None:
     try:
-        assert lease_releases.released([lease(tmp_path, how="leaves a child")]) == {"es-1": ""}
+        assert errors_of([lease(tmp_path, how="leaves a child")]) == {"es-1": ""}
     finally:
         os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
 
 
 def test_no_key_stands_in_the_error_of_a_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANDBOX_API_KEY", "quite-plain-words")
-    [error] = lease_releases.released([lease(tmp_path, how="says a key")]).values()
+    [error] = errors_of([lease(tmp_path, how="says a key")]).values()
     assert error == "ConnectionError: 401: *** *** https://me:***@host/x"
 
 
@@ -339,7 +414,7 @@ def test_a_process_that_does_not_even_begin_is_ended(tmp_path: Path, monkeypatch
     asleep.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(600)\n")
     asleep.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(asleep))
-    [error] = lease_releases.released([lease(tmp_path)], seconds=0.5, more_seconds=0.5).values()
+    [error] = errors_of([lease(tmp_path)], seconds=0.5, more_seconds=0.5).values()
     assert error == "the process that was to release it had not ended after 1 s"
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from trinity_es import Experience, Task, Workflow
 from trinity_es.actors.engines.interface import Engine, EngineConfig
 from trinity_es.actors.message_sizes import ERROR_LENGTH
 from trinity_es.actors.messages import LeaseChange, UnitAssignment
+from trinity_es.actors.rollout import leases
 from trinity_es.actors.rollout.leases import Lease, RunLeases
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.actors.runner.lease_reports import LeaseReports, UnitLeases
@@ -163,6 +166,104 @@ def test_what_a_thread_makes_when_nobody_waits_any_more_is_released_by_its_handl
     wait_until(lambda: (wanted.key, f"of {wanted.key}") in RELEASED, "what was made to be released")
     assert told.said == ["taken", "left"]
     assert list(tmp_path.iterdir()) == []
+
+
+def threads() -> list[threading.Thread]:
+    """Those of the loops of leases."""
+    return [thread for thread in threading.enumerate() if thread.name == "lease"]
+
+
+@pytest.mark.parametrize("by", ["with", "async with"])
+def test_what_create_connected_serves_renew_and_release(
+    tmp_path: Path, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "RENEWALS", 500)
+    told = Told()
+    wanted = Lease(RunLeases(told), f"{PROVIDERS}:Connected", {"folder": str(tmp_path)}, ttl=5.0, creation_timeout=5.0)
+
+    def renewed() -> None:
+        wait_until(lambda: told.said.count("renewed") >= 2, "two renewals", 10)
+
+    async def play() -> None:
+        async with wanted:
+            await asyncio.to_thread(renewed)
+
+    if by == "async with":
+        asyncio.run(play())
+    else:
+        with wanted:
+            renewed()
+    assert told.said[-1] == "released", "not left"
+    assert threads() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(30)
+def test_a_renewal_that_goes_on_keeps_no_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(leases, "RENEWALS", 500)
+    told, args = Told(), {"folder": str(tmp_path), "how": "renews for long"}
+    with Lease(RunLeases(told), f"{PROVIDERS}:Connected", args, ttl=5.0, creation_timeout=5.0) as held:
+        wait_until(lambda: ASKED.count(held.key) == 2, "a renewal to begin")
+    assert told.said == ["taken", "held", "released"]
+    assert threads() == []
+    assert caplog.messages == []
+
+
+@pytest.mark.timeout(30)
+def test_a_provider_that_ends_the_process_ends_it_where_it_is_called(tmp_path: Path) -> None:
+    told, args = Told(), {"folder": str(tmp_path), "how": "ends the process"}
+    with pytest.raises(SystemExit), Lease(RunLeases(told), f"{PROVIDERS}:Connected", args):
+        pass
+    assert told.said == ["taken", "left"]
+    assert threads() == []
+
+
+@pytest.mark.timeout(30)
+def test_a_workflow_that_is_interrupted_while_it_waits_gives_up(tmp_path: Path) -> None:
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    told = Told()
+    wanted = Lease(RunLeases(told), f"{PROVIDERS}:Connected", {"folder": str(tmp_path), "how": "waits"})
+
+    def when_it_waits() -> None:
+        wait_until(lambda: wanted.key in ASKED, "it to be made")
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(when_it_waits)
+            with pytest.raises(Interrupted), wanted:
+                pass
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert told.said == ["taken", "left"]
+    assert threads() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # Python 3.12 of any fork beside a thread
+def test_a_process_that_a_workflow_forked_waits_for_no_thread_of_its_parent(tmp_path: Path) -> None:
+    with Lease(RunLeases(), f"{PROVIDERS}:AsyncKept", {"folder": str(tmp_path)}) as held:
+        if (child := os.fork()) == 0:
+            try:
+                held.__exit__()
+                os._exit(7)
+            finally:
+                os._exit(1)
+        ended = threading.Timer(10, os.kill, (child, signal.SIGKILL))
+        ended.start()
+        _, status = os.waitpid(child, 0)
+        ended.cancel()
+        assert os.waitstatus_to_exitcode(status) == 7
+    assert threads() == []
 
 
 class Refused(RunLeases):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -147,6 +148,26 @@ def test_an_expiry_counts_when_runners_had_time_to_tell_of_a_renewal() -> None:
         assert len(decisions.orphans(leases.values(), {7: batch()}, lives, now, told)) == n
     assert decisions.orphans(leases.values(), {7: batch()}, lives, NOW + 1000, math.inf) == [], "they were not asked"
     assert len(decisions.orphans(leases.values(), {}, lives, NOW, math.inf)) == 1, "what is over is over at once"
+
+
+# --- what is released when ------------------------------------------------------------------------------------------
+def test_those_due_longest_are_next_and_none_has_more_beside_it_than_it_may() -> None:
+    leases = [replace(lease, taken=replace(lease.taken, lease=key, provider=provider)) for key, provider in (
+        ("a", "m:C"), ("b", "m:C"), ("c", "m:C"), ("d", "m:C"), ("e", "m:D"), ("f", "m:E"),
+    ) for lease in folded(taken(), HELD, ORPHANED).values()]
+    at = {"a": NOW, "b": NOW - 2, "c": NOW - 1, "d": NOW + 1, "e": NOW, "f": NOW}
+
+    def keys(most: dict[str, int], now: float = NOW) -> dict[str, list[str]]:
+        found = decisions.due(leases, at, most, {"m:E"}, now)
+        return {provider: [lease.taken.lease for lease in group] for provider, group in found.items()}
+
+    assert keys({}) == {"m:C": ["b", "c", "a"], "m:D": ["e"]}
+    assert keys({}, NOW + 1)["m:C"] == ["b", "c", "a", "d"]
+    assert keys({"b": 1})["m:C"] == ["b"]
+    assert keys({"b": 2})["m:C"] == ["b", "c"]
+    assert keys({"c": 1})["m:C"] == ["b", "a"], "it is next"
+    assert keys({"a": 2})["m:C"] == ["b", "c"]
+    assert decisions.due(folded(taken(), HELD).values(), at, {}, set(), NOW) == {}, "it has an owner"
 
 
 # --- what came of releasing -----------------------------------------------------------------------------------------
