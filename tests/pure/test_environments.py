@@ -16,7 +16,7 @@ from trinity_es.cli.commands import env
 from trinity_es.config.config import Config
 from trinity_es.environments import installed
 from trinity_es.environments.installed import Installed
-from trinity_es.environments.openenv import action_of
+from trinity_es.environments.openenv import about_action, action_of
 from trinity_es.environments.verifiers_tasks import environment_config
 from trinity_es.environments.verifiers_workflow import failure_of
 from trinity_es.events.errors import ConfigError, EnvironmentFailed, WorkflowError, error_from_dict, error_to_dict
@@ -113,6 +113,28 @@ def test_an_action_is_what_a_text_says(text: str, schema: dict[str, Any], action
 def test_a_text_that_is_no_action_is_refused() -> None:
     with pytest.raises(ValueError, match="has the fields"):
         action_of("well", {"required": ["x", "y"]})
+
+
+@pytest.mark.parametrize(("action", "kind", "loc", "given", "is_about"), [
+    ({"a": 1}, "missing", ["guess"], {"a": 1}, True),
+    ({"a": 1}, "extra_forbidden", ["a"], 1, True),
+    ({"guess": {"x": "q"}}, "int_parsing", ["guess", "x"], "q", True),
+    ({"guess": [1]}, "int_type", ["guess", "int"], [1], True),  # of a union
+    ({"guess": {"kind": "a"}}, "missing", ["guess", "A", "n"], {"kind": "a"}, True),
+    (["a"], "dict_type", ["data"], ["a"], True),
+    ({"guess": "a"}, "string_type", ["text"], None, False),
+    ({"guess": "a"}, "missing", ["text"], {"reward": 1.0}, False),
+    ({"guess": "a"}, "string_type", ["guess"], None, False),
+])
+def test_an_action_is_at_fault_where_what_is_not_valid_is_in_it(
+    action: Any, kind: str, loc: list[str], given: Any, is_about: bool
+) -> None:
+    error = {"type": kind, "loc": loc, "msg": "why", "input": given}
+    assert about_action(action, [error]) is is_about
+    bug = {"type": "string_type", "loc": ["text"], "msg": "why", "input": None}
+    assert not about_action(action if isinstance(action, dict) else {}, [error, bug])
+    for none in ([], None, ["why"], [{}]):
+        assert not about_action({"guess": "a"}, none)
 
 
 # --- what is installed ------------------------------------------------------------------------------------------------
