@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
-from collections.abc import Sequence
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, Self
 
 import pytest
+from pydantic import BaseModel, ConfigDict
 
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.result import classify
 from trinity_es.cli.commands import env
 from trinity_es.config.config import Config
-from trinity_es.environments import installed
+from trinity_es.environments import installed, verifiers_main
 from trinity_es.environments.installed import Installed
-from trinity_es.environments.openenv import action_of
+from trinity_es.environments.openenv import about_action, action_of
 from trinity_es.environments.verifiers_tasks import environment_config
 from trinity_es.environments.verifiers_workflow import failure_of
 from trinity_es.events.errors import ConfigError, EnvironmentFailed, WorkflowError, error_from_dict, error_to_dict
@@ -25,8 +32,10 @@ from trinity_es.testing import ScriptedEngine
 
 
 # --- verifiers --------------------------------------------------------------------------------------------------------
-def part(*errors: str, timeout: bool = False) -> dict[str, Any]:
-    return {"errors": [{"type": e, "message": "why"} for e in errors], "is_timeout": timeout, "stop": "agent_timeout"}
+def part(*errors: str, timeout: bool = False, unanswered: Sequence[str] = ()) -> dict[str, Any]:
+    told = [[{"type": e, "message": "why"} for e in some] for some in (errors, unanswered)]
+    return {"errors": told[0], "is_timeout": timeout, "stop": "agent_timeout", "ok": not (errors or timeout),
+            "unanswered": told[1]}
 
 
 @pytest.mark.parametrize(("episode", "traces", "kind"), [
@@ -59,6 +68,120 @@ def test_an_episode_that_is_complete_is_no_failure_but_for_a_time_limit() -> Non
     cut = failure_of({**part(), "complete": True, "traces": [part(timeout=True)]})
     assert cut is not None
     assert classify(cut)[0] == "timeout"
+
+
+def test_a_call_that_the_engine_failed_at_is_no_end_that_an_agent_may_take_for_one() -> None:
+    swallowed = failure_of({**part(), "complete": True, "traces": [part(), part(unanswered=["ProviderError"])]})
+    assert swallowed is not None
+    assert classify(swallowed)[0] == "infra"
+    tolerated = part("ProviderError", unanswered=["ProviderError"])
+    assert failure_of({**part(), "complete": True, "traces": [part(), tolerated]}) is None
+
+
+def call(begin: float, end: float, status: int | None = 200, kind: str = "ProviderError") -> Any:
+    error = None if status == 200 else SimpleNamespace(type=kind, message="why", status_code=status)
+    return SimpleNamespace(time=SimpleNamespace(start=begin, end=end), error=error)
+
+
+@pytest.mark.parametrize(("calls", "unanswered"), [
+    ([call(0, 1)], 0),
+    ([call(0, 1), call(1, 2, 500)], 1),
+    ([call(0, 1, 500), call(1, 2)], 0),  # asked again
+    ([call(0, 1, 500), call(1, 2), call(2, 3, 503)], 1),
+    ([call(0, 2, 500), call(1, 3)], 1),  # the other was asked before this one had failed
+    ([call(0, 1), call(1, 2, 400)], 0),  # refused: a prompt that is too long
+    ([call(0, 1), call(1, 2, None, "CancelledError")], 0),
+    ([call(0, 1), call(1, 2, None, "TaskError")], 1),
+])
+def test_a_call_that_failed_is_made_good_by_one_that_was_asked_later(calls: list[Any], unanswered: int) -> None:
+    assert len(verifiers_main.unanswered(calls)) == unanswered
+
+
+class Served:
+    """verifiers_main.py as it plays, in this loop, and the end of the socket that asks it; no verifiers is needed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, load: Callable[[Any], Any]) -> None:
+        names = ["verifiers", "verifiers.v1", "verifiers.v1.utils"]
+        for name in names:
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        sys.modules[names[-1]].loaders = SimpleNamespace(  # type: ignore[attr-defined]
+            load_environment=load, load_taskset=load)
+        monkeypatch.setattr(verifiers_main, "resolved", lambda given: given)
+        monkeypatch.setattr(verifiers_main, "share_client", lambda endpoints: None)
+        monkeypatch.setattr(verifiers_main.Server, "episode", self.episode)
+        self.begun = asyncio.Event()
+
+    async def episode(self, asked: Any) -> Any:
+        self.begun.set()
+        await asyncio.sleep(60)
+
+    async def ask(self, message: Any) -> None:
+        self.writer.write(verifiers_main.framed(message))
+
+    async def heard(self) -> Any:
+        return await asyncio.wait_for(verifiers_main.received(self.reader), 10)
+
+    async def __aenter__(self) -> Self:
+        ours, theirs = socket.socketpair()
+        self.task = asyncio.create_task(verifiers_main.serve(theirs))
+        self.reader, self.writer = await asyncio.open_unix_connection(sock=ours)
+        await self.ask({})
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        self.writer.close()
+
+
+class Environment:
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        yield
+
+
+async def test_a_cancel_is_heard_at_once_and_one_that_nobody_asked_for_is_not_the_episodes_failure(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Served(monkeypatch, lambda config: Environment()) as served:
+        assert "pid" in (await served.heard())["result"]
+        await served.ask({"id": 1, "run": {}})
+        await served.ask({"id": 2, "run": {}})
+        await served.begun.wait()
+        await served.ask({"id": 1, "cancel": True})
+        assert await served.heard() == {"id": 1, "heard": True}
+        assert (await served.heard())["error"]["type"] == "Cancelled"
+        served.task.cancel()  # as SIGTERM does
+        await asyncio.wait_for(served.task, 10)
+        with pytest.raises(asyncio.IncompleteReadError):  # its end is what is told of the other
+            await served.heard()
+
+
+class Keyed(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    at: int = 0
+
+
+async def test_what_pydantic_was_given_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(config: Any) -> Any:
+        Keyed.model_validate({"service_key": "hush", "at": "hushed"})
+
+    async with Served(monkeypatch, load) as served:
+        said = (await served.heard())["error"]
+    assert said["type"] == "ValidationError"
+    texts = [said["message"]]
+    monkeypatch.setattr(verifiers_main, "resolved", load)
+    for asked in (["load", "mine"], ["tasks", "file", "0"]):
+        monkeypatch.setattr(sys, "argv", ["verifiers_main.py", *asked])
+        monkeypatch.setattr(sys, "stdin", io.StringIO("{}"))
+        with pytest.raises(SystemExit) as ended:
+            verifiers_main.main()
+        assert ended.value.__suppress_context__
+        texts.append(str(ended.value))
+    for text in texts:
+        assert "at: Input should be a valid integer" in text
+        assert "service_key: Extra inputs are not permitted" in text
+        assert "hush" not in text
 
 
 def test_an_environment_that_is_gone_is_infra() -> None:
@@ -113,6 +236,29 @@ def test_an_action_is_what_a_text_says(text: str, schema: dict[str, Any], action
 def test_a_text_that_is_no_action_is_refused() -> None:
     with pytest.raises(ValueError, match="has the fields"):
         action_of("well", {"required": ["x", "y"]})
+
+
+@pytest.mark.parametrize(("action", "kind", "loc", "given", "is_about"), [
+    ({"a": 1}, "missing", ["guess"], {"a": 1}, True),
+    ({"a": 1}, "extra_forbidden", ["a"], 1, True),
+    ({"guess": {"x": "q"}}, "int_parsing", ["guess", "x"], "q", True),
+    ({"guess": [1]}, "int_type", ["guess", "int"], [1], True),  # of a union
+    ({"guess": {"kind": "a"}}, "missing", ["guess", "A", "n"], {"kind": "a"}, True),
+    (["a"], "dict_type", ["data"], ["a"], True),
+    ({"guess": "a"}, "string_type", ["text"], None, False),
+    ({"guess": "a"}, "string_type", ["text"], {"guess": "a"}, False),
+    ({"guess": "a"}, "missing", ["text"], {"reward": 1.0}, False),
+    ({"guess": "a"}, "string_type", ["guess"], None, False),
+])
+def test_an_action_is_at_fault_where_what_is_not_valid_is_in_it(
+    action: Any, kind: str, loc: list[str], given: Any, is_about: bool
+) -> None:
+    error = {"type": kind, "loc": loc, "msg": "why", "input": given}
+    assert about_action(action, [error]) is is_about
+    bug = {"type": "string_type", "loc": ["text"], "msg": "why", "input": None}
+    assert not about_action(action if isinstance(action, dict) else {}, [error, bug])
+    for none in ([], None, ["why"], [{}]):
+        assert not about_action({"guess": "a"}, none)
 
 
 # --- what is installed ------------------------------------------------------------------------------------------------
@@ -216,6 +362,17 @@ def test_one_line_names_an_environment_as_its_taskset(folder: Path, tmp_path: Pa
         {**told, "buffer": {"explorer_input": {"tasksets": [{**line, "path": "verifiers:wordle"}]}}})
     with pytest.raises(ConfigError, match="trinity-es env install wordle"):
         missing.check()
+
+
+def test_a_check_plays_an_environment_as_its_config_says_however_that_spells_it(folder: Path) -> None:
+    told = {"name": "x", "explorer": {"rollout_model": {"engine_type": "scripted"}}}
+    for path in ("verifiers:gsm8k-v1", "verifiers:GSM8K_v1"):
+        lines = [{"name": "other", "path": "rows.jsonl"}, {"name": "math", "path": path, "workflow_args": {"tasks": 7}}]
+        config = Config.from_dict({**told, "buffer": {"explorer_input": {"tasksets": lines}}})
+        [mine] = env._with_environment(config, "gsm8k-v1").buffer.explorer_input.tasksets
+        assert (mine.path, mine.workflow_args["tasks"]) == (path, 7)
+    [none] = env._with_environment(config, "gsm8k-v2").buffer.explorer_input.tasksets
+    assert none.path == "verifiers:gsm8k-v2"
 
 
 # --- a check ----------------------------------------------------------------------------------------------------------

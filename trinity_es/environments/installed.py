@@ -23,7 +23,7 @@ from uuid import uuid4
 
 from trinity_es.events.errors import ConfigError
 
-__all__ = ["PROGRAM", "Installed", "environments_folder", "find", "install", "installed", "remove", "uv"]
+__all__ = ["PROGRAM", "Installed", "environments_folder", "find", "install", "installed", "plain_name", "remove", "uv"]
 
 FOLDER_VARIABLE = "TRINITY_ES_ENVIRONMENTS"
 VERIFIERS_PACKAGE = "verifiers"
@@ -85,7 +85,7 @@ def installed() -> list[Installed]:
 
 def find(name: str) -> Installed:
     """Return the environment of this name. Raises ConfigError where it is not installed."""
-    wanted = _plain(name)
+    wanted = plain_name(name)
     found = next((e for e in installed() if e.name == wanted), None)
     if found is None:
         raise ConfigError(f"{_missing(name)}: `trinity-es env install {name}`", environment=name)
@@ -134,7 +134,7 @@ def install(
 
 def remove(name: str) -> Installed:
     """Delete an environment and what was kept of it; return what it was. Raises ConfigError where there is none."""
-    found = next((e for e in installed() if e.name == _plain(name)), None)
+    found = next((e for e in installed() if e.name == plain_name(name)), None)
     if found is None:
         raise ConfigError(_missing(name), environment=name)
     with _alone(found.folder.parent):
@@ -183,11 +183,11 @@ def _requirement(package: str) -> tuple[str, str]:
     """Return what pip is to be told, and the package's plain name. Raises ConfigError."""
     found = _distribution(package) if package else ""
     if package and Path(package).exists():
-        return str(Path(package).absolute()), _plain(found)
+        return str(Path(package).absolute()), plain_name(found)
     name, _, version = package.partition("@")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*(\[[A-Za-z0-9._,-]+\])?", name):
         raise ConfigError(f"{package!r} is no package, folder or wheel: give NAME, NAME@VERSION or a path")
-    return (f"{name}=={version}" if version else name), _plain(found)
+    return (f"{name}=={version}" if version else name), plain_name(found)
 
 
 def _distribution(package: str) -> str:
@@ -203,13 +203,13 @@ def _distribution(package: str) -> str:
 
 def _name(given: str) -> str:
     """Return the name of an environment, which is that of its folder. Raises ConfigError."""
-    plain = _plain(given)
+    plain = plain_name(given)
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", plain):
         raise ConfigError(f"{given!r} is no name of an environment: give letters, digits and dashes (--name)")
     return plain
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """Return a package's name as all spellings of it have in common."""
     return re.sub(r"[-_.]+", "-", name).lower()
 

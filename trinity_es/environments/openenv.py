@@ -22,7 +22,7 @@ from trinity_es.events.errors import DataError, EnvironmentFailed, WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.workflows.workflow import Workflow
 
-__all__ = ["OpenEnvSession", "OpenEnvWorkflow", "action_of", "shown"]
+__all__ = ["OpenEnvSession", "OpenEnvWorkflow", "about_action", "action_of", "shown"]
 
 MAX_TURNS = 32
 """Maximum number of actions in an episode, where the task does not say."""
@@ -33,8 +33,8 @@ CONNECT_SECONDS = 60.0
 CLOSE_SECONDS = 2.0
 """How long the close of a session may take."""
 MESSAGE_BYTES = 100 * 1024 * 1024
-_MODELS_FAULT = frozenset({"VALIDATION_ERROR", "INVALID_JSON", "UNKNOWN_TYPE"})
-_ENVIRONMENTS_CODE = frozenset({"EXECUTION_ERROR", *_MODELS_FAULT})
+_ENVIRONMENTS_CODE = frozenset({"EXECUTION_ERROR", "VALIDATION_ERROR", "INVALID_JSON", "UNKNOWN_TYPE"})
+_NOWHERE = object()
 _TOOL_ACTIONS = frozenset({"Action", "CallToolAction", "ListToolsAction"})
 """Schemas of environments whose actions are calls of tools, which they list."""
 _TOOL_CALL = {"type": "object", "required": ["type", "tool_name", "arguments"], "properties": {
@@ -134,9 +134,10 @@ class OpenEnvSession:
 
     async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return the data of the answer to a message."""
+        sent = json.dumps(message)
         async with _failing(self._url):
             with suppress(aiohttp.ClientError, ConnectionError):  # a server may say why it closes
-                await self._socket.send_str(json.dumps(message))
+                await self._socket.send_str(sent)
             answer = await asyncio.wait_for(asyncio.shield(self._next), self._timeout)
             self._next = asyncio.create_task(self._socket.receive())
             if answer.type is not aiohttp.WSMsgType.TEXT:
@@ -145,8 +146,10 @@ class OpenEnvSession:
             data: dict[str, Any] = said["data"]
         if said["type"] == "error":
             code, text = data.get("code"), f"{data.get('message')} {data.get('errors') or ''}".strip()
-            if code in _MODELS_FAULT and message["type"] == "step":
-                raise _NoAction(f"{code}: {text[:500]}")
+            if code == "VALIDATION_ERROR" and message["type"] == "step":
+                if about_action(json.loads(sent)["data"], data.get("errors")):
+                    raise _NoAction(f"{code}: {text[:500]}")
+                text = f"in its own code, the action is not at fault: {text}"
             if code == "CAPACITY_REACHED":
                 raise _Away(f"the OpenEnv server {self._url} plays as many episodes as it can: {text}")
             kind = "workflow" if code in _ENVIRONMENTS_CODE else "infra"
@@ -241,6 +244,30 @@ def action_of(text: str, schema: dict[str, Any]) -> dict[str, Any]:
 def shown(observation: dict[str, Any], schema: dict[str, Any]) -> str:
     """Return the user's turn of an observation: as JSON, with the schema that an action is to have."""
     return json.dumps({"observation": observation, "action_schema": schema}, ensure_ascii=False)
+
+
+def about_action(action: Any, errors: Any) -> bool:
+    """Return True if all that pydantic found wrong is in an action, as it was sent.
+
+    A server answers the same where its own code made what is not valid.
+    """
+    def at(loc: list[Any]) -> Any:
+        value = action
+        for depth, key in enumerate(loc):
+            try:
+                value = value[key]
+            except (KeyError, IndexError, TypeError):
+                if depth == 0:  # below a field the path names the members of a union, too
+                    return _NOWHERE
+        return value
+
+    if not isinstance(action, dict):
+        return True
+    try:
+        return bool(errors) and all(
+            at(e["loc"][:-1] if e["type"] == "missing" else e["loc"]) == e.get("input") for e in errors)
+    except (KeyError, TypeError):
+        return False
 
 
 def _given(name: str | None, default: Callable[..., Any]) -> Callable[..., Any]:

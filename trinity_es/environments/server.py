@@ -1,7 +1,8 @@
 """The process that an environment runs in, seen from the event loop that asks it.
 
 One process for each environment and config, for all runs of a runner: started by the first, ended with the runner
-(`verifiers_main.py` says how). When it dies, whatever is asked of it fails at once, and the next run starts another.
+(`verifiers_main.py` says how). When it dies, or hears nothing any more and is ended for that, whatever is asked of it
+fails at once, and the next run starts another.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ START_SECONDS = 300.0
 """How long an environment may take to start: it may load a data set."""
 END_SECONDS = 15.0
 """How long an environment's process may take to end once it was closed."""
+SILENT_SECONDS = 30.0
+"""How long an environment's process may not take note that a run is over: its loop is held up, by a reward without end.
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +47,8 @@ class EnvironmentServer:
     def __init__(self, installed: Installed, program: Path, config: Mapping[str, Any]) -> None:
         self.name, self._python, self._program, self._config = installed.name, installed.python, program, config
         self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._unheard: dict[int, asyncio.TimerHandle] = {}
+        """Of what was asked to end, by its number: what happens when nothing is heard of it."""
         self._numbers = itertools.count(1)
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -90,6 +96,7 @@ class EnvironmentServer:
         except asyncio.CancelledError:
             with contextlib.suppress(EnvironmentFailed):
                 self._send({"id": number, "cancel": True})
+                self._unheard[number] = asyncio.get_running_loop().call_later(SILENT_SECONDS, self._silent)
             raise
         finally:
             self._asked.pop(number, None)
@@ -105,6 +112,8 @@ class EnvironmentServer:
             while True:
                 [size] = struct.unpack(">I", await reader.readexactly(4))
                 message = orjson.loads(await reader.readexactly(size))
+                if (unheard := self._unheard.pop(message["id"], None)) is not None:
+                    unheard.cancel()
                 asked = self._asked.get(message["id"])
                 if asked is None or asked.done():
                     continue  # it was cancelled
@@ -125,6 +134,11 @@ class EnvironmentServer:
         while self._process is not None and self._process.poll() is None and time.monotonic() < until:
             await asyncio.sleep(0.05)  # or it stays in the table of processes
 
+    def _silent(self) -> None:
+        _log.warning("the process of environment %s did not hear for %.0f s that a run is over: it is ended, the next "
+                     "run starts another", self.name, SILENT_SECONDS)
+        self._end()
+
     def _end(self) -> None:
         """Have it end, and tell those that wait for an answer."""
         if not self.ended:
@@ -133,6 +147,8 @@ class EnvironmentServer:
                 self._writer.close()
             if self._process is not None and self._process.poll() is None:
                 self._process.terminate()
+        while self._unheard:
+            self._unheard.popitem()[1].cancel()
         for asked in self._asked.values():
             if not asked.done():
                 asked.set_exception(self._gone())

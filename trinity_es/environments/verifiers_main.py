@@ -8,7 +8,8 @@ A program that the environment's own Python runs: trinity_es is not installed th
 
 What goes over the socket, either way, is a message's length in 4 bytes, big-endian, and the message as JSON. The first
 is the environment's config. Then each `{"id", "run": {...}}` is answered by one `{"id", "result"}` or
-`{"id", "error"}`; `{"id", "cancel": true}` ends the episode that was asked for under this id.
+`{"id", "error"}`; `{"id", "cancel": true}` ends the episode that was asked for under this id, and is answered at once
+by `{"id", "heard": true}`: who asks sees that this process still listens.
 
 Whoever holds the other end may die at any time. So this is two processes: one plays, and one waits for the end of
 either; then the first has `LEAVING_SECONDS` to give back what it holds, and whatever it started is killed.
@@ -22,6 +23,7 @@ import copy
 import ctypes
 import itertools
 import json
+import math
 import os
 import select
 import signal
@@ -102,17 +104,26 @@ class Server:
     def __init__(self, env: Any, writer: asyncio.StreamWriter) -> None:
         self.env, self.writer = env, writer
         self.endpoints: dict[str, dict[str, str]] = {}
-        share_client(self.endpoints)
-        self.task_type = type(env.taskset).task_type()
         self.playing: dict[int, asyncio.Task[None]] = {}
+        self.leaving = False
 
     def take(self, message: dict[str, Any]) -> None:
         """Begin or end an episode."""
         number = message["id"]
         if "run" in message:
             self.playing[number] = asyncio.create_task(self.play(number, message["run"]))
-        elif (playing := self.playing.get(number)) is not None:
+            return
+        self.writer.write(framed({"id": number, "heard": True}))
+        if (playing := self.playing.get(number)) is not None:
             playing.cancel()
+
+    async def leave(self) -> None:
+        """End all episodes. They get no answer: that this process is gone is what happened to them."""
+        self.leaving = True
+        left = list(self.playing.values())
+        for playing in left:
+            playing.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     async def play(self, number: int, asked: dict[str, Any]) -> None:
         """Answer with what came of an episode. An error is an answer, too."""
@@ -122,10 +133,11 @@ class Server:
         except asyncio.CancelledError:
             told = framed({"id": number, "error": {"type": "Cancelled", "message": "it was cancelled"}})
         except Exception as e:
-            told = framed({"id": number, "error": {"type": type(e).__name__, "message": str(e)}})
+            told = framed({"id": number, "error": {"type": type(e).__name__, "message": words(e)}})
         finally:
             self.playing.pop(number, None)
-        self.writer.write(told)
+        if not self.leaving:
+            self.writer.write(told)
 
     async def episode(self, asked: dict[str, Any]) -> dict[str, Any]:
         from verifiers.v1.clients import ModelContext
@@ -137,8 +149,9 @@ class Server:
             base_url="http://run", api_key_var="", renderer_model_name=asked["tokenizer"],
             renderer=asked.get("renderer"),
         )
-        data = self.task_type.data_type().model_validate(asked["task"])
-        [slot] = self.env.slots(self.task_type(data, self.env.config.taskset.task))
+        task = type(self.env.taskset).task_type()
+        data = task.data_type().model_validate(asked["task"])
+        [slot] = self.env.slots(task(data, self.env.config.taskset.task))
         context = ModelContext(client=client, model=asked["model"], sampling=SamplingConfig())
         mine: list[str] = []
 
@@ -163,14 +176,32 @@ def trace_told(trace: Any) -> dict[str, Any]:
     return {
         "agent": trace.agent.name, "trainable": trace.agent.trainable, "ok": trace.ok, "is_timeout": trace.is_timeout,
         "errors": [] if trace.ok else [told(e) for e in trace.errors[-1:]], "stop": trace.stop_condition,
-        "reward": trace.reward, "rewards": {k: r.value for k, r in trace.rewards.items() if r is not None},
-        "metrics": {k: v for k, v in trace.metrics.items() if v is not None},
+        "unanswered": unanswered(trace.calls),
+        "reward": as_number(trace.reward),
+        "rewards": {k: as_number(r.value) for k, r in trace.rewards.items() if r is not None},
+        "metrics": {k: as_number(v) for k, v in trace.metrics.items() if v is not None},
         "branches": [
             {"tokens": b.token_ids, "answers": answers(b.nodes),
              "messages": [m.model_dump(mode="json", exclude_none=True) for m in b.messages]}
             for b in trace.branches if b.trainable
         ],
     }
+
+
+def as_number(value: float) -> float | str:
+    """Return a number as JSON has it: infinity, or what is no number, as its text."""
+    return value if math.isfinite(value) else str(value)
+
+
+def unanswered(calls: list[Any]) -> list[dict[str, Any]]:
+    """Return why the model was asked in vain, where no later call was answered: a harness may take it for the end.
+
+    One that was refused (a status below 500), or that the harness gave up, is the harness's to know.
+    """
+    again = max((c.time.start for c in calls if c.error is None), default=0.0)
+    return [told(c.error) for c in calls
+            if c.error is not None and c.error.type != "CancelledError" and (c.error.status_code or 502) >= 500
+            and c.time.end > again]
 
 
 def answers(nodes: list[Any]) -> list[tuple[int, int]]:
@@ -185,6 +216,16 @@ def answers(nodes: list[Any]) -> list[tuple[int, int]]:
 
 def told(error: Any) -> dict[str, Any]:
     return {"type": error.type, "message": error.message}
+
+
+def words(error: Exception) -> str:
+    """Return what an error says; of pydantic's not the values that it was given, which may be secrets."""
+    from pydantic import ValidationError
+
+    if not isinstance(error, ValidationError):
+        return str(error)
+    wrong = error.errors(include_url=False, include_context=False, include_input=False)
+    return "; ".join(": ".join(filter(None, (".".join(map(str, e["loc"])), e["msg"]))) for e in wrong)
 
 
 # --- the socket -------------------------------------------------------------------------------------------------------
@@ -214,20 +255,18 @@ async def serve(end: socket.socket) -> None:
 
             env = loaders.load_environment(resolved(await received(reader)))
         except Exception as e:
-            writer.write(framed({"id": 0, "error": {"type": type(e).__name__, "message": str(e)}}))
+            writer.write(framed({"id": 0, "error": {"type": type(e).__name__, "message": words(e)}}))
             await writer.drain()
             return
         async with env.serving():
             server = Server(env, writer)
+            share_client(server.endpoints)
             writer.write(framed({"id": 0, "result": {"pid": os.getpid()}}))
             try:
                 while True:
                     server.take(await received(reader))
             finally:
-                left = list(server.playing.values())
-                for playing in left:
-                    playing.cancel()
-                await asyncio.gather(*left, return_exceptions=True)
+                await server.leave()
 
 
 # --- two processes ----------------------------------------------------------------------------------------------------
@@ -276,11 +315,16 @@ def _ask_kernel(what: int, value: int) -> None:
 
 
 def main() -> None:
-    if sys.argv[1] == "load":
-        resolved({"taskset": {"id": sys.argv[2]}})
-        return
-    if sys.argv[1] == "tasks":
-        write_tasks(*sys.argv[2:])
+    if sys.argv[1] in ("load", "tasks"):
+        from pydantic import ValidationError
+
+        try:
+            if sys.argv[1] == "load":
+                resolved({"taskset": {"id": sys.argv[2]}})
+            else:
+                write_tasks(*sys.argv[2:])
+        except ValidationError as e:
+            raise SystemExit(f"{type(e).__name__}: {words(e)}") from None
         return
     end = socket.socket(fileno=int(sys.argv[2]))
     os.setsid()  # who ends its owner's group is not to end this one before it could clean up

@@ -9,7 +9,6 @@ verifiers gives it, and is never a reward.
 from __future__ import annotations
 
 import asyncio
-import math
 import tempfile
 from collections.abc import Mapping
 from typing import Any
@@ -60,17 +59,17 @@ class VerifiersWorkflow(Workflow):
         trained = [t for t in traces if t["trainable"] and t["ok"]]
         found: list[Experience] = []
         for trace in trained:
-            if not math.isfinite(trace["reward"]):
-                raise WorkflowError(f"the environment gave the reward {trace['reward']}: a number is expected")
+            metrics = _numbers({**trace["metrics"], **trace["rewards"], "reward": trace["reward"]})
             branches = [(b["tokens"], [tuple(a) for a in b["answers"]], b["messages"]) for b in trace["branches"]]
             for experience in self.model.experiences_of_ids(branches):
-                experience.reward = trace["reward"]
-                experience.metrics = {**_numbers(trace["metrics"]), **trace["rewards"], "reward": trace["reward"]}
+                experience.reward, experience.metrics = metrics["reward"], dict(metrics)
                 experience.info |= {"environment": environment, "agent": trace["agent"], "stop": trace["stop"]}
                 experience.eid.step = len(found)
                 found.append(experience)
         if not found:
             raise WorkflowError("the environment ended the episode before the model said anything")
+        if not any(t["rewards"] for t in trained):
+            raise WorkflowError("the environment gave no reward to any agent that is trained: a sum of nothing is none")
         return found
 
 
@@ -78,14 +77,15 @@ def failure_of(episode: Mapping[str, Any]) -> EnvironmentFailed | None:
     """Return why an episode has no result; None where it has one.
 
     Of several failures the one that says least about the task: a sandbox that died goes before the code that missed it.
+    A model's call that failed, and that nothing made good, is a failure even where the agent took it for the end.
     """
     parts = [episode, *(t for t in episode["traces"] if not episode["complete"] or t["is_timeout"])]
-    found: list[tuple[FailureKind, str]] = []
-    for part in parts:
-        found += [("infra" if e["type"] in INFRA else "workflow", f"{e['type']}: {e['message']}")
-                  for e in part["errors"]]
-        if part["is_timeout"]:
-            found.append(("timeout", f"{part.get('stop') or 'episode'}: out of time, as the environment limits it"))
+    errors = [e for part in parts for e in part["errors"]]
+    errors += [e for trace in episode["traces"] if trace["ok"] for e in trace["unanswered"]]
+    found: list[tuple[FailureKind, str]] = [
+        ("infra" if e["type"] in INFRA else "workflow", f"{e['type']}: {e['message']}") for e in errors]
+    found += [("timeout", f"{part.get('stop') or 'episode'}: out of time, as the environment limits it")
+              for part in parts if part["is_timeout"]]
     if not found and not episode["complete"]:
         found.append(("workflow", "the environment did not complete the episode, and says no error"))
     if not found:
@@ -95,7 +95,10 @@ def failure_of(episode: Mapping[str, Any]) -> EnvironmentFailed | None:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+    for name, value in metrics.items():
+        if isinstance(value, str):  # as JSON has infinity, and what is no number
+            raise WorkflowError(f"the environment gave {name} = {value}: a number is expected")
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def _tokenizer(tokenizer: Any) -> str:

@@ -22,6 +22,7 @@ PORT, SESSIONS, NOTE, PING = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3
 
 class Guess(Action):
     guess: str
+    at: int | list[int] | None = None
 
 
 class Shown(Observation):
@@ -52,6 +53,8 @@ class Letters(Environment[Guess, Shown, State]):
         if self.turn == 2:
             if self.fails == "raise":
                 raise RuntimeError("the game broke")
+            if self.fails == "invalid":
+                Shown.model_validate({"text": None})
             if self.fails == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.fails == "hang":

@@ -101,6 +101,7 @@ async def test_a_server_that_pings_is_answered_while_the_model_writes(openenv_py
 
 @pytest.mark.parametrize(("how", "kind", "said"), [
     ({"reset": {"fails": "raise"}}, "workflow", "the game broke"),
+    ({"reset": {"fails": "invalid"}, "invalid_reward": -1}, "workflow", "in its own code, the action is not at fault"),
     ({"reset": {"fails": "no reward"}}, "workflow", "gave no reward"),
     ({"reset": {"fails": "hang"}, "answer_timeout": 0.5}, "timeout", "did not answer in time"),
     ({"parser": f"{__name__}:no_action"}, "workflow", "no action: what is e?"),
@@ -124,8 +125,17 @@ def unknown_fields(text: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"unknown": text}
 
 
-async def test_what_an_answer_that_is_no_action_gives_the_task_may_say(server: Noted) -> None:
-    said = task(server, parser=f"{__name__}:unknown_fields", invalid_reward=-1)
+def wrong_types(text: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"guess": 1, "at": text}
+
+
+def no_object(text: str, schema: dict[str, Any]) -> Any:
+    return [text]
+
+
+@pytest.mark.parametrize("parser", [unknown_fields, wrong_types, no_object])
+async def test_what_an_answer_that_is_no_action_gives_the_task_may_say(server: Noted, parser: Any) -> None:
+    said = task(server, parser=f"{__name__}:{parser.__name__}", invalid_reward=-1)
     [done] = await played(runner_that_says("e"), said)
     assert [(e.reward, e.metrics["invalid_actions"]) for e in done.experiences] == [(-1.0, 1.0)]
 

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests.helpers.endpoint import until
+from trinity_es.environments import server as server_module
 from trinity_es.environments import verifiers_tasks
 from trinity_es.environments.installed import Installed
 from trinity_es.environments.server import EnvironmentServer
@@ -35,6 +36,28 @@ send(b'{"id": 0, "result": {"pid": %d}}' % os.getpid())
 end.recv(4)
 send(b"no JSON")
 time.sleep(600)
+"""
+DEAF = """
+import json, os, socket, struct, sys, time
+
+end = socket.socket(fileno=int(sys.argv[2]))
+
+def send(message):
+    data = json.dumps(message).encode()
+    end.sendall(struct.pack(">I", len(data)) + data)
+
+def receive():
+    [size] = struct.unpack(">I", end.recv(4, socket.MSG_WAITALL))
+    return json.loads(end.recv(size, socket.MSG_WAITALL))
+
+receive()
+send({"id": 0, "result": {"pid": os.getpid()}})
+while True:
+    message = receive()
+    if "run" in message and message["run"] == "block":
+        time.sleep(600)
+    if "cancel" in message:
+        send({"id": message["id"], "heard": True})
 """
 
 
@@ -75,4 +98,26 @@ async def test_a_process_that_is_not_understood_fails_what_it_played_and_is_ende
     with pytest.raises(EnvironmentFailed, match="the process of environment odd has ended"):
         await asyncio.wait_for(server.ask({"run": {}}), 20)
     assert "the process of environment odd can't be understood" in caplog.text
+    await until(lambda: not psutil.pid_exists(server.pid), "the process to be reaped")
+
+
+async def test_a_process_that_does_not_hear_that_a_run_is_over_is_ended_and_one_that_does_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = tmp_path / "deaf.py"
+    program.write_text(DEAF)
+    server = EnvironmentServer(
+        environment(tmp_path / "odd", f'#!/bin/sh\nexec {sys.executable} "$@"\n'), program, {})
+    await server.start()
+    others = asyncio.create_task(server.ask({"run": "on"}))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(server.ask({"run": "on"}), 0.1)
+    await until(lambda: not server._unheard, "an answer to the cancel")
+    assert not server.ended
+    monkeypatch.setattr(server_module, "SILENT_SECONDS", 0.3)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(server.ask({"run": "block"}), 0.1)
+    with pytest.raises(EnvironmentFailed, match="the process of environment odd has ended"):
+        await asyncio.wait_for(others, 20)
+    assert "that a run is over: it is ended" in caplog.text
     await until(lambda: not psutil.pid_exists(server.pid), "the process to be reaped")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import os
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.config.buffer import TasksetConfig
 from trinity_es.environments.installed import Installed, find, install, remove
 from trinity_es.environments.verifiers_tasks import made_tasks
-from trinity_es.events.errors import TasksetError
+from trinity_es.events.errors import EngineError, TasksetError
 from trinity_es.events.values import Task
 from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.tasksets.taskset import Taskset
@@ -110,6 +111,35 @@ async def test_each_typed_error_is_a_failure_of_its_kind_and_never_a_reward(runn
     assert [r.results for r in done] == [[]] * len(asked)
     found = Counter((t.raw_task["fails"], r.failures[0][1]) for t, r in zip(asked, done, strict=True))
     assert found == dict.fromkeys(KINDS.items(), EACH)
+
+
+async def test_a_failure_that_an_agent_took_for_the_end_is_one_and_what_it_asked_again_is_none(
+    runner: WorkflowRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate, asked = runner.engine.generate, itertools.count(1)
+
+    async def fails_second(prompt: Any, sampling: Any) -> Any:
+        if next(asked) == 2:
+            raise EngineError("its weights are broken")
+        return await generate(prompt, sampling)
+
+    monkeypatch.setattr(runner.engine, "generate", fails_second)
+    [gave_up] = await played(runner, tasks("gives up"))
+    asked = itertools.count(1)
+    [again] = await played(runner, tasks("asks again"))
+    assert (gave_up.experiences, [f[1] for f in gave_up.failures]) == ([], ["infra"])
+    assert "its weights are broken" in gave_up.failures[0][2]
+    assert (again.failures, [e.metrics["turns"] for e in again.experiences]) == ([], [2.0])
+
+
+async def test_what_is_no_number_and_no_reward_at_all_fails_a_run_by_name(runner: WorkflowRunner) -> None:
+    done = await played(runner, tasks("nan metric", "nan reward", "no reward"))
+    assert [e for r in done for e in r.experiences] == []
+    said = ["gave turns = nan: a number is expected", "gave share = nan: a number is expected", "gave no reward"]
+    for result, why in zip(done, said, strict=True):
+        [(_, kind, message)] = [f[:3] for f in result.failures]
+        assert kind == "workflow"
+        assert why in message
 
 
 async def test_what_two_branches_share_is_learned_from_once_and_a_judge_never(runner: WorkflowRunner) -> None:

@@ -16,6 +16,7 @@ from trinity_es.cli.run_in_view import quiet
 from trinity_es.config.config import Config
 from trinity_es.environments import installed as environments
 from trinity_es.environments.installed import Installed
+from trinity_es.environments.verifiers_tasks import PREFIX
 from trinity_es.events.experience import Experience
 from trinity_es.run import single_task
 from trinity_es.text import plain
@@ -138,12 +139,16 @@ def _scripted() -> Config:
 def _with_environment(settings: Config, name: str) -> Config:
     """Return the config with one taskset: that of this environment."""
     inputs = settings.buffer.explorer_input
-    path = f"verifiers:{name}"
-    mine = next((t for t in [*inputs.tasksets, *inputs.eval_tasksets] if t.path == path), None)
-    taskset: dict[str, Any] = {"path": path} if mine is None else mine.model_dump(exclude_unset=True)
+    mine = next((t for t in [*inputs.tasksets, *inputs.eval_tasksets] if _names(t.path, name)), None)
+    taskset: dict[str, Any] = {"path": f"{PREFIX}{name}"} if mine is None else mine.model_dump(exclude_unset=True)
     told = settings.model_dump(exclude_unset=True)
     told.setdefault("buffer", {})["explorer_input"] = {"tasksets": [{**taskset, "name": name}]}
     return Config.from_dict(told)
+
+
+def _names(path: str, name: str) -> bool:
+    """Return True if this is an environment's path, however it spells the name."""
+    return path.startswith(PREFIX) and environments.plain_name(path.removeprefix(PREFIX)) == name
 
 
 def _told(one: Installed) -> dict[str, Any]:

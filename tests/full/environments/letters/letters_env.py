@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import random
 import signal
@@ -41,15 +42,17 @@ class LettersConfig(vf.TasksetConfig):
 
 class LettersTask(vf.Task[LettersData]):
     @vf.reward
-    async def share(self, trace: vf.Trace) -> float:
+    async def share(self, trace: vf.Trace) -> float | dict[str, float]:
         if self.data.fails == "TaskError":
             raise ValueError("the rubric is broken")
+        if self.data.fails in ("no reward", "nan reward"):
+            return {} if self.data.fails == "no reward" else math.nan
         said = [n.message.content or "" for n in trace.nodes if n.sampled]
         return sum(text.count("e") for text in said) / max(sum(map(len, said)), 1)
 
     @vf.metric
     async def turns(self, trace: vf.Trace) -> float:
-        return float(trace.num_turns)
+        return math.nan if self.data.fails == "nan metric" else float(trace.num_turns)
 
     @classmethod
     def toolsets(cls, config: Any) -> list[vf.Toolset]:
@@ -87,8 +90,15 @@ class Talk(vf.Harness[vf.HarnessConfig]):
         how = data.fails
         said: list[Any] = [{"role": "user", "content": data.prompt}]
         async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
-            for turn in range(2 if how in ("", "fork", "judged") else 1):
-                answer = await client.chat.completions.create(model=model, messages=said)
+            for turn in range(2 if how in ("", "fork", "judged", "gives up", "asks again") else 1):
+                try:
+                    answer = await client.chat.completions.create(model=model, messages=said)
+                except openai.APIError:
+                    if how == "gives up":  # and ends as if all were well
+                        return
+                    if how != "asks again":
+                        raise
+                    answer = await client.chat.completions.create(model=model, messages=said)
                 text = answer.choices[0].message.content
                 # A history that is changed is another branch.
                 said += [{"role": "assistant", "content": f"{text}, said he" if how == "fork" else text},
