@@ -125,11 +125,11 @@ def test_j2_the_example_plays_both_families_scores_them_and_its_log_needs_no_pac
         batches = [batch.batch_id for batch in log.batches()]
         scored = [(task.truth, reward) for batch in batches for task, reward in rewards(log, batch)]
         sources = [r.event.source for r in log.read(stream="tasksets") if isinstance(r.event, ev.TasksetResolved)]
-    assert set(batches) == {"0/legs", "0/gcd", 1, 2, "2/legs", "2/gcd"}
+    assert set(batches) == {"0/letters", "0/bits", 1, 2, "2/letters", "2/bits"}
     assert all(reward == (1.0 if truth == "2" else 0.0) for truth, reward in scored)
-    assert {"2", "4"} <= {truth for truth, _ in scored}
+    assert {"1", "2"} <= {truth for truth, _ in scored}
     assert {(s.taskset, s.is_eval, s.revision) for s in sources} == {
-        (name, is_eval, "0.1.25") for name in ("legs", "gcd") for is_eval in (False, True)}
+        (name, is_eval, "0.1.25") for name in ("letters", "bits") for is_eval in (False, True)}
     code, _, err = finish("verify", "--log", store, cwd=tmp_path)
     assert code == 0, err
     for batch in batches:
@@ -153,7 +153,7 @@ def test_j2_the_example_trains_both_families(variables: dict[str, str], tmp_path
     assert done.returncode == 0, done.stderr
     with trinity_es.open_log(store) as log:
         steps = max(batch.batch_id for batch in log.batches() if isinstance(batch.batch_id, int))
-        for family in ("legs", "gcd"):
+        for family in ("letters", "bits"):
             before, after = (mean(log, f"{step}/{family}") for step in (0, steps))
             assert before < 0.05, family
             assert after > before + 0.15, family
