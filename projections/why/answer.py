@@ -178,11 +178,14 @@ _WAYS = {
     "finalize": "the trainer calls finalize_train_batch or finalize_eval_batch; a scheduler calls get_results",
     "paused": "start a Scheduler on this store, or ask one for its results: it goes on with what waits",
     "finalize_failed": "mend the pipeline (buffer.pipeline), then finalize it again: it has all its experiences",
-    "training": "nothing where no trainer takes part; else it calls acknowledge(batch_id, step) when it has used it",
+    "training": "nothing where no trainer takes part; a trainer calls acknowledge(batch_id, step) when it has used it, "
+                "TRL's and `trinity-es run` by themselves: one that has ended is started again",
+    "all_failed": "mend what failed, end the runners that have it loaded (`trinity-es restart-runner`), and start the "
+                  "trainer again; TRL's has the batch generated anew, `trinity-es run` needs another `name`",
 }
 
 
-OF_TRAINER = {"finalize", "finalize_failed", "grace", "paused", "training", "nothing"}
+OF_TRAINER = {"finalize", "finalize_failed", "grace", "paused", "training", "all_failed", "nothing"}
 """Causes that no stall is made of: it is the trainer's turn."""
 
 

@@ -30,6 +30,8 @@ QUIET_SECONDS = 1.0
 """How long a loop may not answer before that is told, though it is no sign of hanging yet."""
 LATE_SECONDS = 5.0
 """How long after its limit a unit's failure may still be on its way."""
+TRACEBACK = "\nTraceback "
+"""How the part of an error begins that `show --task` has."""
 SLOW_TIMES = 3.0
 """A unit that takes so many times what the others took is slow."""
 
@@ -99,8 +101,10 @@ def _ended(course: BatchTimes) -> Ranked:
     failed = [(i, status) for i, status in sorted(state.statuses.items()) if status.completed_runs < status.total_runs]
     if failed and state.state is not BatchLifecycleState.ABORTED:
         task, status = failed[0]
+        if cause == "training" and not any(status.completed_runs for status in state.statuses.values()):
+            cause = "all_failed"
         text += (f"; {counted(len(failed), 'task')} of {state.expected_task_count} failed at least in part, the first "
-                 f"is task {task}: {_short(status.message or '')}")
+                 f"is task {task}: {_short((status.message or '').partition(TRACEBACK)[0])}")
     return (0.0, 0.0), Waiting(cause=cause, what="the trainer", text=text, since=course.moved_at)
 
 

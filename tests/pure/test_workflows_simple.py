@@ -102,6 +102,10 @@ def a_text(response: str) -> Any:
     return "good"
 
 
+def a_text_of_a_number(response: str) -> Any:
+    return "1.0"
+
+
 def no_number(response: str) -> float:
     return float("nan")
 
@@ -112,7 +116,9 @@ def a_part_without(response: str) -> Any:
 
 @pytest.mark.parametrize("workflow", ["single_turn", "simple_workflow", "async_simple_workflow"])
 @pytest.mark.parametrize(("reward", "said"), [
-    (a_text, "a_text gave 'good': give a finite number"), (no_number, "no_number gave nan: give a finite number"),
+    (a_text, "a_text gave 'good': give a finite number"),
+    (a_text_of_a_number, "a_text_of_a_number gave '1.0': give a finite number"),
+    (no_number, "no_number gave nan: give a finite number"),
     (a_part_without, "a_part_without gave None as style: give a finite number"),
 ])
 def test_what_a_reward_gave_that_is_no_number_is_told_with_its_name(workflow: str, reward: Any, said: str) -> None:

@@ -82,7 +82,8 @@ def play_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task], mode
     if not any(task.done for task in state.tasks):
         raise WorkflowError(
             f"batch {batch_id!r}: no run succeeded ({state.state}). {failures(state)}; mend it and go on: it is "
-            "generated again then"
+            "generated again then (a module of yours that runners have loaded they load again only when they start: "
+            "`trinity-es restart-runner`)"
         )
     if mode == "train":
         experiences = list(client.experiences(batch_id))
@@ -95,8 +96,10 @@ def play_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task], mode
 
 
 def failures(state: BatchState) -> str:
-    """Return what the first task said of which runs failed; empty where all completed."""
-    return next((f"Task {n}: {s.message}" for n, s in sorted(state.statuses.items()) if s.message), "")
+    """Return what the first task said of which runs failed, and how many did; empty where all completed."""
+    told = [f"Task {n}: {s.message}" for n, s in sorted(state.statuses.items()) if s.message]
+    more = f" (so did {len(told) - 1} more of {len(state.tasks)} tasks)" if len(told) > 1 else ""
+    return f"{told[0]}{more}" if told else ""
 
 
 def _finalize(client: RolloutClient, batch_id: str) -> None:

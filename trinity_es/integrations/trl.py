@@ -141,6 +141,8 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
             try:
                 REWARD_FUNCTIONS.get(reward_fn)
             except UnknownWorkflow as e:  # runners may have it all the same; else every run would fail, minutes later
+                if isinstance(e.__cause__, AttributeError):  # its module is here, and has no such function
+                    raise
                 _log.warning("%s (looked for here, where the trainer runs: runners may find it)", e.message)
         self._rollout_args = dict(rollout_args or {})
         self._client: RolloutClient | None = None

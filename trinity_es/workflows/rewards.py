@@ -245,7 +245,7 @@ def as_parts(said: Any, reward: Any) -> dict[str, float]:
     parts = {}
     for part, value in (said if isinstance(said, Mapping) else {"reward": said}).items():
         try:
-            parts[part] = float(value)
+            parts[part] = math.nan if isinstance(value, str) else float(value)
         except (TypeError, ValueError):
             parts[part] = math.nan
         if not math.isfinite(parts[part]):

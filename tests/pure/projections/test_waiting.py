@@ -238,6 +238,20 @@ def test_of_a_batch_that_ended_the_failed_tasks_are_told(one_left: Story) -> Non
         "0/4 runs completed. First error: grader: the grader mine:share did not end")
 
 
+def test_of_a_batch_that_failed_whole_the_way_out_is_told_without_frames(story: Story) -> None:
+    failed = ev.AttemptFailed(
+        task=0, run_id_base=0, failed_runs=[0, 1, 2, 3], attempt=1, runner="runner-0", incarnation=1, kind="workflow",
+        message="KeyError: 'stok'\nTraceback (most recent call last):\n  File \"/x/mine.py\", line 9, in run",
+        retry=False)
+    story.batch(tasks=1).dispatch(0).add("batch/3", failed, ev.BatchFinalizing(), ev.BatchFinalized(result={}))
+    told = story.why(100)
+    assert (told.cause, told.stalled) == ("all_failed", False)
+    assert told.sentence.endswith(
+        "1 task of 1 failed at least in part, the first is task 0: 0/4 runs completed. First error: workflow: "
+        "KeyError: 'stok'")
+    assert any("restart-runner" in line for line in told.sentences())
+
+
 def test_finalized_and_trained_and_aborted_are_ends(one_left: Story) -> None:
     one_left.finish(7).at(2).add("batch/3", ev.BatchFinalizing(), ev.BatchFinalized(result={}))
     told = one_left.why(100, system={"up": False})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -147,7 +148,9 @@ def up(
         return
     print(f"the actor system is up (pid {answer['pid']}, port {answer['port']}, {answer['seconds']:.1f} s)")
     print(f"log        {answer['log']}\ntext logs  {answer['log_dir']}")
-    print(f"next       trinity-es status --config {config}\n           trinity-es down {config}")
+    named = f"--log {shlex.quote(str(answer['log']))}"  # what was set may have changed the store
+    first, last = (named, named) if overrides else (f"--config {config}", str(config))
+    print(f"next       trinity-es status {first}\n           trinity-es down {last}")
 
 
 class Progress:
