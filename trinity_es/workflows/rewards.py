@@ -27,7 +27,7 @@ from typing import Any
 
 import orjson
 
-from trinity_es.events.errors import TaskNotSerializable, WorkflowError
+from trinity_es.events.errors import GraderError, TaskNotSerializable, WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task, class_path, task_to_dict
 from trinity_es.workflows.registry import REWARD_FUNCTIONS
@@ -185,8 +185,17 @@ _OF_A_REWARD = ("reward_fn", "reward_fn_args", "raw_task", "format_args")
 
 
 def rewarded(task: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, float]:
-    """Return the parts that a task's reward gives: what a grader calls. Raises WorkflowError for what is no number."""
-    return as_parts(value_of(reward_of(Task(**task))(**known)), task["reward_fn"])
+    """Return the parts that a task's reward gives: what a grader calls.
+
+    Raises GraderError for what is no number, WorkflowError for a number that is not finite.
+    """
+    said = value_of(reward_of(Task(**task))(**known))
+    try:
+        return as_parts(said, task["reward_fn"])
+    except WorkflowError as e:
+        if all(isinstance(part, int | float) for part in (said.values() if isinstance(said, Mapping) else [said])):
+            raise
+        raise GraderError(e.message) from None
 
 
 def value_of(said: Any) -> Any:

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import typer
 
 from trinity_es.cli.common import ConfigOption, JsonOption, SetOption, note, print_json, read_config
-from trinity_es.cli.run_in_view import quiet
 from trinity_es.config.config import Config
 from trinity_es.environments import installed as environments
 from trinity_es.environments.installed import Installed
@@ -114,7 +113,6 @@ def check(
     found = environments.find(name)
     settings = read_config(config, overrides) if config else _scripted()
     settings = _with_environment(settings, found.name)
-    quiet()
     note(f"starting {found.name} {found.version} and engine {settings.explorer.rollout_model.engine_type}: this may "
          "take minutes where data or a model is loaded"
          + ("" if config else " (no --config: the engine writes letters at random, so the reward says little)"))
