@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import signal
 import subprocess
@@ -109,3 +110,13 @@ def wire(own_server: Server) -> Iterator[Wire]:
     one = Wire(own_server.socket)
     yield one
     one.cut()
+
+
+@pytest.fixture(autouse=True)
+def _own_loggers_speak() -> None:
+    """Undo what tests before this one, and packages that they imported, did to our loggers in this process."""
+    logging.disable(logging.NOTSET)
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.partition(".")[0] == "trinity_es" and isinstance(logger, logging.Logger):
+            logger.disabled, logger.propagate = False, True
+            logger.setLevel(logging.NOTSET)
