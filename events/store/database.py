@@ -23,8 +23,9 @@ from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import NullPool, QueuePool
 
+from trinity_es.events.atomic_file import sync
 from trinity_es.events.errors import ConfigError, LogCorrupt, LogError, LogNotFound, LogUnavailable, NotALog
-from trinity_es.events.private_files import holder, open_private, tighten
+from trinity_es.events.private_files import create_private, holder, open_private, tighten
 from trinity_es.events.store.disk import room
 from trinity_es.events.store.file_identity import BesideGone, Place
 from trinity_es.events.store.retry import Trouble, classify
@@ -263,6 +264,37 @@ class Database:
         place.forget_beside()
         self.engine.dispose()
         _text_log().warning("%s while the log was in use: what it held was moved into the log", why)
+
+    def make(self, fill: Callable[[Database], None]) -> bool:
+        """Make the SQLite file where there is none: filled under another name, and given its own when it is whole.
+
+        Returns True, or False where somebody was faster. Raises LogUnavailable, and what `fill` raises; nothing has the
+        name then.
+        """
+        assert self.path is not None
+        path = Path(os.path.realpath(self.path))  # of a link it is the file that is missing
+        making = path.with_name(f"{path.name}.making")
+        beside = [making, *(Path(f"{making}{more}") for more in ("-wal", "-shm", "-journal", ".lock"))]
+        with self._thread_lock, self._file_lock():
+            if path.exists():
+                return False
+            for name in beside:
+                name.unlink(missing_ok=True)  # its maker died
+            new = Database(str(making), durability=self.durability, patience=self.patience)
+            try:
+                create_private(making)  # SQLite gives what it makes beside it the same mode
+                new.prepare()
+                fill(new)
+                new.close()
+                os.rename(making, path)
+            except OSError as e:
+                raise LogUnavailable(f"{path} can't be made: {e.strerror}; see that this user may write there") from e
+            finally:
+                new.close()
+                for name in beside:
+                    name.unlink(missing_ok=True)
+            sync(path.parent)
+        return True
 
     def prepare(self) -> None:
         """Bring a SQLite file into the shape that writers need; on PostgreSQL there is nothing to do."""

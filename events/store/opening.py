@@ -8,7 +8,7 @@ from collections.abc import Callable
 from sqlalchemy import Connection, func, insert, inspect, select
 
 from trinity_es.events.errors import LogCorrupt, LogNotFound, LogTooNew, NotALog
-from trinity_es.events.private_files import create_private, make_private_folder
+from trinity_es.events.private_files import make_private_folder
 from trinity_es.events.store import schema
 from trinity_es.events.store.database import Database
 
@@ -19,7 +19,8 @@ def open_schema(db: Database, create: bool, prepare: Callable[[Connection], None
     """Make sure that the log is there, and make it with `create`.
 
     `prepare` makes and brings up to date what else belongs into its database: of a new log in the same transaction, so
-    that nobody ever reads a log without its tables. Raises LogNotFound, NotALog, LogTooNew, LogCorrupt, LogUnavailable.
+    that nobody ever reads a log without its tables. A SQLite log gets its name when it is whole: who reads finds all of
+    it, or none. Raises LogNotFound, NotALog, LogTooNew, LogCorrupt, LogUnavailable.
     """
     path = db.path
     if path is not None:
@@ -31,13 +32,15 @@ def open_schema(db: Database, create: bool, prepare: Callable[[Connection], None
             raise NotALog(f"{path} is an empty file, not a log")
         if create:
             make_private_folder(path.parent)
-            create_private(path)  # SQLite gives what it makes beside it the same mode
     soon = min(5.0, db.patience)
+    made = False
+    if path is not None and create and not path.exists():
+        made = db.make(lambda new: new.write(lambda c: _create(c, new, prepare), patience=soon))
     there = db.read(lambda c: _is_there(c, db, create), patience=soon)
     db.prepare()
     if not there:
         db.write(lambda c: _create(c, db, prepare), patience=soon)
-    elif prepare is not None:
+    elif prepare is not None and not made:
         db.write(prepare, patience=soon)
 
 
@@ -58,12 +61,11 @@ def _is_there(connection: Connection, db: Database, create: bool) -> bool:
                 "upgrade trinity-es", schema_rev=rev,
             )
         return True
-    if names and (db.dialect == "sqlite" or not create):
-        raise NotALog(f"{db.shown} is a database without a log in it (tables: {', '.join(sorted(names)[:5])})")
+    what = f"a database without a log in it (tables: {', '.join(sorted(names)[:5])})" if names else "an empty database"
+    if names and db.dialect == "sqlite":
+        raise NotALog(f"{db.shown} is {what}")
     if not create:
-        raise (NotALog if db.dialect == "sqlite" else LogNotFound)(
-            f"{db.shown} is an empty database without a log; start a run there to make one"
-        )
+        raise LogNotFound(f"{db.shown} is {what}; start a run there to make a log")
     return False
 
 

@@ -27,10 +27,10 @@ from trinity_es.events.errors import (
     LogNotFound,
     LogTooNew,
     LogUnavailable,
-    NotALog,
 )
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.vocabulary import BatchTrained, RunnerRetired
+from trinity_es.testing import wait_until
 
 Open = Callable[..., EventLog]
 
@@ -351,7 +351,7 @@ class TestRead:
 
 class TestOpening:
     def test_a_log_that_is_not_there_is_told(self, store_url: str) -> None:
-        with pytest.raises((LogNotFound, NotALog), match="log"):
+        with pytest.raises(LogNotFound, match="log"):
             EventLog.open(store_url)
 
     def test_processes_that_create_it_at_the_same_time_all_get_the_same_one(self, store_url: str) -> None:
@@ -373,6 +373,32 @@ class TestOpening:
         assert len({log.head().generation for log in opened}) == 1
         for log in opened:
             log.close()
+
+    def test_who_looks_while_it_is_made_finds_all_of_it_or_none(self, store_url: str) -> None:
+        looked: list[str] = []
+        made = threading.Event()
+
+        def look() -> None:
+            while not made.is_set():
+                try:
+                    EventLog.open(store_url, read_only=True).close()
+                    looked.append("a log")
+                except LogNotFound:
+                    looked.append("none yet")
+                except Exception as e:
+                    looked.append(repr(e))
+
+        threads = [threading.Thread(target=look, daemon=True) for _ in range(3)]
+        for t in threads:
+            t.start()
+        wait_until(lambda: len(looked) > 10, "a look", 30)
+        EventLog.open(store_url, create=True).close()
+        seen = len(looked)
+        wait_until(lambda: len(looked) > seen + 10, "a look at what was made", 30)
+        made.set()
+        for t in threads:
+            t.join(60)
+        assert set(looked) == {"none yet", "a log"}
 
     def test_a_log_of_a_newer_schema_is_refused(self, log: EventLog, open_log: Open) -> None:
         with log.engine.begin() as connection:

@@ -20,7 +20,7 @@ from trinity_es.cli.render.progress import RunView
 from trinity_es.cli.render.tables import console
 from trinity_es.client.teardown import end_system
 from trinity_es.config.config import Config
-from trinity_es.events.errors import ConfigError, LogNotFound, NotALog
+from trinity_es.events.errors import ConfigError, LogNotFound
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.run import RunState, fold_run
 from trinity_es.run.explorer import Explorer
@@ -118,7 +118,7 @@ def _position(settings: Config) -> int:
     try:
         with open_log(settings.store.url) as log:
             return log.head().position
-    except (LogNotFound, NotALog):
+    except LogNotFound:
         return 0
 
 

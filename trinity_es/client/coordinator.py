@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from trinity_es.client import validation
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.config.config import Config
-from trinity_es.events.errors import AlreadyRunning, ConfigError, NotALog
+from trinity_es.events.errors import AlreadyRunning, ConfigError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId
 from trinity_es.system import keeper_lock, lifecycle, running_system
@@ -67,11 +67,7 @@ class RolloutCoordinator:
 
     def _open(self) -> None:
         if self._client is None:
-            try:
-                running = running_system.find(self.config)
-            except NotALog:  # somebody makes it right now; if not, `start` says so
-                running = None
-            if running is None:
+            if running_system.find(self.config) is None:
                 with contextlib.suppress(AlreadyRunning):  # somebody else was faster
                     lifecycle.start(self.config)
                     self._started = True

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import ConfigError, LogNotFound, NotALog, SyncError
+from trinity_es.events.errors import ConfigError, LogNotFound, SyncError
 from trinity_es.events.values import BatchId, BatchLifecycleState, Task, task_from_dict
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.reading.pass_rates import pass_rates, submitted_tasks
@@ -86,7 +86,7 @@ class Explorer(RunProcess):
                         "config, or give another, as in `--set store.url=sqlite:///bench.sqlite`"
                     )
                 self._point = resume_point(log, [])
-        except (LogNotFound, NotALog):
+        except LogNotFound:
             self._point = ResumePoint()
         point = self._point
         self.eval_sets = self._opened(config.buffer.explorer_input.eval_tasksets, point, is_eval=True)

@@ -22,7 +22,7 @@ from trinity_es.actors import plugins
 from trinity_es.client.coordinator import RolloutCoordinator
 from trinity_es.config.buffer import TasksetConfig
 from trinity_es.config.config import Config
-from trinity_es.events.errors import ConfigError, LogNotFound, NotALog, NotRunning, TasksetError
+from trinity_es.events.errors import ConfigError, LogNotFound, NotRunning, TasksetError
 from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.reading.resume_point import ResumePoint, resume_point
@@ -185,7 +185,7 @@ class RunProcess:
         try:
             with open_log(config.store.url) as log:
                 point = resume_point(log, tasksets)
-        except (LogNotFound, NotALog):  # NotALog: it was being made when its maker died
+        except LogNotFound:
             return ResumePoint()
         if not self.has_trainer or not point.path:
             return point

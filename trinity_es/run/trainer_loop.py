@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import suppress
 from typing import Any
 
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import ConfigError, NotALog, NotRunning, TasksetError
+from trinity_es.events.errors import ConfigError, NotRunning, TasksetError
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchLifecycleState
 from trinity_es.events.vocabulary import TasksetSource
@@ -143,9 +142,8 @@ class TrainerProcess(RunProcess):
         patience = self.config.system.startup_timeout
         deadline = time.monotonic() + patience
         while True:
-            with suppress(NotALog):  # it is being made
-                if await asyncio.to_thread(running_system.find, self.config) is not None:
-                    return
+            if await asyncio.to_thread(running_system.find, self.config) is not None:
+                return
             if time.monotonic() > deadline:
                 raise NotRunning(
                     f"no actor system came up on {self.config.masked()['store']['url']} in {patience} s: start the "

@@ -21,7 +21,7 @@ from hashlib import sha256
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from trinity_es.events.errors import ConfigError, LogNotFound, NotALog
+from trinity_es.events.errors import ConfigError, LogNotFound
 from trinity_es.events.software_version import VERSION
 from trinity_es.events.store.database import masked
 from trinity_es.events.store.recorded import Recorded
@@ -138,7 +138,7 @@ class Traces:
         try:
             with open_log(self._url) as log:
                 self._begin(log)
-        except (LogNotFound, NotALog):  # it is being made: all of it is to come
+        except LogNotFound:  # it is being made: all of it is to come
             self._began = {}
         except Exception as e:  # the thread will find out
             self._complain("reading the log", e)

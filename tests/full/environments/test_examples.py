@@ -99,10 +99,10 @@ def test_j2_the_example_of_openenv_ends_each_step_though_its_server_is_killed_an
         inputs = "buffer.explorer_input"
         with playing("openenv", tmp_path, **{
             f"{inputs}.tasksets.0.{url}": server.url, f"{inputs}.eval_tasksets.0.{url}": server.url,
-            "explorer.rollout_model.script": "{response: aaaaaaaaaaaaaaaa, latency_seconds: 0.3}",
-            "explorer.max_concurrency": 16,  # so that most of the step is still to come when the server dies
+            "explorer.rollout_model.script": "{response: aaaaaaaaaaaaaaaa, latency_seconds: 0.5}",
+            "explorer.max_concurrency": 12,  # so that most of the step is still to come when the server dies
         }) as store:
-            wait_until(lambda: runs_of(store, 1) >= 16 * RUNS // 4, "a part of the first step", 240)
+            wait_until(lambda: runs_of(store, 1) >= RUNS, "a part of the first step", 240)
             server.kill()
             server.start()
     with trinity_es.open_log(store) as log:

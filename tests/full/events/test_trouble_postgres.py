@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 from sqlalchemy import text
@@ -11,6 +12,7 @@ from sqlalchemy import text
 from tests.helpers.faults import Server
 from tests.helpers.logs import dropped, write
 from trinity_es.events.errors import LogNotFound, LogUnavailable
+from trinity_es.events.store.database import Database
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.store.payloads import digest_of, open_payloads, patient
 from trinity_es.events.store.retry import is_transient
@@ -28,6 +30,15 @@ class TestPostgres:
     def test_a_database_without_a_log(self, postgres: Callable[[], str]) -> None:
         with pytest.raises(LogNotFound, match="empty database"):
             EventLog.open(postgres())
+
+    def test_a_database_of_other_tables_gets_its_log_beside_them(self, postgres: Callable[[], str]) -> None:
+        url = postgres()
+        with closing(Database(url)) as other, other.engine.begin() as connection:
+            connection.execute(text("CREATE TABLE recipes (name TEXT)"))
+        with pytest.raises(LogNotFound, match="recipes"):
+            EventLog.open(url)
+        EventLog.open(url, create=True).close()
+        EventLog.open(url).close()
 
     def test_connections_that_the_server_ends_are_made_again(self, postgres: Callable[[], str]) -> None:
         url = postgres()
