@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from trinity_es.actors.coordinator.handlers.experiences import Candidate
     from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
     from trinity_es.client.coordinator import RolloutCoordinator
-    from trinity_es.client.rollout_client import RolloutClient, connect, running
+    from trinity_es.client.rollout_client import RolloutClient, connect
+    from trinity_es.client.running import running
     from trinity_es.client.scheduler import Scheduler
     from trinity_es.config.config import Config, load_config
     from trinity_es.events.errors import TrinityError
@@ -52,7 +53,8 @@ _HOMES = {
     "actors.coordinator.handlers.experiences": "Candidate",
     "actors.rollout.workflow_runner": "WorkflowRunner",
     "client.coordinator": "RolloutCoordinator",
-    "client.rollout_client": "RolloutClient connect running",
+    "client.rollout_client": "RolloutClient connect",
+    "client.running": "running",
     "client.scheduler": "Scheduler",
     "config.config": "Config load_config",
     "events.errors": "TrinityError",

@@ -61,7 +61,7 @@ def main(folder: Path, *overrides: str, **settings: Any) -> float:
         rollout_func=rollouts, callbacks=[rollouts], train_dataset=letters(data / "train.jsonl"),
         eval_dataset=letters(data / "eval.jsonl"),
     )
-    print(f"starting the engines, which takes a minute or so (text logs in {config.system.log_dir})", flush=True)
+    rollouts.check(trainer)  # what it can't serve is refused before engines load
     with trinity_es.running(config):  # or joins those that run
         resume(trainer)  # from its newest checkpoint, if there is one
         reward = float(trainer.evaluate()["eval_reward"])

@@ -64,7 +64,8 @@ WALLS = {
     "trinity_es/audit/whatif": "trinity_es trinity_es/config trinity_es/audit",
     "trinity_es/client": "trinity_es trinity_es/config trinity_es/workflows trinity_es/system trinity_es/weights",
     "trinity_es/serve": "trinity_es trinity_es/config trinity_es/system trinity_es/client",
-    "trinity_es/integrations": "trinity_es trinity_es/config trinity_es/workflows trinity_es/weights trinity_es/client",
+    "trinity_es/integrations": "trinity_es trinity_es/config trinity_es/workflows trinity_es/system trinity_es/weights "
+                               "trinity_es/client",
     "trinity_es/run": "trinity_es trinity_es/config trinity_es/workflows trinity_es/tasksets trinity_es/system "
                       "trinity_es/weights trinity_es/telemetry trinity_es/client trinity_es/serve",
     "trinity_es/dashboard": "trinity_es trinity_es/audit trinity_es/telemetry",

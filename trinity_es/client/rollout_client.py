@@ -37,10 +37,8 @@ from trinity_es.actors.messages import Parcel, pack
 from trinity_es.client import validation
 from trinity_es.client.connection import GRACE_SECONDS
 from trinity_es.client.system_client import SystemClient
-from trinity_es.client.teardown import end_system
 from trinity_es.config.config import Config
 from trinity_es.events.errors import (
-    AlreadyRunning,
     BatchNotFound,
     DataError,
     FinalizeTimeout,
@@ -63,11 +61,10 @@ from trinity_es.events.values import (
 from trinity_es.events.vocabulary import ExperiencesProcessed, PayloadRef, TasksetSource
 from trinity_es.projections.batch import BatchState
 from trinity_es.projections.why.answer import unread
-from trinity_es.system import lifecycle
 from trinity_es.weights.published import read_weight
 from trinity_es.weights.publisher import Publisher, gpu_of
 
-__all__ = ["RolloutClient", "connect", "running"]
+__all__ = ["RolloutClient", "connect"]
 
 READ_SECONDS = 10.0
 """Maximum of the time that the log may take to answer `why`: its server may be frozen."""
@@ -84,27 +81,6 @@ def connect(config: Config, *, resumed_at: int | None = None) -> RolloutClient:
     freed some of them.
     """
     return RolloutClient(config, resumed_at=resumed_at)
-
-
-@contextlib.contextmanager
-def running(config: Config, *, timeout: float | None = None) -> Iterator[RolloutClient]:
-    """Start the system of this config's store, or join the one that runs, and wait until its engines serve.
-
-    Gives a client. At its end a system that was started here is ended. `timeout`: seconds that the engines may take,
-    `system.startup_timeout` by default. Raises ConfigError, StartupError, LogRewound and what `connect` raises.
-    """
-    try:
-        lifecycle.start(config)
-        joined = False
-    except AlreadyRunning:
-        joined = True
-    try:
-        with connect(config) as client:
-            client.wait_ready(timeout)
-            yield client
-    finally:
-        if not joined:
-            end_system(config)
 
 
 class RolloutClient(SystemClient):

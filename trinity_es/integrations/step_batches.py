@@ -6,6 +6,7 @@ nothing is generated twice, whatever died in between. Runs that failed for good 
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -20,7 +21,9 @@ from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchLifecycleState, Task
 from trinity_es.projections.batch import BatchState
 
-__all__ = ["Mode", "PromptRows", "Runs", "failures", "find_batch", "play_batch", "prompt_key", "submit_batch"]
+__all__ = [
+    "Mode", "PromptRows", "Runs", "failures", "find_batch", "has_result", "play_batch", "prompt_key", "submit_batch",
+]
 
 Mode = Literal["train", "eval"]
 Runs = dict[tuple[int, int], list[Experience]]
@@ -42,9 +45,7 @@ def find_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task]) -> B
     made of other prompts.
     """
     state = client.log.current(batch_id)
-    if state is None or state.state is BatchLifecycleState.ABORTED:
-        return None
-    if state.state is BatchLifecycleState.FINALIZED and not any(task.done for task in state.tasks):
+    if state is None or (state.state.ended and not _succeeded(state)):
         return None
     told = [task for event in client.log.handed_in(batch_id) for task in client.log.tasks_of(event)]
     was = [((task.get("raw_task") or {}).get("prompt"), task.get("repeat_times") or 1) for task in told]
@@ -55,6 +56,16 @@ def find_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task]) -> B
             "num_generations changed. Go on with what it began with, or begin anew with another store"
         )
     return state
+
+
+def has_result(client: RolloutClient, batch_id: str) -> bool:
+    """Return True if the log has this batch whole: finalized, with a run that succeeded."""
+    state = client.log.current(batch_id)
+    return state is not None and _succeeded(state)
+
+
+def _succeeded(state: BatchState) -> bool:
+    return state.state is BatchLifecycleState.FINALIZED and any(task.done for task in state.tasks)
 
 
 def submit_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task], mode: Mode) -> None:
@@ -169,8 +180,10 @@ class PromptRows:
 
 def _chosen(name: str, data: Any, columns: Sequence[str] | None) -> list[str]:
     there = list(getattr(data, "column_names", None) or [])
-    if there and (missing := [column for column in columns or () if column not in there]):
-        raise DataError(f"{name} has no column {missing[0]!r}: it has {', '.join(there)}")
+    if there and (missing := [column for column in ("prompt", *(columns or ())) if column not in there]):
+        near = difflib.get_close_matches(missing[0], there, n=1, cutoff=0.7)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise DataError(f"{name} has no column {missing[0]!r}: it has {', '.join(there)}{meant}")
     if _is_stream(data) and (columns or (columns is None and there != ["prompt"])):
         raise DataError(
             f"{name} is a stream, whose rows can't be looked up by their prompts: give columns=[], with which tasks "

@@ -14,8 +14,6 @@ and the others get their part of it from there.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
 import logging
 import math
@@ -24,7 +22,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
+from uuid import uuid4
 
 import torch
 from accelerate.data_loader import get_sampler
@@ -32,21 +31,19 @@ from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import has_length
 
+from trinity_es.client.progress import tell
 from trinity_es.client.rollout_client import RolloutClient, connect
 from trinity_es.config.config import Config, load_config
-from trinity_es.events.errors import ConfigError, DataError, UnknownWorkflow
-from trinity_es.events.experience import Experience
+from trinity_es.events.errors import ConfigError, DataError, SyncError, UnknownWorkflow
 from trinity_es.events.values import Task
-from trinity_es.integrations.step_batches import Mode, PromptRows, Runs, find_batch, play_batch, prompt_key
+from trinity_es.integrations.step_batches import Mode, PromptRows, find_batch, has_result, play_batch, prompt_key
 from trinity_es.integrations.step_weights import missing_version, publish_tensors
+from trinity_es.integrations.trl_rows import COLUMNS, result_rows, sparing
 from trinity_es.integrations.trl_settings import ANSWERS, PROMPTS, require_no_format, sampling_args, template_args
+from trinity_es.system.run_lock import hold
 from trinity_es.workflows.registry import REWARD_FUNCTIONS
 
 __all__ = ["Rollouts", "last_checkpoint", "resume", "rollout_reward"]
-
-COLUMNS = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "reward", "rollout_failed", "rollout_version",
-           "rollout_id")
-"""What a row has: the first three go into the trainer, the fourth masks the loss, the others reach reward functions."""
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -157,14 +154,14 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
     # --- the rollout function ---------------------------------------------------------------------------------------
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """Return this process's rows, in the order of its prompts. GRPOTrainer calls it."""
-        self._take_over(trainer)
+        self.check(trainer)
         mode: Mode = "train" if trainer.model.training else "eval"
         asked = gather_object(prompts)
         step = int(trainer.state.global_step)
         call = self._calls[f"{step} {mode}"]
         self._calls[f"{step} {mode}"] += 1
         tasks: list[Task] = []
-        batch_id = f"{step}/{self.name}-{mode}-{call}"
+        batch_id = self._batch_id(step, mode, call)
         if mode == "eval":  # of any data set, perhaps by hand
             batch_id += f"-{sha256(prompt_key(asked)).hexdigest()[:8]}"
 
@@ -182,10 +179,21 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
 
     @property
     def client(self) -> RolloutClient:
-        """The client of the system, in the first process; connected when it is first needed. Raises NotRunning."""
+        """The client of the system, in the first process; connected when it is first needed.
+
+        Raises NotRunning; AlreadyRunning where another process trains on this store: one trainer's engines have no
+        place for another's weights.
+        """
         if self._client is None:
-            self._client = connect(self.config)
+            self._client = self._connected(None)
         return self._client
+
+    def _batch_id(self, step: int, mode: Mode, call: int) -> str:
+        return f"{step}/{self.name}-{mode}-{call}"
+
+    def _connected(self, step: int | None) -> RolloutClient:
+        hold(self.config, "trainer")
+        return connect(self.config, resumed_at=step)
 
     def close(self) -> None:
         """Let go of the system, which goes on."""
@@ -193,8 +201,11 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
             self._client.close()
             self._client = None
 
-    def _take_over(self, trainer: Any) -> None:
-        """Take note of the trainer, once. Raises ConfigError for one that this can't serve."""
+    def check(self, trainer: Any) -> None:
+        """Look whether this can serve the trainer and its data, as its first step does; before engines load, say.
+
+        Raises ConfigError, DataError.
+        """
         if self._trainer is trainer:
             return
         if trainer.use_vllm:
@@ -208,9 +219,12 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
             )
         if getattr(trainer, "tools", None):
             raise ConfigError("the trainer has tools, which TRL itself would call: have a workflow call them")
-        self._task["workflow_args"] |= template_args(self._task["workflow"], trainer.args)
-        self._sampling = sampling_args(trainer.args)
-        trainer.reward_funcs = [_sparing(fn) for fn in trainer.reward_funcs]
+        template, sampling = template_args(self._task["workflow"], trainer.args), sampling_args(trainer.args)
+        for mode in get_args(Mode):
+            self._rows_of(mode, trainer)
+        self._task["workflow_args"] |= template
+        self._sampling = sampling
+        trainer.reward_funcs = [sparing(fn) for fn in trainer.reward_funcs]
         self._trainer = trainer
 
     def _on_main(self, work: Callable[[], T]) -> T:
@@ -267,7 +281,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
             self._several = True
             _log.warning("batch %r: runs gave several experiences, and TRL gets the last of each", batch_id)
         eos = int(self._trainer.processing_class.eos_token_id)
-        rows = _rows(batch_id, runs, len(tasks), int(tasks[0].repeat_times or 1), eos)
+        rows = result_rows(batch_id, runs, len(tasks), int(tasks[0].repeat_times or 1), eos)
         return {column: [row[column] for row in rows] for column in COLUMNS}
 
     # --- weights ----------------------------------------------------------------------------------------------------
@@ -286,13 +300,19 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
     def _written(self, version: int, state: Mapping[str, Any]) -> Path:
         """Write a folder that engines load, and remove older ones; the newest are kept, as many as checkpoints."""
         folder = Path(self.config.run_dir) / f"{self.name}-weights"
-        target, half = folder / f"version_{version}", folder / f".version_{version}"
-        for path in (target, half):
+        target, half = folder / f"version_{version}", folder / f".version_{version}-{uuid4().hex[:8]}"
+        for path in (target, *folder.glob(".version_*")):
             shutil.rmtree(path, ignore_errors=True)
         model = self._trainer.accelerator.unwrap_model(self._trainer.model)
-        model.save_pretrained(half, state_dict=dict(state))
-        self._trainer.processing_class.save_pretrained(half)
-        half.rename(target)
+        try:
+            model.save_pretrained(half, state_dict=dict(state))
+            self._trainer.processing_class.save_pretrained(half)
+            half.rename(target)
+        except OSError as e:
+            raise SyncError(
+                f"version {version} was not published: {target} can't be written ({e}). Where another trainer named "
+                f"{self.name!r} writes there, end it, or give one of them another run_dir"
+            ) from e
         written = sorted(folder.glob("version_*"), key=lambda path: int(path.name.partition("_")[2]))
         for path in written[: -self.config.trainer.keep_checkpoints]:
             shutil.rmtree(path, ignore_errors=True)
@@ -318,7 +338,19 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         self._unacknowledged.clear()
         if state.is_world_process_zero:
             self.close()
-            self._client = connect(self.config, resumed_at=step)
+            self._client = self._connected(step)
+            self._tell_where(step, per_generation, per_step)
+
+    def _tell_where(self, step: int, per_generation: int, per_step: int) -> None:
+        """Say where the trainer begins, and up to which step the log has all that it will ask for."""
+        calls: Counter[int] = Counter()
+        known = step
+        while has_result(self.client, self._batch_id(known, "train", calls[known])):
+            calls[known] += 1
+            known = step + calls.total() * per_generation // per_step
+        begins = f"goes on from checkpoint-{step}" if step else "begins with the model as it was given"
+        until = f"up to step {known} it trains on what the log has" if known > step else "the log has no step after it"
+        tell(_log, f"trainer {self.name} {begins}: {until}")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Acknowledge the batches that are used up."""
@@ -335,67 +367,6 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
             step = int(state.global_step)
             if (wanted := self._on_main(lambda: missing_version(self.client, step))) is not None:
                 self._serve(wanted)
-
-
-def _rows(batch_id: str, runs: Runs, tasks: int, group: int, eos: int) -> list[dict[str, Any]]:
-    """Return a row for each run of each task, in order, also for those that failed."""
-    rows = []
-    for task in range(tasks):
-        prompt = next((_prompt(runs[task, run][-1]) for run in range(group) if (task, run) in runs), [eos])
-        for run in range(group):
-            found = runs.get((task, run))
-            row = _failed(prompt, eos) if found is None else _row(found[-1], eos)
-            rows.append({**row, "rollout_id": f"{batch_id}/{task}/{run}"})
-    return rows
-
-
-def _prompt(experience: Experience) -> list[int]:
-    return [int(token) for token in experience.tokens[: experience.prompt_length]]
-
-
-def _failed(prompt: list[int], eos: int) -> dict[str, Any]:
-    """Return a row that nothing is learned from: TRL leaves out of a group's mean what every reward function left out.
-    """
-    return {
-        "prompt_ids": prompt, "completion_ids": [eos], "logprobs": [0.0], "env_mask": [0], "reward": None,
-        "rollout_failed": True, "rollout_version": None,
-    }
-
-
-def _row(experience: Experience, eos: int) -> dict[str, Any]:
-    ids = [int(token) for token in experience.tokens[experience.prompt_length :]]
-    given = {"reward": experience.reward, "rollout_failed": False,
-             "rollout_version": experience.info.get("model_version")}
-    if not ids:  # TRL looks at the last token of each completion
-        return {**_failed(_prompt(experience), eos), **given}
-    mask = [1] * len(ids) if experience.action_mask is None else [int(own) for own in experience.action_mask]
-    logprobs = [None] * len(ids) if experience.logprobs is None else [float(value) for value in experience.logprobs]
-    return {"prompt_ids": _prompt(experience), "completion_ids": ids, "logprobs": logprobs, "env_mask": mask, **given}
-
-
-def _sparing(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a reward function that gives runs that failed no reward, whatever this one says of their empty answer."""
-
-    def spared(said: Sequence[float | None], failed: Sequence[bool]) -> list[float | None]:
-        return [None if lost else reward for reward, lost in zip(said, failed, strict=True)]
-
-    if _is_async(fn):
-
-        @functools.wraps(fn)
-        async def call_async(**columns: Any) -> list[float | None]:
-            return spared(await fn(**columns), columns["rollout_failed"])
-
-        return call_async
-
-    @functools.wraps(fn)
-    def call(**columns: Any) -> list[float | None]:
-        return spared(fn(**columns), columns["rollout_failed"])
-
-    return call
-
-
-def _is_async(fn: Any) -> bool:
-    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
 
 
 def _require_whole_generations(args: Any, per_generation: int, per_step: int) -> None:

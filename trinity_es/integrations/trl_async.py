@@ -35,6 +35,7 @@ from trinity_es.events.values import Task
 from trinity_es.integrations.step_batches import play_batch, submit_batch
 from trinity_es.integrations.step_weights import missing_version, publish_tensors, step_of
 from trinity_es.integrations.trl_settings import PROMPTS, require_no_format, sampling_args, template_args
+from trinity_es.system.run_lock import hold
 
 __all__ = ["AsyncRollouts"]
 
@@ -91,8 +92,12 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
 
     @property
     def client(self) -> RolloutClient:
-        """The client of the system; connected when it is first needed. Raises NotRunning."""
+        """The client of the system; connected when it is first needed.
+
+        Raises NotRunning; AlreadyRunning where another process trains on this store.
+        """
         if self._client is None:
+            hold(self.config, "trainer")
             self._client = connect(self.config, resumed_at=self._resumed_at)
         return self._client
 

@@ -27,12 +27,12 @@ from trinity_es.projections.reading.pass_rates import pass_rates, submitted_task
 from trinity_es.projections.reading.resume_point import ResumePoint, resume_point, was_dropped_stale
 from trinity_es.run.checkpoint_eval import BenchRow, batch_id_of, read_results, steps_wanted
 from trinity_es.run.checkpointing import Checkpoints
-from trinity_es.run.run_lock import RunLock
 from trinity_es.run.run_process import RunProcess
 from trinity_es.run.sync_policy import evals_due
 from trinity_es.run.trainer import Trainer
 from trinity_es.run.trainer_loop import POLL_SECONDS, all_of, follow, train_in_order
 from trinity_es.run.wait_for_log import when_written
+from trinity_es.system.run_lock import RunLock
 from trinity_es.tasksets.taskset import Cursor
 
 if TYPE_CHECKING:

@@ -27,11 +27,11 @@ from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.reading.resume_point import ResumePoint, resume_point
 from trinity_es.run.checkpointing import TrainerCheckpoints
-from trinity_es.run.run_lock import Role, RunLock
 from trinity_es.run.run_progress import RunProgress
 from trinity_es.run.sync_policy import SyncPolicy
 from trinity_es.run.trainer import Trainer
 from trinity_es.system import keeper_lock, running_system
+from trinity_es.system.run_lock import Role, RunLock
 from trinity_es.tasksets.mix import Mix
 from trinity_es.tasksets.taskset import Cursor, Taskset
 from trinity_es.telemetry.monitors import Monitors

@@ -15,8 +15,8 @@ import pytest
 from tests.helpers.systems import StartSystem, scripted, tasks
 from trinity_es.events.errors import AlreadyRunning, LogUnavailable, StartupError, SyncError
 from trinity_es.events.store.log import EventLog
-from trinity_es.run.run_lock import RunLock
 from trinity_es.system import leftovers, lifecycle, running_system
+from trinity_es.system.run_lock import RunLock
 from trinity_es.weights import shared_memory
 
 _HOLD = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, 2); print(1, flush=True); sys.stdin.read()"

@@ -1,9 +1,10 @@
-"""What a run has on this machine beside its log: the locks of who goes on with it, and its checkpoints."""
+"""The locks that a run has on this machine beside its log: of who goes on with it."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+from pathlib import Path
 from typing import IO, Any, Literal
 
 from trinity_es.config.config import Config
@@ -11,7 +12,7 @@ from trinity_es.events.errors import AlreadyRunning
 from trinity_es.events.private_files import make_private_folder, open_private, take_lock
 from trinity_es.system import keeper_lock, running_system
 
-__all__ = ["Role", "RunLock"]
+__all__ = ["Role", "RunLock", "hold"]
 
 Role = Literal["explorer", "trainer"]
 
@@ -19,8 +20,8 @@ Role = Literal["explorer", "trainer"]
 class RunLock:
     """Two explorers (or trainers) on one run would train each step twice.
 
-    The lock ends with its process. Its file tells who has it and which actor system it started (the pids of its admin
-    and of its keeper), for as long as that system may run.
+    The lock ends with its process, whatever that has forked. Its file tells who has it and which actor system it
+    started (the pids of its admin and of its keeper), for as long as that system may run.
     """
 
     def __init__(self, config: Config, role: Role) -> None:
@@ -29,7 +30,9 @@ class RunLock:
         who = take_lock(self._file.fileno(), seconds=keeper_lock.LOCK_SECONDS)
         self._file.seek(0)
         told = self._file.read().split()
-        if who is not None:
+        if who is None:
+            os.register_at_fork(after_in_child=self._file.close)  # or a child that outlives its parent would hold it
+        else:
             self._file.close()
             where, a = config.masked()["store"]["url"], "a" if role == "trainer" else "an"
             raise AlreadyRunning(f"{a} {role} runs on {where} already ({who}): wait for it, or end it")
@@ -74,3 +77,13 @@ class RunLock:
         self._file.close()
 
 
+
+
+def hold(config: Config, role: Role) -> None:
+    """Take a lock until this process ends, which may do one run after another with it. Raises AlreadyRunning."""
+    file = running_system.lock_file(config, role)
+    if file not in _held:
+        _held[file] = RunLock(config, role)
+
+
+_held: dict[Path, RunLock] = {}

@@ -1,0 +1,46 @@
+"""A system for as long as a block of a program lasts."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+
+from trinity_es.client.progress import tell
+from trinity_es.client.rollout_client import RolloutClient, connect
+from trinity_es.client.teardown import end_system
+from trinity_es.config.config import Config
+from trinity_es.events.errors import AlreadyRunning
+from trinity_es.system import lifecycle
+
+__all__ = ["running"]
+
+_log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def running(config: Config, *, timeout: float | None = None) -> Iterator[RolloutClient]:
+    """Start the system of this config's store, or join the one that runs, and wait until its engines serve.
+
+    Gives a client. At its end a system that was started here is ended. `timeout`: seconds that the engines may take,
+    `system.startup_timeout` by default. What is waited for is logged at INFO, or printed to stderr in a program that
+    has set up no logging. Raises ConfigError, StartupError, LogRewound and what `connect` raises.
+    """
+    began, where = time.monotonic(), config.masked()["store"]["url"]
+    logs = config.system.log_dir
+    tell(_log, f"starting the actor system of {where}; engines may take minutes to load (text logs in {logs})")
+    try:
+        lifecycle.start(config)
+        joined = False
+    except AlreadyRunning:
+        joined = True
+        tell(_log, f"the actor system of {where} runs already: it is joined, and goes on after this")
+    try:
+        with connect(config) as client:
+            client.wait_ready(timeout)
+            tell(_log, f"the engines are ready after {time.monotonic() - began:.0f} s")
+            yield client
+    finally:
+        if not joined:
+            end_system(config)
