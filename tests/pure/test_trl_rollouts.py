@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,12 @@ import torch
 
 import trinity_es
 from tests.helpers.trl_trainers import EOS, Rows, StandInClient, StandInTrainer, answer
-from trinity_es.errors import ConfigError, DataError, WorkflowError
+from trinity_es.errors import AlreadyRunning, ConfigError, DataError, SyncError, WorkflowError
+from trinity_es.events.vocabulary import WeightsPublished
 from trinity_es.integrations import trl
 from trinity_es.integrations.step_weights import step_version
 from trinity_es.integrations.trl import Rollouts, last_checkpoint, resume, rollout_reward
+from trinity_es.system.run_lock import RunLock
 
 ROWS = [{"prompt": "a=", "answer": "a"}, {"prompt": "b=", "answer": "b"}]
 ASKED = ["a=", "a=", "b=", "b="]
@@ -59,6 +62,75 @@ def test_a_step_is_one_batch_with_a_task_for_each_group(tmp_path: Path, client: 
     assert found["env_mask"] == [[1, 1]] * 4
     assert found["reward"] == rollout_reward(**found) == [1.0] * 4
     assert found["rollout_id"][2] == "0/trl-train-0/1/0"
+
+
+@pytest.mark.parametrize(("args", "steps"), [
+    ({}, [3, 4]), ({"gradient_accumulation_steps": 2}, [1, 2]), ({"steps_per_generation": 2, "save_steps": 2}, [6, 8]),
+], ids=["a batch a step", "two a step", "one of two steps"])
+def test_a_trainer_says_where_it_goes_on_and_up_to_which_step_the_log_has_what_it_asks_for(
+    tmp_path: Path, client: StandInClient, caplog: pytest.LogCaptureFixture, args: dict[str, Any], steps: list[int]
+) -> None:
+    caplog.set_level("INFO", "trinity_es.integrations")
+
+    def begins(step: int) -> str:
+        trainer = StandInTrainer(ROWS, **args)
+        trainer.state.global_step = step
+        begin(rollouts(tmp_path), trainer)
+        return caplog.messages[-1]
+
+    assert begins(0) == "trainer trl begins with the model as it was given: the log has no step after it"
+    made, trainer = rollouts(tmp_path), StandInTrainer(ROWS, **args)
+    begin(made, trainer)
+    for n in range(4):
+        made(ASKED, trainer)
+        if n == 2:
+            known = begins(0)
+        for _ in range(args.get("steps_per_generation", 1)):
+            if (n + 1) % args.get("gradient_accumulation_steps", 1) == 0:
+                trainer.end_step(made)
+    assert known.endswith(f": up to step {steps[0]} it trains on what the log has")
+    assert begins(0).endswith(f": up to step {steps[1]} it trains on what the log has")
+    assert begins(steps[1]) == f"trainer trl goes on from checkpoint-{steps[1]}: the log has no step after it"
+    last = list(client.submitted)[-1]
+    client.failed[last] = {(last, task, run) for task in (0, 1) for run in (0, 1)}  # it is generated again
+    assert begins(0).endswith(f": up to step {steps[0]} it trains on what the log has")
+
+
+def test_another_trainer_of_the_store_is_refused_before_it_asks_for_anything(
+    tmp_path: Path, client: StandInClient
+) -> None:
+    made, trainer = rollouts(tmp_path, name="another"), StandInTrainer(ROWS)
+    lock = RunLock(made.config, "trainer")
+    with pytest.raises(AlreadyRunning, match=rf"a trainer runs on sqlite:.* already \(process {os.getpid()} "):
+        begin(made, trainer)
+    with pytest.raises(AlreadyRunning):
+        made(ASKED, trainer)
+    assert client.submitted == {}
+    lock.release()
+    begin(made, trainer)
+    begin(rollouts(tmp_path), trainer)  # a process may have one after another
+
+
+def test_weights_that_two_trainers_write_at_once_are_published_by_one(tmp_path: Path, client: StandInClient) -> None:
+    config = trinity_es.Config.from_dict({"explorer": {"rollout_model": {"engine_type": "scripted"}}}, folder=tmp_path)
+    trainer = StandInTrainer(ROWS)
+    trainer.state.global_step = 2
+    trainer.processing_class.save_pretrained = lambda folder: None
+    rivals = [1, 0]
+
+    def save(folder: Path, state_dict: Any) -> None:
+        folder.mkdir(parents=True)
+        if rivals.pop():
+            (folder.parent / "version_2" / "its").mkdir(parents=True)
+
+    trainer.model.save_pretrained = save
+    Rollouts(config, reward_fn="rewards:letters")(ASKED, trainer)
+    assert client.synced == [2]
+    client.weights = WeightsPublished(version=1, path="")
+    trainer.model.training = False
+    with pytest.raises(SyncError, match=r"version 2 was not published: \S+version_2 can't be written .*trainer named"):
+        Rollouts(config, reward_fn="rewards:letters")(ASKED, trainer)
+    assert client.synced == [2]
 
 
 def test_a_trainer_that_goes_on_gets_what_is_stored(tmp_path: Path, client: StandInClient) -> None:
@@ -193,8 +265,20 @@ def test_rows_that_can_t_be_told_apart_by_their_prompts_are_refused(tmp_path: Pa
         rollouts(tmp_path)(ASKED, StandInTrainer(rows))
     rollouts(tmp_path, columns=[])(ASKED, StandInTrainer(rows))
     assert [t["raw_task"] for t in client.submitted["0/trl-train-0"]] == [{"prompt": "a="}, {"prompt": "b="}]
-    with pytest.raises(DataError, match="trl-train has no column 'truth': it has prompt, answer"):
-        rollouts(tmp_path, columns=["truth"])(ASKED, StandInTrainer(rows))
+
+
+def test_what_a_trainer_s_data_lack_is_refused_before_a_system_is_asked(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"trl-train has no column 'anwser': it has prompt, answer; did you mean ans"):
+        rollouts(tmp_path, columns=["anwser"]).check(StandInTrainer(ROWS))
+    trainer = StandInTrainer(ROWS)
+    trainer.eval_dataset = {"hard": Rows([{"prompt": "z=", "truth": "z"}])}
+    with pytest.raises(DataError, match=r"hard has no column 'answer': it has prompt, truth$"):
+        rollouts(tmp_path, columns=["answer"]).check(trainer)
+    rollouts(tmp_path).check(trainer)
+    trainer.train_dataset = Rows([{"question": "z="}])
+    with pytest.raises(DataError, match="trl-train has no column 'prompt': it has question"):
+        rollouts(tmp_path).check(trainer)
+    assert trainer.reward_funcs == []
 
 
 def test_an_eval_of_another_data_set_has_its_columns(tmp_path: Path, client: StandInClient) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -138,11 +139,18 @@ def test_a_system_whose_database_is_dropped_ends_by_itself(
 
 
 
-def test_running_ends_what_it_started_and_leaves_what_it_joined(tmp_path: Path) -> None:
+def test_running_ends_what_it_started_and_leaves_what_it_joined(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "trinity_es.client")
     config = scripted(tmp_path, system={"keeper": True})
     with trinity_es.running(config) as client:
+        [starts, ready] = caplog.messages
+        assert starts.startswith(f"starting the actor system of {config.store.url}; engines may take minutes")
+        assert re.fullmatch(r"the engines are ready after \d+ s", ready)
         assert client.status()["runners"][0]["state"] == "ready"
         with trinity_es.running(config) as other:
+            assert "runs already: it is joined" in caplog.messages[3]
             other.submit_batch(batch_id=1, tasks=[Task(workflow=SleepWorkflow)], batch_type="train")
         assert client.finalize_train_batch(1, timeout=30)["finished_task_count"] == 1
     assert leftovers.leftovers(config) == []
