@@ -18,13 +18,14 @@ import trinity_es
 from tests.helpers.trl_trainers import Rows, StandInClient, StandInTrainer
 from trinity_es.actors.engines.interface import EngineConfig, Sampling
 from trinity_es.actors.rollout.model import Model
-from trinity_es.errors import ConfigError
+from trinity_es.errors import AlreadyRunning, ConfigError, NotRunning
 from trinity_es.events.values import Task
 from trinity_es.integrations import trl
-from trinity_es.integrations.answers import AnswerWorkflow, PromptWorkflow
+from trinity_es.integrations.answers import ANSWERS, PROMPTS, AnswerWorkflow, PromptWorkflow
 from trinity_es.integrations.trl import Rollouts
 from trinity_es.integrations.trl_async import AsyncRollouts
-from trinity_es.integrations.trl_settings import ANSWERS, GENERATION, PROMPTS
+from trinity_es.integrations.trl_settings import GENERATION
+from trinity_es.system.run_lock import RunLock
 from trinity_es.testing import ScriptedEngine
 
 TEMPLATE = (
@@ -104,7 +105,7 @@ def test_tasks_ask_for_prompts_as_trl_has_them(tmp_path: Path, client: StandInCl
     with pytest.raises(ConfigError, match=r"chat_template_kwargs, which don't reach the workflow react"):
         submitted(tmp_path, client, args, workflow="react")
     for key in ("system_prompt", "reply_prefix"):
-        with pytest.raises(ConfigError, match=f"format_args has {key}, and TRL's prompts go as they stand"):
+        with pytest.raises(ConfigError, match=f"format_args has {key}, and the trainer's prompts go as they stand"):
             Rollouts(config(tmp_path), format_args={key: "x"})
         with pytest.raises(ConfigError, match=f"format_args has {key}"):
             AsyncRollouts(config(tmp_path), Rows([{"prompt": "c="}]), format_args={key: "x"})
@@ -137,6 +138,19 @@ def test_the_async_trainers_settings_hold_for_its_rollouts(tmp_path: Path) -> No
     made = AsyncRollouts(config(tmp_path), Rows([{"prompt": CHAT}]), workflow="react")
     with pytest.raises(ConfigError, match="don't reach the workflow react"):
         made.on_train_begin(args, SimpleNamespace(global_step=0), None)
+
+
+def test_the_async_trainer_is_the_only_one_of_its_store_and_begins_with_an_empty_queue(tmp_path: Path) -> None:
+    made = AsyncRollouts(config(tmp_path), Rows([{"prompt": CHAT}]))
+    made.rollout_buffer.put("of a training before")
+    made.on_train_begin(SimpleNamespace(), SimpleNamespace(global_step=0), None)
+    assert made.rollout_buffer.empty()
+    lock = RunLock(made.config, "trainer")
+    with pytest.raises(AlreadyRunning, match="a trainer runs on"):
+        made.init_weight_transfer()
+    lock.release()
+    with pytest.raises(NotRunning):
+        made.init_weight_transfer()
 
 
 def test_the_async_trainers_rows_are_those_of_epochs_one_after_the_other(tmp_path: Path) -> None:

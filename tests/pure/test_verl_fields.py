@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from trinity_es.errors import DataError
+from trinity_es.errors import ConfigError, DataError
 from trinity_es.events.experience import Experience
-from trinity_es.integrations.verl import output_fields
+from trinity_es.integrations.verl import RolloutLoop, output_fields
 
 
 def experience(**more: Any) -> Experience:
@@ -43,3 +44,12 @@ def test_a_response_is_cut_where_verl_cuts_its_own_and_a_prompt_never() -> None:
         [7, 8], [1, 0], [-1.0, 0.0]]
     with pytest.raises(DataError, match=r"has 3 tokens, and rollout\.prompt_length is 2"):
         output_fields(experience(), 2, 10)
+
+
+def test_what_would_be_put_around_verls_messages_is_refused() -> None:
+    rollout = SimpleNamespace(prompt_length=3, response_length=3)
+    trainer = SimpleNamespace(config=SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout)))
+    for reward_fn in (None, "rewards:letters"):
+        with pytest.raises(ConfigError, match="format_args has system_prompt, and the trainer's prompts go as they"):
+            RolloutLoop("x", trainer_config=trainer, reward_fn=reward_fn, format_args={"system_prompt": "x"})
+    RolloutLoop("x", trainer_config=trainer, workflow="single_turn", format_args={"system_prompt": "x"})

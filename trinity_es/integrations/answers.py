@@ -1,4 +1,4 @@
-"""Workflows of one prompt and one answer, of which TRL makes the prompt's tokens as it does itself.
+"""Workflows of one prompt and one answer, whose prompts have the tokens that TRL and verl give them.
 
 Messages are rendered by the chat template, with the trainer's `chat_template_kwargs`; a text is a text to go on from,
 and no message of a chat.
@@ -6,10 +6,26 @@ and no message of a chat.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from trinity_es.events.errors import ConfigError
 from trinity_es.events.experience import Experience
 from trinity_es.workflows.workflow import SingleTurnWorkflow
 
-__all__ = ["AnswerWorkflow", "PromptWorkflow"]
+__all__ = ["ANSWERS", "PROMPTS", "AnswerWorkflow", "PromptWorkflow", "require_no_format"]
+
+PROMPTS, ANSWERS = (f"{__name__}:{name}" for name in ("PromptWorkflow", "AnswerWorkflow"))
+"""The names of these workflows in a task; the second rewards nothing."""
+
+
+def require_no_format(workflow: str, format_args: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what would be put around prompts that go as they stand."""
+    if workflow in (PROMPTS, ANSWERS) and (given := sorted({"system_prompt", "reply_prefix"} & set(format_args))):
+        raise ConfigError(
+            f"format_args has {given[0]}, and the trainer's prompts go as they stand: write it into them, as messages, "
+            "or name a workflow that makes a chat of them, such as single_turn"
+        )
 
 
 class PromptWorkflow(SingleTurnWorkflow):

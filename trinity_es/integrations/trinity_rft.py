@@ -38,7 +38,6 @@ class SQLBuffer:
     """
 
     def __init__(self, url: str, name: str = "experience_buffer") -> None:
-        self._url = sa.make_url(url)
         tables = sa.MetaData()
         self._rows = sa.Table(
             name, tables, sa.Column("id", sa.Integer, primary_key=True, autoincrement=True),
@@ -50,7 +49,7 @@ class SQLBuffer:
             f"{name}_blob", tables, sa.Column("id", sa.Integer, primary_key=True),
             sa.Column("experience_bytes", sa.LargeBinary, nullable=False))
         self._written = sa.Table(f"{name}_written", tables, sa.Column("key", sa.String(255), primary_key=True))
-        self._tables, self._engine = tables, sa.create_engine(self._url)
+        self._tables, self._engine = tables, sa.create_engine(url)
         self._made = False
 
     def write(self, key: str, experiences: list[Experience]) -> None:

@@ -32,9 +32,10 @@ from trinity_es.config.config import Config, load_config
 from trinity_es.events.errors import ConfigError, DataError, NotRunning
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
+from trinity_es.integrations.answers import PROMPTS, require_no_format
 from trinity_es.integrations.step_batches import play_batch, submit_batch
 from trinity_es.integrations.step_weights import missing_version, publish_tensors, step_of
-from trinity_es.integrations.trl_settings import PROMPTS, require_no_format, sampling_args, template_args
+from trinity_es.integrations.trl_settings import sampling_args, template_args
 from trinity_es.system.run_lock import hold
 
 __all__ = ["AsyncRollouts"]
@@ -251,6 +252,8 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         self._step = self._resumed_at = int(state.global_step)
         self._sync_steps, self._client = int(getattr(args, "weight_sync_steps", 1)), None
         self._left, self._taken, self._done = {}, deque([[]]), 0
+        with self.rollout_buffer.mutex:
+            self.rollout_buffer.queue.clear()  # of a training before this one
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Acknowledge the batches that were surely trained on."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from trinity_es.events.errors import ConfigError
+from trinity_es.integrations.answers import ANSWERS, PROMPTS
 
-__all__ = ["ANSWERS", "PROMPTS", "require_no_format", "sampling_args", "template_args"]
+__all__ = ["sampling_args", "template_args"]
 
-PROMPTS, ANSWERS = (f"trinity_es.integrations.answers:{name}" for name in ("PromptWorkflow", "AnswerWorkflow"))
-"""Workflows whose prompts have the tokens that TRL gives them; the second rewards nothing."""
 SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
             "repetition_penalty": "repetition_penalty", "max_completion_length": "max_tokens"}
 """Our names of a config's own fields."""
@@ -19,15 +17,6 @@ GENERATION = {**{name: name for name in (
     "max_tokens", "min_tokens", "stop", "ignore_eos", "seed",
 )}, "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}
 """Our names of what its `generation_kwargs` may say, in vLLM's words or transformers'."""
-
-
-def require_no_format(workflow: Any, format_args: Mapping[str, Any]) -> None:
-    """Raise ConfigError for what would be put around prompts that go as they stand."""
-    if workflow in (PROMPTS, ANSWERS) and (given := sorted({"system_prompt", "reply_prefix"} & set(format_args))):
-        raise ConfigError(
-            f"format_args has {given[0]}, and TRL's prompts go as they stand: write it into them, as messages, or name "
-            "a workflow that makes a chat of them, such as single_turn"
-        )
 
 
 def sampling_args(args: Any) -> dict[str, Any]:

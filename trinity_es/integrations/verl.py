@@ -31,7 +31,7 @@ from trinity_es.events.errors import ConfigError, DataError
 from trinity_es.events.experience import Experience
 from trinity_es.events.json_values import NotPlain, plain
 from trinity_es.events.values import Task
-from trinity_es.integrations.answers import AnswerWorkflow, PromptWorkflow
+from trinity_es.integrations.answers import ANSWERS, PROMPTS, require_no_format
 from trinity_es.integrations.step_batches import play_batch
 
 __all__ = ["RolloutLoop", "output_fields"]
@@ -53,7 +53,7 @@ class RolloutLoop:
     - `others`: what verl gives besides; of `trainer_config` the lengths count, and of `data_config` the template's
       variables
 
-    Raises ConfigError for a chat template's variables that the workflow would not get.
+    Raises ConfigError for a chat template's variables and `format_args` that the workflow would not heed.
     """
 
     def __init__(
@@ -70,10 +70,11 @@ class RolloutLoop:
             raise ConfigError(f"data.apply_chat_template_kwargs does not reach the workflow {workflow}: leave it out")
         own = {"chat_template_kwargs": template} if template else {}
         self._task: dict[str, Any] = {
-            "workflow": workflow or (PromptWorkflow if reward_fn else AnswerWorkflow), "reward_fn": reward_fn,
+            "workflow": workflow or (PROMPTS if reward_fn else ANSWERS), "reward_fn": reward_fn,
             "workflow_args": {**own, **(workflow_args or {})}, "reward_fn_args": dict(reward_fn_args or {}),
             "format_args": dict(format_args or {}),
         }
+        require_no_format(self._task["workflow"], self._task["format_args"])
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
         """Return verl's `AgentLoopOutput` of one rollout of `kwargs["raw_prompt"]`, the other fields of whose row are

@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
+import trinity_es
 from benchmarks.trl_kills import KINDS, WRONG, Trainee, account, kill_while_training
 from tests.helpers.client_packages import ask
 from tests.helpers.systems import StartSystem, events
 from trinity_es.events import vocabulary as ev
+from trinity_es.system.run_lock import RunLock
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
@@ -70,6 +72,19 @@ def test_trl_rewards_answers_itself_and_evaluates(
         {"0/trl-train-0"}, {"1/trl-train-0"}]
     assert [set(g["rollout_version"]) for g in told["generations"]] == [{0}, {1}, {2}]
     assert told["metrics"]["eval_reward"] == 100.0
+
+
+def test_a_second_trainer_of_a_store_is_refused_as_it_begins_with_the_pid_of_the_first(
+    start_system: StartSystem, tmp_path: Path, trl: dict[str, str]
+) -> None:
+    config = system(start_system, tmp_path, buffer={"pipeline": {"operators": []}})
+    lock = RunLock(trinity_es.load_config(config), "trainer")
+    settings = {"max_steps": 1, "per_device_train_batch_size": 16, "num_generations": 4}
+    given: dict[str, Any] = {"folder": str(tmp_path), "config": str(config), "rollouts": {}, "settings": settings}
+    with pytest.raises(AssertionError, match=rf"AlreadyRunning: a trainer runs on .* \(process {os.getpid()} "):
+        ask(HERE / "trl_step.py", trl, **given)
+    lock.release()
+    assert ask(HERE / "trl_step.py", trl, **given)["step"] == 1
 
 
 def test_texts_are_prompts_as_trl_has_them_and_an_eval_of_other_data_has_its_columns(

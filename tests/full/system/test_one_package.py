@@ -94,5 +94,6 @@ def test_the_wheel_holds_one_package_which_runs_without_the_checkout(folder: Pat
     assert {p for p in packed if not p.startswith("trinity_es/_demo/")} == ours
     code = "import trinity_es; from trinity_es.events.store import log; print(trinity_es.__file__); print(log.__file__)"
     assert all(line.startswith(str(site)) for line in run("-c", code, cwd=folder, first=site).splitlines())
+    run("-c", "from trinity_es._demo.trainer import GRPOTrainer", cwd=folder, first=site)  # as the pages name it
     told = run("-m", "trinity_es.cli", "demo", "--engine", "scripted", "--steps", 2, "--json", cwd=folder, first=site)
     assert json.loads(told)["train_batches"] == 2
