@@ -78,7 +78,7 @@ def test_a_trainer_says_where_it_goes_on_and_up_to_which_step_the_log_has_what_i
         begin(rollouts(tmp_path), trainer)
         return caplog.messages[-1]
 
-    assert begins(0) == "trainer trl begins with the model as it was given: the log has no step after it"
+    assert begins(0) == "trainer trl begins with the model as it was given"
     made, trainer = rollouts(tmp_path), StandInTrainer(ROWS, **args)
     begin(made, trainer)
     for n in range(4):
@@ -90,7 +90,7 @@ def test_a_trainer_says_where_it_goes_on_and_up_to_which_step_the_log_has_what_i
                 trainer.end_step(made)
     assert known.endswith(f": up to step {steps[0]} it trains on what the log has")
     assert begins(0).endswith(f": up to step {steps[1]} it trains on what the log has")
-    assert begins(steps[1]) == f"trainer trl goes on from checkpoint-{steps[1]}: the log has no step after it"
+    assert begins(steps[1]) == f"trainer trl goes on from checkpoint-{steps[1]}"
     last = list(client.submitted)[-1]
     client.failed[last] = {(last, task, run) for task in (0, 1) for run in (0, 1)}  # it is generated again
     assert begins(0).endswith(f": up to step {steps[0]} it trains on what the log has")

@@ -350,8 +350,8 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
             calls[known] += 1
             known = step + calls.total() * per_generation // per_step
         begins = f"goes on from checkpoint-{step}" if step else "begins with the model as it was given"
-        until = f"up to step {known} it trains on what the log has" if known > step else "the log has no step after it"
-        tell(_log, f"trainer {self.name} {begins}: {until}")
+        until = f": up to step {known} it trains on what the log has" if known > step else ""
+        tell(_log, f"trainer {self.name} {begins}{until}")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Acknowledge the batches that are used up."""
