@@ -13,6 +13,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from trinity_es.events import vocabulary as ev
@@ -36,7 +37,7 @@ SLOW_TIMES = 3.0
 """A unit that takes so many times what the others took is slow."""
 
 _RANK = {
-    "unwritten": 0, "fenced": 0, "no_system": 0, "restarting": 0, "no_answer": 0, "no_coordinator": 1, "finalizing": 2,
+    "unwritten": 0, "fenced": 0, "no_system": 0, "ending": 0, "restarting": 0, "no_answer": 0, "no_coordinator": 1, "finalizing": 2,
     "finalize_failed": 2, "grace": 2, "finalize": 2, "hung": 3, "unstored": 3, "lost": 4, "slow": 5, "running": 6,
     "elsewhere": 7, "paused": 7, "places": 7, "dispatch": 7, "interrupted": 8, "refused": 9, "unseen": 10,
 }
@@ -62,8 +63,8 @@ def why(
 
     `live`: what a running system answers to `status` (`system`, `runners`, `batches`); None: it was not asked, or gave
     no answer. `system`: `up` (whether its processes exist; None: not known), `pid` and `host` of its last coordinator,
-    `released` (it was ended in order), `kept` (pid of the keeper that starts it again), `asked` (False: nobody asked
-    it, so that it gave no answer means nothing).
+    `released` (it was ended in order), `kept` (pid of the keeper that starts it again), `ends` (why what is left of it
+    ends by itself), `asked` (False: nobody asked it, so that it gave no answer means nothing).
     """
     course = situation.courses.get(batch_id)
     if course is None:
@@ -124,7 +125,7 @@ def _open(
         yield ranked(wait)
         if wait.cause == "finalizing":
             return
-    if machine is not None and machine.cause in ("no_system", "restarting", "fenced"):
+    if machine is not None and machine.cause in ("no_system", "ending", "restarting", "fenced"):
         for flight in state.flights.values():
             yield ranked(_interrupted(course, flight))
         return
@@ -176,6 +177,9 @@ def _machine(
 ) -> Waiting | None:
     """Return what is wrong with the system as a whole."""
     facts = system or {}
+    gone = partial(Waiting, what="the actor system", since=situation.last_at, of_run=situation.of_run)
+    if facts.get("ends"):
+        return gone(cause="ending", text=f"the actor system ends: {facts['ends']}", person=True)
     if facts.get("up") is False:
         pid = f" (coordinator pid {facts['pid']} on {facts.get('host', 'this host')})" if facts.get("pid") else ""
         ended = "it was ended in order (guardian.log says why)"
@@ -184,8 +188,8 @@ def _machine(
         text = f"no actor system runs on this store: {how}{last}"
         if facts.get("kept"):
             text += f"; its keeper (pid {facts['kept']}) starts it again"
-            return Waiting(cause="restarting", what="the actor system", text=text, since=situation.last_at)
-        return Waiting(cause="no_system", what="the actor system", text=text, since=situation.last_at, person=True)
+            return gone(cause="restarting", text=text)
+        return gone(cause="no_system", text=text, person=True)
     if live is None:
         if not facts.get("up") or facts.get("asked") is False:
             return None

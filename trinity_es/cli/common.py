@@ -37,6 +37,8 @@ _TIME_OF_DAY = re.compile(r"\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?")
 
 MOST = 2**63 - 1
 """Maximum number that a database holds."""
+MOST_DIGITS = 18
+"""Maximum number of digits of a batch's number that others are compared with."""
 LOG_VARIABLE = "TRINITY_ES_LOG"
 NEWEST = ("runs/*/log.sqlite", "runs/*/*/log.sqlite", "runs/*/runs/*/*/log.sqlite")
 """Where runs lie under the working directory: those of a trainer and of a config there, and of `trinity-es demo`."""
@@ -114,8 +116,18 @@ def find_batch(log: Log, text: str) -> BatchId:
     if (found := batch_named(log, text)) is not None:
         return found
     same_step = [name_of(row.batch_id) for row in log.batches() if name_of(row.batch_id).startswith(f"{text}/")]
-    meant = f" did you mean {' or '.join(same_step[:3])}?" if same_step else ""
+    near = same_step[:3] or _nearest(log, text)
+    meant = f" did you mean {' or '.join(near)}?" if near else "" if log.count_batches() else " it holds none yet;"
     raise BatchNotFound(f"no batch {text} in {log.url}:{meant} `trinity-es batches` lists what there is")
+
+
+def _nearest(log: Log, text: str) -> list[str]:
+    """Return the batches whose numbers are next to this one, below and above; [] where it is no number."""
+    if not text.isdecimal() or not text.isascii() or len(text) > MOST_DIGITS:
+        return []
+    numbers = [row.batch_id for row in log.batches() if isinstance(row.batch_id, int)]
+    below, above = [n for n in numbers if n < int(text)], [n for n in numbers if n > int(text)]
+    return [str(n) for n in (*sorted(below)[-1:], *sorted(above)[:1])]
 
 
 def _is_text(argument: str) -> bool:
