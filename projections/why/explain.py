@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import BatchNotFound
+from trinity_es.events.errors import BatchNotFound, said_and_where
 from trinity_es.events.values import BatchId, BatchLifecycleState, sort_batch_id
 from trinity_es.projections.batch import BatchState, Flight
 from trinity_es.projections.why.answer import OF_TRAINER, Waiting, Why, counted, moment, span
@@ -31,8 +31,6 @@ QUIET_SECONDS = 1.0
 """How long a loop may not answer before that is told, though it is no sign of hanging yet."""
 LATE_SECONDS = 5.0
 """How long after its limit a unit's failure may still be on its way."""
-TRACEBACK = "\nTraceback "
-"""How the part of an error begins that `show --task` has."""
 SLOW_TIMES = 3.0
 """A unit that takes so many times what the others took is slow."""
 
@@ -105,7 +103,7 @@ def _ended(course: BatchTimes) -> Ranked:
         if cause == "training" and not any(status.completed_runs for status in state.statuses.values()):
             cause = "all_failed"
         text += (f"; {counted(len(failed), 'task')} of {state.expected_task_count} failed at least in part, the first "
-                 f"is task {task}: {_short((status.message or '').partition(TRACEBACK)[0])}")
+                 f"is task {task}: {_short(status.message or '')}")
     return (0.0, 0.0), Waiting(cause=cause, what="the trainer", text=text, since=course.moved_at)
 
 
@@ -418,6 +416,8 @@ def _behind(runner: RunnerSnapshot) -> Waiting:
 
 
 def _short(text: str, width: int = 300) -> str:
-    """Return an error's text on one line, of printable characters."""
-    line = "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
-    return line if len(line) <= width else line[: width - 1] + "…"
+    """Return an error's text on one line, of printable characters: of one with a traceback as `said_and_where`."""
+    said, where = ("".join(c if c.isprintable() else " " for c in " ".join(part.split()))
+                   for part in said_and_where(text))
+    where, room = where and f" {where}", width - len(where)
+    return (said if len(said) <= room else said[: room - 1] + "…") + where
