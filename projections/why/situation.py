@@ -122,6 +122,8 @@ def observe(situation: SystemSnapshot, recorded: Iterable[Recorded]) -> SystemSn
                 situation.limit, situation.stall_after = explorer.get("max_timeout"), explorer.get("stall_after")
                 situation.sequential = explorer.get("concurrent_mode") == "sequential"
                 situation.of_servers = explorer.get("rollout_model", {}).get("engine_type") == "http"
+            case ev.TasksetAdvanced():
+                situation.of_run = True
             case ev.WeightsPublished():
                 situation.weights, situation.published_at = event.version, at
             case _ if item.stream.startswith("runner/"):

@@ -279,6 +279,21 @@ def test_a_dead_system_is_said_first_with_its_last_event_and_the_way_out(one_lef
     assert "trinity-es up CONFIG" in str(told)
 
 
+def test_what_a_run_left_open_is_gone_on_with_by_resume(one_left: Story) -> None:
+    one_left.add("taskset/sums", ev.TasksetAdvanced(taskset="sums", batch_id=3, epoch=0, offset=8))
+    told = str(one_left.why(100, system={"up": False}))
+    assert "what to do: `trinity-es resume CONFIG` goes on with the run" in told
+    assert "trinity-es up" not in told
+
+
+def test_a_system_that_ends_with_its_owner_is_neither_silent_nor_started_again(one_left: Story) -> None:
+    told = one_left.why(100, system={"up": True, "ends": "process 5, which had started it, has ended"})
+    assert [w.cause for w in told.waiting] == ["ending", "interrupted"]
+    assert told.sentence == "the actor system ends: process 5, which had started it, has ended"
+    assert told.stalled
+    assert "trinity-es up CONFIG" in str(told)
+
+
 def test_a_system_that_was_ended_in_order_is_told_from_one_that_died(one_left: Story) -> None:
     assert "ended in order" in one_left.why(100, system={"up": False, "released": True}).sentence
 
