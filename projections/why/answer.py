@@ -9,8 +9,8 @@ from typing import Any
 
 from trinity_es.events.values import BatchId, BatchLifecycleState
 
-__all__ = ["ADD_SERVER", "OF_TRAINER", "Waiting", "Why", "another_life", "counted", "go_on", "mend", "mend_weights", "moment",
-           "span", "start_server", "unread"]
+__all__ = ["ADD_SERVER", "OF_TRAINER", "Waiting", "Why", "another_life", "counted", "go_on", "mend", "mend_weights",
+           "moment", "span", "start_server", "unread"]
 
 SHOWN = 5
 """Things told as text; the JSON has them all."""

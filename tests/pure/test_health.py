@@ -132,7 +132,9 @@ def test_a_person_is_shown_what_a_runner_waits_for() -> None:
     assert "all is well" not in text
 
 
-DOWN = {"up": False, "keeper": None, "coordinator": None, "runners": [], "batches": [], "store": "s", "problems": []}
+DOWN: dict[str, Any] = {
+    "up": False, "keeper": None, "coordinator": None, "runners": [], "batches": [], "store": "s", "problems": [],
+}
 
 
 @pytest.mark.parametrize(("run", "said"), [

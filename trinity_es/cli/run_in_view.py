@@ -35,6 +35,8 @@ __all__ = ["explore", "in_view", "print_summary", "quiet", "quietly", "run_summa
 _QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
     "TQDM_DISABLE": "1",
+    # Python's tracker removes what an engine that was killed left in shared memory, and need not say so at our end.
+    "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
 }
 """A trainer that runs here shares the terminal with the progress view."""
 

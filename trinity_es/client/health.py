@@ -14,7 +14,16 @@ from rich.console import Console
 from rich.text import Text
 
 from trinity_es.config.config import Config
-from trinity_es.events.errors import BatchNotFound, LogError, LogNotFound, LogRewound, LogUnavailable, NotALog, TrinityError, WrongKey
+from trinity_es.events.errors import (
+    BatchNotFound,
+    LogError,
+    LogNotFound,
+    LogRewound,
+    LogUnavailable,
+    NotALog,
+    TrinityError,
+    WrongKey,
+)
 from trinity_es.events.store.retry import within
 from trinity_es.events.values import BatchId, BatchLifecycleState
 from trinity_es.projections.reading.log_reader import Log, open_log
@@ -116,8 +125,8 @@ def _starting(live: dict[str, Any] | None) -> str:
 def look(config: Config) -> dict[str, Any]:
     """Health as plain JSON: `up`, `coordinator`, `runners`, `batches` (open ones), `problems` ([]: none).
 
-    `ends`: why what is left of a system ends; `last_batch`: the one that ended last; `run`: the `trinity-es run` that the
-    log holds. None, or "", where there is none.
+    `ends`: why what is left of a system ends; `last_batch`: the one that ended last; `run`: the `trinity-es run` that
+    the log holds. None, or "", where there is none.
     """
     from trinity_es.system import keeper_lock, running_system
 

@@ -248,7 +248,7 @@ def test_of_a_batch_that_failed_whole_the_way_out_is_told_without_frames(story: 
     assert (told.cause, told.stalled) == ("all_failed", False)
     assert told.sentence.endswith(
         "1 task of 1 failed at least in part, the first is task 0: 0/4 runs completed. First error: workflow: "
-        "KeyError: 'stok'")
+        "KeyError: 'stok' (mine.py:9 in run)")
     assert any("restart-runner" in line for line in told.sentences())
 
 
