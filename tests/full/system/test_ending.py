@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -88,8 +89,9 @@ def test_a_system_that_ends_with_who_started_it_is_said_to_end_and_not_to_come_a
         client.submit_batch(batch_id=1, tasks=[task], batch_type="train")
     found = running_system.find(config)
     assert found is not None
-    guardian = psutil.Process(found["guardian"])
+    guardian, keeper = psutil.Process(found["guardian"]), psutil.Process(keeper_lock.running(config))
     guardian.suspend()  # so that it lasts
+    keeper.suspend()
     script.kill()
     script.wait(timeout=10)
     try:
@@ -99,8 +101,14 @@ def test_a_system_that_ends_with_who_started_it_is_said_to_end_and_not_to_come_a
         assert problem.startswith(f"{ends}; `trinity-es up CONFIG` goes on with what is open")
         assert (told["up"], told["batches"][0]["cause"]) == (False, "ending")
         assert [w.line for w in health.explain(config)] == [f"batch 1 is running, 0 of 1 tasks settled; {ends}"]
-    finally:
         guardian.resume()
+        wait_until(lambda: running_system.last_known(config) is None, "the lease to be given back", timeout=40)
+        [problem] = health.look(config)["problems"]
+        assert problem.startswith(ends), "its keeper lives, and does not start it again"
+    finally:
+        for process in (guardian, keeper):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
     wait_until(lambda: ended(config), "the end of the system and its keeper", timeout=40)
     [problem] = health.look(config)["problems"]
     assert problem.startswith("no actor system runs on this store, though 1 batch is open: `trinity-es up CONFIG`")
