@@ -24,6 +24,7 @@ A message names the thing, the value and the way out.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 __all__ = [
@@ -34,7 +35,7 @@ __all__ = [
     "NotRunning", "PayloadNotFound", "PipelineError", "RequestRefused", "RunnerNotFound", "StartupError",
     "SyncError", "TakeTimeout", "TaskNotSerializable", "TasksetError", "TrinityError", "UnknownWorkflow",
     "VersionMismatch", "WaitTimeout", "WeightNotFound", "WorkflowError", "WrongKey", "error_from_dict",
-    "error_to_dict",
+    "error_to_dict", "said_and_where",
 ]
 
 
@@ -278,3 +279,20 @@ def error_from_dict(data: dict[str, Any]) -> Exception:
     if name in _BUILTIN:
         return _BUILTIN[name](message)
     return TrinityError(f"{name}: {message}", **details)
+
+
+_FRAME = re.compile(r'^ *File "([^"\n]+)", line (\d+), in (\S+)', re.MULTILINE)
+"""A frame of a traceback, as Python writes it."""
+
+
+def said_and_where(error: str) -> tuple[str, str]:
+    """Return what was raised, and of an error's text with a traceback its last frame, as `(code.py:12 in run)`.
+
+    Of a text without one: all of it, and "".
+    """
+    said, _, frames = error.partition("\n")
+    places = _FRAME.findall(frames)
+    if not places:
+        return error, ""
+    file, line, function = places[-1]
+    return said, f"({file.rpartition('/')[2]}:{line} in {function})"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import BatchNotFound, DataError
+from trinity_es.events.errors import BatchNotFound, DataError, said_and_where
 from trinity_es.events.values import BatchId, batch_stream
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ __all__ = [
 ]
 
 
-_FRAME = re.compile(r'^ *File "([^"\n]+)", line (\d+), in (\S+)', re.MULTILINE)
-"""A frame of a traceback, as Python writes it."""
 _OBEYED = re.compile("[\x7f-\x9f\u00ad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]")
 
 
@@ -56,12 +54,8 @@ def plain(text: object, width: int | None = None, *, lines: bool = False) -> str
 
 def error_line(text: object, width: int) -> str:
     """Return an error's text as `plain` does: of one with a traceback what was raised, and where, as its last frame."""
-    said, _, frames = str(text).partition("\n")
-    places = _FRAME.findall(frames)
-    if not places:
-        return plain(text, width)
-    file, line, function = places[-1]
-    where = plain(f" ({file.rpartition('/')[2]}:{line} in {function})", 100)
+    said, where = said_and_where(str(text))
+    where = plain(where and f" {where}", 100)
     return plain(said, max(1, width - len(where))) + where
 
 
@@ -123,7 +117,7 @@ def event_line(recorded: Recorded) -> str:
     """Return one event on one line."""
     return (
         f"{recorded.position:>7}  {clock(recorded.recorded_at)}  {plain(recorded.stream, 20):<20}  "
-        f"{recorded.type:<19}  {plain(summary(recorded.event), 150)}"
+        f"{recorded.type:<19}  {error_line(summary(recorded.event), 150)}"
     ).rstrip()
 
 

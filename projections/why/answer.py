@@ -9,8 +9,8 @@ from typing import Any
 
 from trinity_es.events.values import BatchId, BatchLifecycleState
 
-__all__ = ["ADD_SERVER", "OF_TRAINER", "Waiting", "Why", "another_life", "counted", "mend", "mend_weights", "moment",
-           "span", "start_server", "unread"]
+__all__ = ["ADD_SERVER", "OF_TRAINER", "Waiting", "Why", "another_life", "counted", "go_on", "mend", "mend_weights",
+           "moment", "span", "start_server", "unread"]
 
 SHOWN = 5
 """Things told as text; the JSON has them all."""
@@ -27,8 +27,8 @@ class Waiting:
     not load the current weights: `refused`. Of units without
     a runner: `no_runner`, `no_server`, `places`, `elsewhere`, `dispatch`, `paused`. Of the batch: `finalizing`,
     `grace`, `finalize`, `finalize_failed`, `training`, `nothing`. Of the system: `unwritten` (the log can't be),
-    `no_system`, `restarting`, `no_answer`, `fenced`, `no_coordinator`, `unseen` (on another host). Of the log:
-    `no_database`."""
+    `no_system`, `ending` (what is left of one), `restarting`, `no_answer`, `fenced`, `no_coordinator`, `unseen` (on
+    another host). Of the log: `no_database`."""
     what: str
     """The unit, the runner or the step, in words."""
     text: str
@@ -46,6 +46,8 @@ class Waiting:
     """Seconds that the attempt may take."""
     server: str = ""
     """URL of the server of others that is its runner's engine, where the system told."""
+    of_run: bool = False
+    """Of a system that is gone: its batches are those of a `trinity-es run`."""
     person: bool = False
     """It does not pass without a person."""
 
@@ -60,6 +62,8 @@ class Waiting:
         """The thing that a person can do about it; empty: none."""
         if self.cause == "quarantined" or (self.cause == "failed" and self.server):
             return mend(self.runner or "NAME", self.server) + "; nothing of the batch is lost"
+        if self.cause in ("no_system", "ending"):
+            return go_on(self.of_run)
         if self.cause == "server":
             return start_server(self.server)
         if self.cause == "refused":
@@ -158,11 +162,16 @@ def start_server(url: str) -> str:
     return f"start the server {url}, or take it away: `trinity-es scale CONFIG --remove {url}`"
 
 
+def go_on(of_run: bool) -> str:
+    """Return how what a dead system left open is gone on with. `of_run`: it was submitted by `trinity-es run`."""
+    way = ("`trinity-es resume CONFIG` goes on with the run where it stopped" if of_run else
+           "`trinity-es up CONFIG` goes on with what is open (start the trainer of your own again)")
+    return f"{way}; finished tasks are not run again"
+
+
 ADD_SERVER = "`trinity-es scale CONFIG --add URL` adds a server"
 _WAYS = {
     "no_database": "see to the database, or to the way to it: all goes on by itself when it answers again",
-    "no_system": "`trinity-es up CONFIG` goes on with it where it stopped (`trinity-es resume CONFIG` with its trainer "
-                 "too, or start the trainer of your own again); finished tasks are not run again",
     "no_answer": "`trinity-es status` tells more; `trinity-es down` and `trinity-es up` go on with what is open",
     "unwritten": "do what it says: what was acknowledged is safe, and all goes on by itself after that",
     "unstored": "do what it says: what is finished is kept in the runner, and is stored by itself after that",

@@ -13,10 +13,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import BatchNotFound
+from trinity_es.events.errors import BatchNotFound, said_and_where
 from trinity_es.events.values import BatchId, BatchLifecycleState, sort_batch_id
 from trinity_es.projections.batch import BatchState, Flight
 from trinity_es.projections.why.answer import OF_TRAINER, Waiting, Why, counted, moment, span
@@ -30,15 +31,13 @@ QUIET_SECONDS = 1.0
 """How long a loop may not answer before that is told, though it is no sign of hanging yet."""
 LATE_SECONDS = 5.0
 """How long after its limit a unit's failure may still be on its way."""
-TRACEBACK = "\nTraceback "
-"""How the part of an error begins that `show --task` has."""
 SLOW_TIMES = 3.0
 """A unit that takes so many times what the others took is slow."""
 
 _RANK = {
-    "unwritten": 0, "fenced": 0, "no_system": 0, "restarting": 0, "no_answer": 0, "no_coordinator": 1, "finalizing": 2,
-    "finalize_failed": 2, "grace": 2, "finalize": 2, "hung": 3, "unstored": 3, "lost": 4, "slow": 5, "running": 6,
-    "elsewhere": 7, "paused": 7, "places": 7, "dispatch": 7, "interrupted": 8, "refused": 9, "unseen": 10,
+    "unwritten": 0, "fenced": 0, "no_system": 0, "ending": 0, "restarting": 0, "no_answer": 0, "no_coordinator": 1,
+    "finalizing": 2, "finalize_failed": 2, "grace": 2, "finalize": 2, "hung": 3, "unstored": 3, "lost": 4, "slow": 5,
+    "running": 6, "elsewhere": 7, "paused": 7, "places": 7, "dispatch": 7, "interrupted": 8, "refused": 9, "unseen": 10,
 }
 _RANK_RUNNER, _RANK_OTHER_RUNNER = 4, 9
 """A runner that takes no units, where none does and where others do."""
@@ -62,8 +61,8 @@ def why(
 
     `live`: what a running system answers to `status` (`system`, `runners`, `batches`); None: it was not asked, or gave
     no answer. `system`: `up` (whether its processes exist; None: not known), `pid` and `host` of its last coordinator,
-    `released` (it was ended in order), `kept` (pid of the keeper that starts it again), `asked` (False: nobody asked
-    it, so that it gave no answer means nothing).
+    `released` (it was ended in order), `kept` (pid of the keeper that starts it again), `ends` (why what is left of it
+    ends by itself), `asked` (False: nobody asked it, so that it gave no answer means nothing).
     """
     course = situation.courses.get(batch_id)
     if course is None:
@@ -104,7 +103,7 @@ def _ended(course: BatchTimes) -> Ranked:
         if cause == "training" and not any(status.completed_runs for status in state.statuses.values()):
             cause = "all_failed"
         text += (f"; {counted(len(failed), 'task')} of {state.expected_task_count} failed at least in part, the first "
-                 f"is task {task}: {_short((status.message or '').partition(TRACEBACK)[0])}")
+                 f"is task {task}: {_short(status.message or '')}")
     return (0.0, 0.0), Waiting(cause=cause, what="the trainer", text=text, since=course.moved_at)
 
 
@@ -124,7 +123,7 @@ def _open(
         yield ranked(wait)
         if wait.cause == "finalizing":
             return
-    if machine is not None and machine.cause in ("no_system", "restarting", "fenced"):
+    if machine is not None and machine.cause in ("no_system", "ending", "restarting", "fenced"):
         for flight in state.flights.values():
             yield ranked(_interrupted(course, flight))
         return
@@ -176,6 +175,9 @@ def _machine(
 ) -> Waiting | None:
     """Return what is wrong with the system as a whole."""
     facts = system or {}
+    gone = partial(Waiting, what="the actor system", since=situation.last_at, of_run=situation.of_run)
+    if facts.get("ends"):
+        return gone(cause="ending", text=f"the actor system ends: {facts['ends']}", person=True)
     if facts.get("up") is False:
         pid = f" (coordinator pid {facts['pid']} on {facts.get('host', 'this host')})" if facts.get("pid") else ""
         ended = "it was ended in order (guardian.log says why)"
@@ -184,8 +186,8 @@ def _machine(
         text = f"no actor system runs on this store: {how}{last}"
         if facts.get("kept"):
             text += f"; its keeper (pid {facts['kept']}) starts it again"
-            return Waiting(cause="restarting", what="the actor system", text=text, since=situation.last_at)
-        return Waiting(cause="no_system", what="the actor system", text=text, since=situation.last_at, person=True)
+            return gone(cause="restarting", text=text)
+        return gone(cause="no_system", text=text, person=True)
     if live is None:
         if not facts.get("up") or facts.get("asked") is False:
             return None
@@ -414,6 +416,8 @@ def _behind(runner: RunnerSnapshot) -> Waiting:
 
 
 def _short(text: str, width: int = 300) -> str:
-    """Return an error's text on one line, of printable characters."""
-    line = "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
-    return line if len(line) <= width else line[: width - 1] + "…"
+    """Return an error's text on one line, of printable characters: of one with a traceback as `said_and_where`."""
+    said, where = ("".join(c if c.isprintable() else " " for c in " ".join(part.split()))
+                   for part in said_and_where(text))
+    where, room = where and f" {where}", width - len(where)
+    return (said if len(said) <= room else said[: room - 1] + "…") + where

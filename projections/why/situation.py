@@ -104,6 +104,8 @@ class SystemSnapshot:
     of_servers: bool = False
     """Engines are servers of others, which come and go."""
     stall_after: float | None = None
+    of_run: bool = False
+    """`trinity-es run` submits its batches, and can go on with them."""
     last_at: float | None = None
     """The last event that was observed."""
 
@@ -120,6 +122,8 @@ def observe(situation: SystemSnapshot, recorded: Iterable[Recorded]) -> SystemSn
                 situation.limit, situation.stall_after = explorer.get("max_timeout"), explorer.get("stall_after")
                 situation.sequential = explorer.get("concurrent_mode") == "sequential"
                 situation.of_servers = explorer.get("rollout_model", {}).get("engine_type") == "http"
+            case ev.TasksetAdvanced():
+                situation.of_run = True
             case ev.WeightsPublished():
                 situation.weights, situation.published_at = event.version, at
             case _ if item.stream.startswith("runner/"):
@@ -210,6 +214,7 @@ def read_situation(events: EventLog, batch_ids: Iterable[BatchId], followed: Fol
         situation, batch_ids, lambda b, after: map(straight, events.read(stream=batch_stream(b), after=after))
     )
     last = next(events.read(after=max(0, events.head().position - 1), limit=1), None)
+    situation.of_run = bool(events.streams("taskset/"))
     situation.last_at = situation.last_at if last is None else straight(last).recorded_at
     return situation
 

@@ -248,7 +248,9 @@ def test_why_of_a_dead_system_tells_what_was_running_and_the_way_out_and_exits_1
 def test_why_without_a_batch_is_a_line_for_every_open_one(log: Path) -> None:
     done = cli("why", "--log", log)
     assert done.exit_code == 1
-    assert [line.partition(",")[0] for line in done.stdout.splitlines()] == ["batch open is running"]
+    told, way = done.stdout.splitlines()
+    assert told.startswith("batch open is running,")
+    assert way.startswith("what to do: `trinity-es up CONFIG` goes on")
     assert [b["batch_id"] for b in json.loads(cli("why", "--json", "--log", log).stdout)] == ["open"]
 
 

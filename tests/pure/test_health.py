@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import io
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from trinity_es.cli.common import find_batch
 from trinity_es.client import health
 from trinity_es.config.config import Config
+from trinity_es.events.errors import BatchNotFound
+from trinity_es.events.store.log import EventLog
+from trinity_es.projections.tables.read_models import projectors
 
 URL = "http://gpu-7:8000"
 AWAITED = f"{URL} does not answer (ConnectError)"
@@ -125,6 +130,74 @@ def test_a_person_is_shown_what_a_runner_waits_for() -> None:
     text = shown(rows, "something")
     assert f"waits to start its engine: {AWAITED}, pid 2" in text
     assert "all is well" not in text
+
+
+DOWN: dict[str, Any] = {
+    "up": False, "keeper": None, "coordinator": None, "runners": [], "batches": [], "store": "s", "problems": [],
+}
+
+
+@pytest.mark.parametrize(("run", "said"), [
+    (None, "nothing runs, and nothing is open"),
+    ({"step": 5, "total_steps": 5, "complete": True}, "nothing is open: the run is complete, with step 5"),
+    ({"step": 5, "total_steps": 9, "complete": False},
+     "nothing is open: the run's last step is 5 of 9, and `trinity-es resume CONFIG` goes on with it"),
+    ({"step": 5, "total_steps": None, "complete": None},
+     "the run's last step is 5, and `trinity-es resume CONFIG` goes on with it, or says that it is complete"),
+])
+def test_of_a_run_of_which_nothing_runs_is_told_how_far_it_is(run: dict[str, Any] | None, said: str) -> None:
+    out = io.StringIO()
+    health.show(Console(file=out, width=200), DOWN | {"run": run})
+    assert out.getvalue().endswith(f"{said}\n")
+
+
+@pytest.mark.parametrize(("run", "told"), [
+    (None, 0), ({"step": 5, "total_steps": 9, "complete": False}, 1),
+    ({"step": 9, "total_steps": 9, "complete": True}, 0),
+])
+def test_a_system_that_ends_with_its_owner_is_a_problem_where_something_is_left(
+    run: dict[str, Any] | None, told: int
+) -> None:
+    ends = "process 5, which had started it, has ended"
+    found = list(health.problems(Config.model_validate({}), DOWN | {"ends": ends, "run": run}, None, []))
+    assert len(found) == told
+    for line in found:
+        assert line.startswith(f"the actor system ends: {ends}; `trinity-es resume CONFIG` goes on with the run")
+
+
+@pytest.mark.parametrize(("step", "said"), [(None, ", and no trainer has acknowledged it"), (7, "")])
+def test_since_when_nobody_asks_for_anything_is_told(step: int | None, said: str) -> None:
+    last = {"batch_id": 7, "batch_type": "train", "state": "finalized", "ended_at": time.time() - 200.5,
+            "trained_step": step}
+    found = DOWN | {"up": True, "admin": {"pid": 1}, "runners": [{"runner": "runner-0", "state": "ready", "pid": 2}]}
+    out = io.StringIO()
+    health.show(Console(file=out, width=200), found | {"last_batch": last})
+    assert out.getvalue().endswith(
+        f"nothing is wrong here, and no batch is open: the last, 7, was finalized 3 min 20 s ago{said}\n")
+
+
+def test_a_batch_that_is_not_there_may_come_when_the_system_has_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"sqlite:///{tmp_path / 'log.sqlite'}"
+    config = Config.model_validate({"store": {"url": url}})
+    EventLog.open(url, create=True, projectors=projectors()).close()
+    row = {"runner": "runner-0", "incarnation": 1, "state": "started"}
+    live: dict[str, Any] = {"system": {"children": []}, "weights_version": 0, "batches": [], "runners": [row]}
+
+    def said() -> str:
+        monkeypatch.setattr(health, "facts", lambda config: (live, {"up": True}))
+        with pytest.raises(BatchNotFound) as failed:
+            health.explain(config, "1", find_batch)
+        return failed.value.message
+
+    assert "no batch 1 in" in said()
+    assert said().endswith("it holds none yet; `trinity-es batches` lists what there is; "
+                           "the system is starting: runner-0 loading engine…")
+    row["state"] = "ready"
+    assert said().endswith("lists what there is")
+    del live["weights_version"]
+    assert said().endswith("the system is starting: its coordinator is not up yet")
 
 
 @pytest.mark.parametrize(("state", "says"), [

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import orjson
 import typer
 
-from trinity_es.events.errors import BatchNotFound, LogNotFound
+from trinity_es.events.errors import BatchNotFound, LogError, LogNotFound, LogUnavailable
 from trinity_es.events.store.database import masked
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.reading.log_reader import Log, open_log
@@ -37,14 +37,19 @@ _TIME_OF_DAY = re.compile(r"\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?")
 
 MOST = 2**63 - 1
 """Maximum number that a database holds."""
+MOST_DIGITS = 18
+"""Maximum number of digits of a batch's number that others are compared with."""
 LOG_VARIABLE = "TRINITY_ES_LOG"
 NEWEST = ("runs/*/log.sqlite", "runs/*/*/log.sqlite", "runs/*/runs/*/*/log.sqlite")
 """Where runs lie under the working directory: those of a trainer and of a config there, and of `trinity-es demo`."""
 
+HERE = ("*.sqlite", "*.db")
+"""Where a log lies whose `store.url` names a file in the working directory."""
+
 LogOption = Annotated[
     str | None,
     typer.Option("--log", metavar="URL_OR_PATH", help="The log to read. Default: that of --config, else the "
-                 f"environment's {LOG_VARIABLE}, else the newest run under ./runs."),
+                 f"environment's {LOG_VARIABLE}, else the newest run under ./runs, else the log in this folder."),
 ]
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", "-c", metavar="CONFIG", help="Config file of the run; its store is meant.")
@@ -89,10 +94,31 @@ def choose_log(log: str | None, config: Path | None = None) -> str:
         return os.environ[LOG_VARIABLE]
     found = [path for pattern in NEWEST for path in Path().glob(pattern)]
     if not found:
-        raise LogNotFound(f"no run under {Path.cwd() / 'runs'}: name a log with --log, or its config with --config")
+        return _only_log_here()
     newest = max(found, key=_last_written)
     note(f"log: {newest} (the newest run here; --log chooses another)")
     return str(newest)
+
+
+def _only_log_here() -> str:
+    """Return the log that lies in the working directory itself. Raises LogNotFound where there is none, or several."""
+    here = sorted(path for pattern in HERE for path in Path().glob(pattern) if _is_log(path))
+    if len(here) == 1:
+        note(f"log: {here[0]} (the one in this folder; --log chooses another)")
+        return str(here[0])
+    several = f", and {len(here)} logs in this folder ({', '.join(map(str, here[:3]))})" if here else ""
+    raise LogNotFound(
+        f"no run under {Path.cwd() / 'runs'}{several}: name a log with --log, or its config with --config")
+
+
+def _is_log(path: Path) -> bool:
+    try:
+        open_log(str(path)).close()
+    except LogUnavailable:  # it is one, and locked
+        return True
+    except (LogError, OSError):
+        return False
+    return True
 
 
 def _last_written(path: Path) -> float:
@@ -114,8 +140,18 @@ def find_batch(log: Log, text: str) -> BatchId:
     if (found := batch_named(log, text)) is not None:
         return found
     same_step = [name_of(row.batch_id) for row in log.batches() if name_of(row.batch_id).startswith(f"{text}/")]
-    meant = f" did you mean {' or '.join(same_step[:3])}?" if same_step else ""
+    near = same_step[:3] or _nearest(log, text)
+    meant = f" did you mean {' or '.join(near)}?" if near else "" if log.count_batches() else " it holds none yet;"
     raise BatchNotFound(f"no batch {text} in {log.url}:{meant} `trinity-es batches` lists what there is")
+
+
+def _nearest(log: Log, text: str) -> list[str]:
+    """Return the batches whose numbers are next to this one, below and above; [] where it is no number."""
+    if not text.isdecimal() or not text.isascii() or len(text) > MOST_DIGITS:
+        return []
+    numbers = [row.batch_id for row in log.batches() if isinstance(row.batch_id, int)]
+    below, above = [n for n in numbers if n < int(text)], [n for n in numbers if n > int(text)]
+    return [str(n) for n in (*sorted(below)[-1:], *sorted(above)[:1])]
 
 
 def _is_text(argument: str) -> bool:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,13 @@ from trinity_es.run.trainer_loop import TrainerProcess
 from trinity_es.system import remembered_log_end
 from trinity_es.text import sparkline
 
-__all__ = ["explore", "in_view", "print_summary", "quiet", "run_summary", "short_path"]
+__all__ = ["explore", "in_view", "print_summary", "quiet", "quietly", "run_summary", "short_path"]
 
 _QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
     "TQDM_DISABLE": "1",
+    # Python's tracker removes what an engine that was killed left in shared memory, and need not say so at our end.
+    "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
 }
 """A trainer that runs here shares the terminal with the progress view."""
 
@@ -41,6 +44,18 @@ _QUIET = {
 def quiet() -> None:
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Do the same for what runs in here alone: the environment is as it was afterwards."""
+    mine = _QUIET.keys() - os.environ.keys()
+    quiet()
+    try:
+        yield
+    finally:
+        for name in mine:
+            os.environ.pop(name, None)
 
 
 def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) -> RunState:

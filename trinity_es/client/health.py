@@ -14,15 +14,25 @@ from rich.console import Console
 from rich.text import Text
 
 from trinity_es.config.config import Config
-from trinity_es.events.errors import LogError, LogNotFound, LogRewound, LogUnavailable, NotALog, TrinityError, WrongKey
+from trinity_es.events.errors import (
+    BatchNotFound,
+    LogError,
+    LogNotFound,
+    LogRewound,
+    LogUnavailable,
+    NotALog,
+    TrinityError,
+    WrongKey,
+)
 from trinity_es.events.store.retry import within
-from trinity_es.events.values import BatchId
+from trinity_es.events.values import BatchId, BatchLifecycleState
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.tables.runner_history import natural
 from trinity_es.projections.why.answer import (
     ADD_SERVER,
     Why,
     another_life,
+    go_on,
     mend,
     mend_weights,
     span,
@@ -42,7 +52,8 @@ AWAITED_SECONDS = 10.0
 """How long an engine may wait for what somebody else has to do, its server say, before that is a problem."""
 LOADING_SECONDS = 300.0
 """How long an engine may load weights before that is a problem: nothing else ends a server that hangs in it."""
-_WHOLE = {"no_server", "unwritten", "no_system", "restarting", "no_answer", "fenced", "no_coordinator", "no_database"}
+_WHOLE = {"no_server", "unwritten", "no_system", "ending", "restarting", "no_answer", "fenced", "no_coordinator",
+          "no_database"}
 """Causes that are told once for the system, not once a batch."""
 
 
@@ -56,7 +67,7 @@ def facts(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     except ImportError:  # a log is read also where thespian is not installed
         return None, {}
     if running_system.find(config) is None:
-        return None, {"kept": keeper_lock.running(config)}
+        return None, keeper_lock.stopped(config)
     from trinity_es.client.rollout_client import connect  # all actors with it: only where there is somebody to ask
 
     try:
@@ -82,7 +93,11 @@ def explain(config: Config, batch: str | None = None, find: Callable[[Log, str],
         with open_log(config.store.url) as log:
             if batch is None or find is None:
                 return log.why_open(live=live, system=running_system)
-            return [log.why(find(log, batch), live=live, system=running_system)]
+            try:
+                batch_id = find(log, batch)
+            except BatchNotFound as e:
+                raise BatchNotFound(e.message + _starting(live)) from None
+            return [log.why(batch_id, live=live, system=running_system)]
 
     try:
         return within(READ_SECONDS, read)
@@ -94,13 +109,31 @@ def explain(config: Config, batch: str | None = None, find: Callable[[Log, str],
         return chosen
 
 
+def _starting(live: dict[str, Any] | None) -> str:
+    """Return what a system still does before it serves: a batch that is not there yet may be about to come."""
+    if live is None:
+        return ""
+    if "weights_version" not in live:
+        return "; the system is starting: its coordinator is not up yet"
+    runners = live["runners"]
+    if any(r["state"] == "ready" for r in runners):
+        return ""
+    told = "; ".join(f"{r['runner']} {does(r)}" for r in runners) or "no engine is up yet"
+    return f"; the system is starting: {told}"
+
+
 def look(config: Config) -> dict[str, Any]:
-    """Health as plain JSON: `up`, `coordinator`, `runners`, `batches` (open ones), `problems` ([]: none)."""
+    """Health as plain JSON: `up`, `coordinator`, `runners`, `batches` (open ones), `problems` ([]: none).
+
+    `ends`: why what is left of a system ends; `last_batch`: the one that ended last; `run`: the `trinity-es run` that
+    the log holds. None, or "", where there is none.
+    """
     from trinity_es.system import keeper_lock, running_system
 
     out: dict[str, Any] = {
         "store": config.masked()["store"]["url"], "up": False, "keeper": keeper_lock.running(config),
         "coordinator": None, "weights_version": None, "runners": [], "batches": [], "problems": [],
+        "ends": "", "last_batch": None, "run": None,
     }
     admin = running_system.find(config)
     try:
@@ -115,7 +148,7 @@ def look(config: Config) -> dict[str, Any]:
         return out
     if lost is not None:
         out["problems"].append(lost)
-    out["up"] = admin is not None
+    out["up"], out["ends"] = admin is not None, processes.get("ends", "")
     if admin is not None:
         out["admin"] = admin
     if live is not None:
@@ -125,6 +158,7 @@ def look(config: Config) -> dict[str, Any]:
         with open_log(config.store.url) as log:
             if live is None or "weights_version" not in live:
                 _read(config, log, out)
+            out.update(last_batch=_last_batch(log), run=_run(log))
             return log.why_open(live=live, system=processes)
 
     try:
@@ -185,16 +219,45 @@ def _read(config: Config, log: Log, out: dict[str, Any]) -> None:
     ]
 
 
+def _last_batch(log: Log) -> dict[str, Any] | None:
+    """Return the batch that ended last, of a log where one has."""
+    for b in log.batches(sort="ended", descending=True, limit=1):
+        if b.ended_at is not None:
+            return {"batch_id": b.batch_id, "batch_type": b.batch_type, "state": b.state, "ended_at": b.ended_at,
+                    "trained_step": b.trained_step}
+    return None
+
+
+def _run(log: Log) -> dict[str, Any] | None:
+    """Return how far the `trinity-es run` of this log is: `step` (the last that was begun), `total_steps` (None: until
+    its tasksets end), `complete` (None: they alone know). None where its batches are somebody else's.
+    """
+    newest = log.batches(batch_type="train", descending=True, limit=1)
+    if not newest or not log.streams("taskset/"):
+        return None
+    config, last = log.config(serve=False)[1], newest[0]
+    step, total = log.count_batches(batch_type="train"), config.get("total_steps")
+    trains = (config.get("trainer") or {}).get("class") is not None
+    over = last.state == BatchLifecycleState.ABORTED or last.trained_step is not None or (
+        last.state == BatchLifecycleState.FINALIZED and not trains)
+    complete = over and step >= total if total is not None else None if over else False
+    return {"step": step, "total_steps": total, "complete": complete}
+
+
 def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, whys: list[Why]) -> Iterator[str]:
     """Yield what is wrong, a line each. `out`: `look`'s; `live`: what the system says, None where it does not."""
     logs = config.system.log_dir
     if not out["up"]:
-        if out["keeper"] is not None:
+        way = go_on(bool(out.get("run")))
+        if out.get("ends"):
+            if whys or _unfinished(out):
+                yield f"the actor system ends: {out['ends']}; {way}"
+        elif out["keeper"] is not None:
             yield (f"the actor system is gone, and its keeper (pid {out['keeper']}) starts it again: if it does not "
                    f"come, keeper.log in {logs} tells why")
         elif whys:
-            yield (f"no actor system runs on this store, though {_count(len(whys), 'batch', 'batches')} open: "
-                   "`trinity-es up CONFIG` goes on with what is open")
+            at = f"the run is at step {out['run']['step']} and " if out.get("run") else ""
+            yield f"no actor system runs on this store, though {at}{_count(len(whys), 'batch', 'batches')} open: {way}"
         return
     if live is None:
         yield (f"the actor system (pid {out['admin']['pid']}) does not answer: guardian.log and coordinator.log in "
@@ -275,8 +338,32 @@ def _wrong(life: RunnerSnapshot, now: float) -> str | None:
     return None
 
 
+def _unfinished(found: dict[str, Any]) -> bool:
+    """Return True if a `trinity-es run` is known to have something left."""
+    return bool(found.get("run")) and found["run"]["complete"] is False
+
+
 def _count(n: int, one: str, many: str) -> str:
     return f"{n} {one} is" if n == 1 else f"{n} {many} are"
+
+
+def _of_run(run: dict[str, Any] | None) -> str:
+    """Return how far a run is of which nothing runs."""
+    if run is None:
+        return ""
+    if run["complete"]:
+        return f": the run is complete, with step {run['step']}"
+    of = "" if run["total_steps"] is None else f" of {run['total_steps']}"
+    end = ", or says that it is complete" if run["complete"] is None else ""
+    return f": the run's last step is {run['step']}{of}, and `trinity-es resume CONFIG` goes on with it{end}"
+
+
+def _idle(last: dict[str, Any]) -> str:
+    """Return since when nobody has asked the system for anything: a trainer that died can't say so."""
+    untrained = last["batch_type"] == "train" and last["state"] == "finalized" and last["trained_step"] is None
+    return (f"nothing is wrong here, and no batch is open: the last, {plain(last['batch_id'])}, was {last['state']} "
+            f"{span(time.time() - last['ended_at'])} ago"
+            + (", and no trainer has acknowledged it" if untrained else ""))
 
 
 def show(out: Console, found: dict[str, Any]) -> None:
@@ -285,7 +372,8 @@ def show(out: Console, found: dict[str, Any]) -> None:
         out.print(Text(plain(text), style=style), soft_wrap=True)
 
     line(f"store        {found['store']}")
-    line(f"system       {'up, pid ' + str(found['admin']['pid']) if found['up'] else 'down'}",
+    ends = f"ends: {found['ends']}" if found.get("ends") else "down"
+    line(f"system       {'up, pid ' + str(found['admin']['pid']) if found['up'] else ends}",
          "green" if found["up"] else "yellow")
     if found["coordinator"] is not None:
         coordinator = found["coordinator"]
@@ -313,7 +401,9 @@ def show(out: Console, found: dict[str, Any]) -> None:
     if found["problems"]:
         return
     if not found["up"]:
-        line("nothing runs, and nothing is open")
+        line(f"nothing runs, and nothing is open{_of_run(found.get('run'))}")
+    elif not found["batches"] and found.get("last_batch"):
+        line(_idle(found["last_batch"]))
     elif any(r["state"] == "ready" for r in found["runners"]):
         line("all is well", "green")
     else:

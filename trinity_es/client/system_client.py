@@ -153,7 +153,7 @@ class SystemClient:
             status = self.status(FACTS_SECONDS)
         except NotRunning:
             if running_system.find(self.config) is None:
-                return None, {"up": False, "kept": keeper_lock.running(self.config)}
+                return None, {"up": False, **keeper_lock.stopped(self.config)}
             return None, {"up": True}
         except (LogRewound, WrongKey):
             raise  # it is not the system that is silent

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from typing import Any
 
+from trinity_es.actors.orphaned import owner_gone
 from trinity_es.config.config import Config
 from trinity_es.events.processes import process_lives
 from trinity_es.system import running_system
 
-__all__ = ["LOCK_SECONDS", "running", "stop"]
+__all__ = ["LOCK_SECONDS", "running", "stop", "stopped"]
 
 
 LOCK_SECONDS = 0.3
@@ -25,6 +27,18 @@ def running(config: Config) -> int | None:
         return int(pid) if process_lives(int(pid), started) else None
     except (OSError, ValueError):
         return None
+
+
+def stopped(config: Config) -> dict[str, Any]:
+    """Return what becomes of a system that `running_system.find` does not find.
+
+    `kept`: pid of the keeper that starts it again, or None; `ends`: why what is left of it ends instead, or "".
+    """
+    kept, ends = running(config), ""
+    admin = running_system.last_started(config)
+    if admin is not None and (kept is not None or process_lives(admin["pid"], admin["started"])):
+        ends = owner_gone(admin.get("owner"))
+    return {"kept": None if ends else kept, "ends": ends}
 
 
 def stop(config: Config) -> None:

@@ -26,7 +26,7 @@ from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.retry import within
 from trinity_es.system import remembered_log_end
 
-__all__ = ["came_true", "end", "find", "output_file", "processes", "wait_gone"]
+__all__ = ["came_true", "end", "find", "last_started", "output_file", "processes", "wait_gone"]
 
 
 _log = logging.getLogger(__name__)
@@ -92,6 +92,11 @@ def _noted(config: Config) -> dict[str, Any] | None:
         return noted if {"pid", "started", "port"} <= noted.keys() else None
     except (OSError, ValueError, AttributeError):
         return None
+
+
+def last_started(config: Config) -> dict[str, Any] | None:
+    """Return the same also of one that gave its lease back, as it does when it ends: as this machine noted it."""
+    return last_known(config) or _noted(config)
 
 
 def find(config: Config) -> dict[str, Any] | None:

@@ -265,19 +265,26 @@ def test_a_server_that_takes_nothing_for_a_while_is_waited_for(tiny: Path, statu
 
 
 def test_a_server_that_answers_a_try_alone_draws_little(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server, pauses = Wrong(tiny), list[float]()
-    monkeypatch.setattr(http_engine, "BRAKE_SECONDS", (0.25, 2.0))
+    server = Wrong(tiny)
 
     async def main() -> None:
         async with met(server, tiny) as engine:
-            server.wrong, server.alone = {"status": 500}, True
-            monkeypatch.setattr(http_engine.asyncio, "sleep", _noted(pauses))  # type: ignore[attr-defined]
+            pauses = _pauses_before_tries(server, monkeypatch)
             for prompt in (BAD, BAD, BAD, BAD, BAD, 5, BAD):
                 with contextlib.suppress(EngineError):
                     await engine.generate([prompt], EIGHT)
+            assert pauses == [0.25, 0.5, 1.0, 2.0, 2.0, 0.25]
 
     play(main)
-    assert pauses == [0.25, 0.5, 1.0, 2.0, 2.0, 0.25]
+
+
+def _pauses_before_tries(server: Wrong, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Have the server fail what it is asked alone from here on; returns the list of the pauses that follow."""
+    pauses = list[float]()
+    server.wrong, server.alone = {"status": 500}, True
+    monkeypatch.setattr(http_engine, "BRAKE_SECONDS", (0.25, 2.0))
+    monkeypatch.setattr(http_engine.asyncio, "sleep", _noted(pauses))  # type: ignore[attr-defined]
+    return pauses
 
 
 @PLAIN
@@ -315,13 +322,11 @@ async def _all_of(engine: HTTPEngine, prompt: list[int]) -> int:
 
 
 def test_a_stream_is_an_answer(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server, pauses = Wrong(tiny), list[float]()
-    monkeypatch.setattr(http_engine, "BRAKE_SECONDS", (0.25, 2.0))
+    server = Wrong(tiny)
 
     async def main() -> None:
         async with met(server, tiny) as engine:
-            server.wrong, server.alone = {"status": 500}, True
-            monkeypatch.setattr(http_engine.asyncio, "sleep", _noted(pauses))  # type: ignore[attr-defined]
+            pauses = _pauses_before_tries(server, monkeypatch)
             for prompt in (BAD, BAD, 5, BAD):
                 with contextlib.suppress(EngineError):
                     async for _ in engine.stream([prompt], EIGHT):

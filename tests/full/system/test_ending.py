@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -17,7 +18,7 @@ import trinity_es
 from tests.helpers.faults import Server
 from tests.helpers.systems import StartSystem, scripted
 from trinity_es import Task
-from trinity_es.client import teardown
+from trinity_es.client import health, teardown
 from trinity_es.events.errors import NotRunning
 from trinity_es.system import keeper_lock, leftovers, running_system
 from trinity_es.testing import SleepWorkflow, wait_until
@@ -76,6 +77,42 @@ def test_what_a_script_started_ends_with_it_its_keeper_too_and_other_clients_are
         with pytest.raises(NotRunning, match=f"process {script.pid}, which had started it, has ended"):
             other.status()
     assert "the system ends: process" in (Path(config.system.log_dir) / "guardian.log").read_text()
+
+
+def test_a_system_that_ends_with_who_started_it_is_said_to_end_and_not_to_come_again(
+    begin: Begin, tmp_path: Path
+) -> None:
+    config = scripted(tmp_path, system={"keeper": True})
+    script = begin(config)
+    with trinity_es.connect(config) as client:
+        client.wait_ready(60)
+        task = Task(workflow=SleepWorkflow, workflow_args={"seconds": 60.0})
+        client.submit_batch(batch_id=1, tasks=[task], batch_type="train")
+    found = running_system.find(config)
+    assert found is not None
+    guardian, keeper = psutil.Process(found["guardian"]), psutil.Process(keeper_lock.running(config))
+    guardian.suspend()  # so that it lasts
+    keeper.suspend()
+    script.kill()
+    script.wait(timeout=10)
+    try:
+        ends = f"the actor system ends: process {script.pid}, which had started it, has ended"
+        told = health.look(config)
+        [problem] = told["problems"]
+        assert problem.startswith(f"{ends}; `trinity-es up CONFIG` goes on with what is open")
+        assert (told["up"], told["batches"][0]["cause"]) == (False, "ending")
+        assert [w.line for w in health.explain(config)] == [f"batch 1 is running, 0 of 1 tasks settled; {ends}"]
+        guardian.resume()
+        wait_until(lambda: running_system.last_known(config) is None, "the lease to be given back", timeout=40)
+        [problem] = health.look(config)["problems"]
+        assert problem.startswith(ends), "its keeper lives, and does not start it again"
+    finally:
+        for process in (guardian, keeper):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+    wait_until(lambda: ended(config), "the end of the system and its keeper", timeout=40)
+    [problem] = health.look(config)["problems"]
+    assert problem.startswith("no actor system runs on this store, though 1 batch is open: `trinity-es up CONFIG`")
 
 
 def test_whose_a_system_is_outlives_a_restart_by_its_keeper(begin: Begin, tmp_path: Path) -> None:

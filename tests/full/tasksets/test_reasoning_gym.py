@@ -105,22 +105,27 @@ def test_every_family_makes_its_tasks_and_is_scored_as_it_scores_itself(variable
     assert sum(ours == 1 for _, ours, _ in scores) > 300
 
 
+def play_example(changes: dict[str, object], variables: dict[str, str], folder: Path, *, timeout: float) -> None:
+    """Run the example in this folder to its end, with these keys of its config changed."""
+    overrides = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "examples.reasoning_gym", *overrides], cwd=folder,
+        env={**os.environ, **variables}, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_j2_the_example_plays_both_families_scores_them_and_its_log_needs_no_package(
     variables: dict[str, str], tmp_path: Path
 ) -> None:
     """With an engine that says "2" to everything, which is right for some tasks of both."""
     store = f"sqlite:///{tmp_path / 'log.sqlite'}"
-    changes = {
+    changes: dict[str, object] = {
         "explorer.rollout_model.engine_type": "scripted", "explorer.rollout_model.engine_args": "{}",
         "explorer.rollout_model.script": "{response: '2'}", "trainer.class": "null", "total_steps": "2",
         "model.model_path": "''",
         "explorer.eval_interval": "2", "store.url": store, "run_dir": tmp_path, "checkpoint_root_dir": tmp_path,
     }
-    overrides = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "examples.reasoning_gym", *overrides], cwd=tmp_path,
-        env={**os.environ, **variables}, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
+    play_example(changes, variables, tmp_path, timeout=240)
     with trinity_es.open_log(store) as log:
         batches = [batch.batch_id for batch in log.batches()]
         scored = [(task.truth, reward) for batch in batches for task, reward in rewards(log, batch)]
@@ -144,13 +149,11 @@ def test_j2_the_example_plays_both_families_scores_them_and_its_log_needs_no_pac
 def test_j2_the_example_trains_both_families(variables: dict[str, str], tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     store = f"sqlite:///{tmp_path / 'log.sqlite'}"
-    changes = {"store.url": store, "run_dir": tmp_path, "checkpoint_root_dir": tmp_path / "checkpoints",
-               "model.model_path": tmp_path / "model"}
-    overrides = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "examples.reasoning_gym", *overrides], cwd=tmp_path,
-        env={**os.environ, **variables}, capture_output=True, text=True, timeout=3500, check=False)
-    assert done.returncode == 0, done.stderr
+    changes: dict[str, object] = {
+        "store.url": store, "run_dir": tmp_path, "checkpoint_root_dir": tmp_path / "checkpoints",
+        "model.model_path": tmp_path / "model",
+    }
+    play_example(changes, variables, tmp_path, timeout=3500)
     with trinity_es.open_log(store) as log:
         steps = max(batch.batch_id for batch in log.batches() if isinstance(batch.batch_id, int))
         for family in ("letters", "bits"):

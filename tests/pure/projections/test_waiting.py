@@ -248,7 +248,7 @@ def test_of_a_batch_that_failed_whole_the_way_out_is_told_without_frames(story: 
     assert (told.cause, told.stalled) == ("all_failed", False)
     assert told.sentence.endswith(
         "1 task of 1 failed at least in part, the first is task 0: 0/4 runs completed. First error: workflow: "
-        "KeyError: 'stok'")
+        "KeyError: 'stok' (mine.py:9 in run)")
     assert any("restart-runner" in line for line in told.sentences())
 
 
@@ -275,6 +275,21 @@ def test_a_dead_system_is_said_first_with_its_last_event_and_the_way_out(one_lef
     assert "its processes are gone (coordinator pid 4711 on node-3)" in told.sentence
     assert told.waiting[0].since == T + 1
     assert told.waiting[1].text == "task 7, runs 0-3, attempt 1 of 3 was on runner-0 #1 when the system ended"
+    assert told.stalled
+    assert "trinity-es up CONFIG" in str(told)
+
+
+def test_what_a_run_left_open_is_gone_on_with_by_resume(one_left: Story) -> None:
+    one_left.add("taskset/sums", ev.TasksetAdvanced(taskset="sums", batch_id=3, epoch=0, offset=8))
+    told = str(one_left.why(100, system={"up": False}))
+    assert "what to do: `trinity-es resume CONFIG` goes on with the run" in told
+    assert "trinity-es up" not in told
+
+
+def test_a_system_that_ends_with_its_owner_is_neither_silent_nor_started_again(one_left: Story) -> None:
+    told = one_left.why(100, system={"up": True, "ends": "process 5, which had started it, has ended"})
+    assert [w.cause for w in told.waiting] == ["ending", "interrupted"]
+    assert told.sentence == "the actor system ends: process 5, which had started it, has ended"
     assert told.stalled
     assert "trinity-es up CONFIG" in str(told)
 

@@ -130,6 +130,10 @@ def _held_up(log: Log, row: BatchRow) -> dict[str, Any] | None:
 def show(
     batch: Annotated[str, typer.Argument(metavar="BATCH", help="Id of the batch: 3, or 0/letters. Or the id of an "
                                          "experience: 3/7/1/0/ab12cd.")],
+    words: Annotated[
+        list[int] | None,
+        typer.Argument(metavar="TASK [RUN]", min=0, help="The same as --task and --run.", show_default=False),
+    ] = None,
     task: Annotated[
         int | None, typer.Option("--task", min=0, help="This task alone: its course, and its runs.")
     ] = None,
@@ -147,9 +151,15 @@ def show(
     Examples:
       trinity-es show 3 --all
       trinity-es show 3 --task 7
-      trinity-es show 3 --task 7 --run 1
+      trinity-es show 3 --task 7 --run 1    # or: show 3 7 1
       trinity-es show 3/7/1/0/ab12cd
     """
+    if words:
+        if len(words) > 2 or task is not None or run is not None:
+            raise typer.BadParameter("say a task and a run once, as in `show 3 7 1` or `show 3 --task 7 --run 1`; an "
+                                     "experience by its id, as in `show 3/7/1/0/ab12cd`", param_hint="[TASK [RUN]]")
+        task, run = words[0], words[1] if len(words) > 1 else None
+    limit = None if every or as_json else 40
     with open_chosen(log, config) as opened:
         batch_id, named = _named(opened, batch)
         task = named[0] if task is None and named else task
@@ -161,22 +171,25 @@ def show(
 
             show_task(opened, batch_id, task, run, batch if named else None, every=every, as_json=as_json)
             return
-        story, rows = attempts.tell(opened.events(batch_id)), _rows(opened, batch_id)
+        story, rows = attempts.tell(opened.events(batch_id)), _rows(opened, batch_id, limit)
     if as_json:
         told = attempts.as_json(story)
         for one, row in zip(told["tasks"], rows, strict=False):
             one["row"] = row
         print_json(told | {"pieces": [asdict(p) for p in segments(story)]})
         return
-    tables.print_story(tables.console(), story, rows, limit=None if every else 40)
+    tables.print_story(tables.console(), story, rows, limit=limit)
 
 
-def _rows(log: Log, batch_id: BatchId) -> list[str]:
+def _rows(log: Log, batch_id: BatchId, limit: int | None) -> list[str]:
     """Return the row of a taskset that each task is, as `letters 12`; "" for a task of no taskset, [] where the tasks
-    can't be read any more.
+    can't be read any more. `limit`: what was handed in after so many is not read.
     """
+    handed: list[dict[str, Any]] = []
     try:
-        handed = [task.get("index") or {} for event in log.handed_in(batch_id) for task in log.tasks_of(event)]
+        for event in log.handed_in(batch_id):
+            if limit is None or len(handed) < limit:
+                handed += [task.get("index") or {} for task in log.tasks_of(event)]
     except (LogNotFound, PayloadNotFound, CorruptPayload):
         return []
     return [f"{index['taskset']} {index.get('index', '')}".rstrip() if "taskset" in index else "" for index in handed]

@@ -17,7 +17,7 @@ from trinity_es.run import single_task
 from trinity_es.run.checkpoint_eval import BenchRow, read_results
 from trinity_es.run.explorer import Explorer
 from trinity_es.run.single_task import PlayedTask
-from trinity_es.text import plain
+from trinity_es.text import error_line, plain
 
 __all__ = ["bench", "debug", "run_benchmark"]
 
@@ -133,7 +133,7 @@ def _tell(played: PlayedTask) -> None:
         if e.metrics:
             print("  metrics\n" + "\n".join(f"    {plain(k)} = {v:g}" for k, v in sorted(e.metrics.items())))
     for run, kind, message in played.failures:
-        print(f"\nrun {run} FAILED ({kind}): {plain(message, 300)}")
+        print(f"\nrun {run} FAILED ({kind}): {error_line(message, 300)}")
     for text in played.tracebacks:
         print("\n" + "\n".join(plain(line) for line in text.split("\n")))
     print(f"\nkept in {played.folder}")

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from trinity_es.cli.common import ConfigOption, JsonOption, SetOption, note, print_json, read_config
+from trinity_es.cli.run_in_view import quietly
 from trinity_es.config.config import Config
 from trinity_es.environments import installed as environments
 from trinity_es.environments.installed import Installed
@@ -116,7 +117,7 @@ def check(
     note(f"starting {found.name} {found.version} and engine {settings.explorer.rollout_model.engine_type}: this may "
          "take minutes where data or a model is loaded"
          + ("" if config else " (no --config: the engine writes letters at random, so the reward says little)"))
-    with tempfile.TemporaryDirectory() as folder:
+    with quietly(), tempfile.TemporaryDirectory() as folder:
         task = single_task.choose(settings, found.name, index)
         played = asyncio.run(single_task.play(settings, task, runs=1, folder=Path(folder)))
     if as_json:

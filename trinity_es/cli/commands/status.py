@@ -10,6 +10,7 @@ from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, find_batc
 from trinity_es.cli.render.tables import console
 from trinity_es.cli.which_config import settings_of
 from trinity_es.client import health
+from trinity_es.projections.why.answer import Why
 from trinity_es.text import plain
 
 __all__ = ["status", "why"]
@@ -61,7 +62,14 @@ def why(
         told = [w.as_dict() for w in found]
         print_json(told if batch is None else told[0])
     else:
-        for line in found[0].sentences() if batch is not None else [w.line for w in found] or ["no batch is open"]:
+        for line in found[0].sentences() if batch is not None else _lines(found):
             print(plain(line))
     if any(w.stalled for w in found):
         raise typer.Exit(1)
+
+
+def _lines(found: list[Why]) -> list[str]:
+    """Return a line for each open batch, and what to do about those that are stalled."""
+    ways = dict.fromkeys(w.waiting[0].way_out for w in found if w.stalled)
+    return [*(w.line for w in found), *(f"what to do: {way}" for way in ways if way)] or [
+        "no batch is open: `trinity-es status` tells how the system is"]

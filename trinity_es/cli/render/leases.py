@@ -10,7 +10,7 @@ from rich.text import Text
 from trinity_es.cli.render.tables import columns, fitted
 from trinity_es.projections.leases import OpenLease
 from trinity_es.projections.why.answer import span
-from trinity_es.text import plain
+from trinity_es.text import error_line, plain
 
 __all__ = ["print_leases"]
 
@@ -30,6 +30,6 @@ def print_leases(out: Console, leases: Sequence[OpenLease], now: float) -> None:
             Text(plain(taken.provider, 60)), Text(plain("" if lease.handle is None else lease.handle, 60)),
             Text(plain(taken.batch_id, 30)), str(taken.unit.task), str(taken.run), str(taken.unit.attempt),
             Text(plain(f"{taken.runner} #{taken.incarnation}", 40)),
-            Text(plain(f"try {lease.tries}: {lease.error}" if lease.error else lease.orphaned, 120), style=style),
+            Text(error_line(f"try {lease.tries}: {lease.error}" if lease.error else lease.orphaned, 120), style=style),
         )
     fitted(out, table, ("run", "attempt", "handle", "runner", "provider"))

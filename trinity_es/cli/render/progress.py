@@ -96,20 +96,20 @@ class RunView:
                 return [f"{plain(event.runner)}: ready after {event.load_seconds:.1f} s"]
             case ev.RunnerFailed() | ev.RunnerLost():
                 return [f"{plain(event.runner)}: {type(event).__name__.removeprefix('Runner').lower()}: "
-                        f"{plain(event.reason, 300)}"]
+                        f"{error_line(event.reason, 300)}"]
             case ev.WeightsFailed():
-                return [f"{plain(event.runner)}: version {event.version} not loaded: {plain(event.error, 300)}"]
+                return [f"{plain(event.runner)}: version {event.version} not loaded: {error_line(event.error, 300)}"]
             case ev.AdapterFailed():
                 return [f"{plain(event.runner)}: version {event.version} of adapter {event.adapter} not loaded: "
-                        f"{plain(event.error, 300)}"]
+                        f"{error_line(event.error, 300)}"]
             case ev.RunsFinished():
                 self._tokens.append((at, event.response_tokens))
                 while self._tokens and self._tokens[0][0] < at - RATE_SECONDS:
                     self._tokens.popleft()
             case ev.TaskReopened():
-                return [f"{recorded.stream}: task {event.task} is run again: {plain(event.reason, 300)}"]
+                return [f"{recorded.stream}: task {event.task} is run again: {error_line(event.reason, 300)}"]
             case ev.FinalizeFailed():
-                return [f"{recorded.stream}: finalize failed: {plain(event.error, 300)}"]
+                return [f"{recorded.stream}: finalize failed: {error_line(event.error, 300)}"]
             case ev.BatchFinalized() | ev.BatchAborted():
                 batch = self.state.batches.get(recorded.stream)
                 return [] if batch is None else [self._line(batch)]

@@ -15,7 +15,7 @@ from trinity_es.projections.adapters import AdapterVersion
 from trinity_es.projections.reading.untried_prompts import PromptsTried
 from trinity_es.projections.tables.experience_usage import Usage
 from trinity_es.projections.tables.runner_history import RunnerIncarnation, WeightsVersion, by_runner, seen
-from trinity_es.text import clock, plain
+from trinity_es.text import clock, error_line, plain
 
 __all__ = ["MOST", "print_adapters", "print_lives", "print_prompts", "print_runners", "print_usage", "print_weights"]
 
@@ -43,7 +43,7 @@ def print_runners(out: Console, lives: Sequence[RunnerIncarnation], up: bool | N
             Text(plain(runner.name)), state_text(runner.how), str(runner.last.model_version), str(runner.lives),
             Text(str(runner.deaths), style="red" if runner.deaths else "dim"), str(runner.attempts_lost),
             f"{runner.seconds_lost:.1f}", _when(last.ended_at if last else None),
-            Text(plain(last.reason, 100) if last else ""),
+            Text(error_line(last.reason, 100) if last else ""),
         )
     fitted(out, table, ("weights", "lives", "seconds lost", "attempts lost", "last death"))
 
@@ -59,7 +59,7 @@ def print_lives(out: Console, lives: Sequence[RunnerIncarnation], up: bool | Non
             Text(plain(life.engine, 20)), _when(life.started_at),
             "" if life.load_seconds is None else f"{life.load_seconds:.1f}", _when(life.ended_at),
             state_text(seen(life, up)), str(life.model_version), str(life.attempts_lost), f"{life.seconds_lost:.1f}",
-            Text(plain(life.reason, 100)),
+            Text(error_line(life.reason, 100)),
         )
     fitted(out, table, ("engine", "weights", "pid", "host", "seconds lost", "started", "load s", "attempts lost"))
     if len(lives) > MOST:
@@ -73,7 +73,7 @@ def print_weights(out: Console, versions: Sequence[WeightsVersion], made: Mappin
     for version in versions:
         had = ", ".join(f"{plain(load.runner, 30)} {load.at - version.published_at:+.1f}"
                         for load in version.loads[:16])
-        failed = ", ".join(f"{plain(load.runner, 30)}: {plain(load.error, 80)}" for load in version.failures[:4])
+        failed = ", ".join(f"{plain(load.runner, 30)}: {error_line(load.error, 80)}" for load in version.failures[:4])
         table.add_row(str(version.version), _when(version.published_at), Text(plain(version.method, 20)),
                       Text(plain(version.path, 80)), Text(had), Text(failed, style="red"),
                       f"{made.get(version.version, 0):,}")
@@ -90,7 +90,7 @@ def print_adapters(out: Console, adapters: Sequence[AdapterVersion]) -> None:
                    "removed", right=("version", "rank", "bytes"))
     for one in adapters[-MOST:]:
         had = ", ".join(f"{plain(runner, 30)} {at - one.published_at:+.1f}" for runner, _, at, _ in one.loads[:16])
-        failed = ", ".join(f"{plain(runner, 30)}: {plain(error, 80)}" for runner, _, _, error in one.failures[:4])
+        failed = ", ".join(f"{plain(runner, 30)}: {error_line(error, 80)}" for runner, _, _, error in one.failures[:4])
         table.add_row(
             Text(plain(one.adapter, 60)), str(one.version), _when(one.published_at), str(one.rank), f"{one.size:,}",
             Text(plain(one.path, 80)), Text(had), Text(failed, style="red"), _when(one.removed_at),

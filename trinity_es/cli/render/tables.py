@@ -113,7 +113,7 @@ def print_batches(
     """`trinity-es batches`; `causes`: what held each up (`seconds, what`), where that is known."""
     cells = [_batch_cells(row) for row in rows]
     if causes is not None:
-        told = ["" if c is None else f"{c['seconds']:.2f} s: {plain(c['what'], 110)}" for c in causes]
+        told = ["" if c is None else f"{c['seconds']:.2f} s: {error_line(c['what'], 110)}" for c in causes]
         cells = [[*line, what] for line, what in zip(cells, told, strict=True)]
     names = [*_COLUMNS, *(["held up by"] if causes is not None else [])]
     if len(rows) > _FAST:
@@ -164,11 +164,11 @@ def print_story(out: Console, story: BatchTimeline, rows: Sequence[str], limit: 
         f"weights     version {versions}"
     ))
     for at, what in story.turns[:_TURNS]:
-        out.print(Text(f"  +{at - story.submitted_at:8.2f} s  {plain(what, 140)}"))
+        out.print(Text(f"  +{at - story.submitted_at:8.2f} s  {error_line(what, 140)}"))
     if len(story.turns) > _TURNS:
         out.print(Text(f"  and {len(story.turns) - _TURNS} more turns: --json has all", style="dim"))
     for i, piece in enumerate(_longest(story)):
-        out.print(Text(f"{'' if i else 'its time':<12}{piece.seconds:.2f} s {plain(piece.what, 140)}"))
+        out.print(Text(f"{'' if i else 'its time':<12}{piece.seconds:.2f} s {error_line(piece.what, 140)}"))
     if state.final_result is not None:
         out.print(metrics_table(state.final_result["metrics"]))
     if story.tasks:
@@ -188,12 +188,13 @@ def _longest(story: BatchTimeline) -> list[Segment]:
 
 
 def metrics_table(metrics: dict[str, float]) -> Table:
-    """Return a table of metrics by name."""
+    """Return a table of metrics by name, with what is counted where a name alone says something else."""
     table = Table(box=None, pad_edge=True, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right")
     for name in sorted(metrics):
-        table.add_row(Text(plain(name)), f"{metrics[name]:.6g}")
+        counts = " (settled: failed ones too)" if name.endswith("/finished_task_count") else ""
+        table.add_row(Text(plain(name)) + Text(counts, style="dim"), f"{metrics[name]:.6g}")
     return table
 
 

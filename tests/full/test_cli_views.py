@@ -1,0 +1,176 @@
+"""What the commands say of logs written by hand to who knows neither the words nor the folders yet."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.handmade import ROOT, cli, history, unit, write
+from trinity_es.environments import installed
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import TasksetError
+from trinity_es.events.store.payloads import open_payloads
+from trinity_es.projections.reading.log_reader import Log
+from trinity_es.run import single_task
+
+
+@pytest.fixture
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("a-run") / "log.sqlite"
+    write(path, history(open_payloads(str(path), durability="process").put(b"four experiences")))
+    return path
+
+
+def test_show_takes_task_and_run_as_words_and_says_how_where_there_are_more(log: Path) -> None:
+    for words, options in ((["0"], ["--task", 0]), (["0", "1"], ["--task", 0, "--run", 1])):
+        done = cli("show", "3", *words, "--log", log)
+        assert done.exit_code == 0, done.output
+        assert done.stdout == cli("show", "3", *options, "--log", log).stdout
+    for words in (["3", "0", "1", "0"], ["3", "0", "--task", "0"]):
+        done = cli("show", *words, "--log", log)
+        assert done.exit_code == 2
+        assert "`show 3 7 1` or `show 3 --task 7 --run 1`" in re.sub(r"\s+", " ", done.stderr)
+
+
+def test_show_says_that_finished_tasks_are_settled_ones_failed_ones_too(log: Path) -> None:
+    line = r"rollout/finished_task_count \(settled: failed ones too\) +2"
+    assert re.search(line, cli("show", "3", "--log", log).stdout)
+    assert re.search(line, cli("replay", "3", "--log", log).stdout)
+
+
+def test_an_error_is_what_was_raised_and_where_without_frames_before(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    frames = "".join(f'\n  File "/x/{name}.py", line 9, in run' for name in ("framework", "mine"))
+    failed = ev.AttemptFailed(
+        task=0, run_id_base=0, failed_runs=[0, 1], attempt=1, runner="runner-0", incarnation=1, kind="workflow",
+        message=f"KeyError: 'stok'\nTraceback (most recent call last):{frames}", retry=False)
+    batch = ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[2], tasks=[{}])
+    sent = ev.TasksDispatched(runner="runner-0", incarnation=1, units=[unit(0)], model_version=0)
+    lost = ev.RunnerFailed(runner="runner-0", incarnation=1, reason=failed.message)
+    started = ev.RunnerStarted(runner="runner-0", incarnation=1, pid=7, host="here", engine="scripted")
+    write(path, [("runner/runner-0", [started]), ("batch/1", [batch, sent])])
+    write(path, [("batch/1", [failed]), ("runner/runner-0", [lost])])  # later, so that its attempt took some time
+    for command in (["show", "1"], ["events"], ["batches", "--slowest", "1"], ["runners"], ["runners", "runner-0"]):
+        told = cli(*command, "--log", path).stdout
+        assert "KeyError: 'stok' (mine.py:9 in run)" in told, command
+        assert "framework" not in told, command
+
+
+def test_what_was_handed_in_after_the_tasks_that_are_shown_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read = tmp_path / "log.sqlite", list[int]()
+    first = ev.BatchSubmitted(batch_id=1, batch_type="collect", repeat_times=[1] * 40, tasks=[{}] * 40)
+    write(path, [("batch/1", [first, ev.TasksAdded(repeat_times=[1] * 5, tasks=[{}] * 5)])])
+    tasks_of = Log.tasks_of
+
+    def noted(log: Log, event: ev.BatchSubmitted | ev.TasksAdded) -> list[dict[str, Any]]:
+        read.append(len(event.repeat_times))
+        return tasks_of(log, event)
+
+    monkeypatch.setattr(Log, "tasks_of", noted)
+    assert cli("show", "1", "--log", path).exit_code == 0
+    assert read == [40]
+    assert cli("show", "1", "--all", "--log", path).exit_code == 0
+    assert read == [40, 40, 5]
+
+
+@pytest.mark.parametrize(("total", "trained", "said"), [
+    (2, True, "the run is complete, with step 2"),
+    (2, False, "the run's last step is 2 of 2, and `trinity-es resume CONFIG` goes on with it"),
+    (9, True, "the run's last step is 2 of 9, and `trinity-es resume CONFIG` goes on with it"),
+    (None, True, "`trinity-es resume CONFIG` goes on with it, or says that it is complete"),
+])
+def test_status_tells_how_far_a_run_is(tmp_path: Path, total: int | None, trained: bool, said: str) -> None:
+    config = {"mode": "both", "total_steps": total, "trainer": {"class": "m:Trainer"}}
+    events: list[tuple[str, list[ev.Event]]] = [("system", [ev.SystemConfigured(config=config)])]
+    for step in (1, 2):
+        batch = ev.BatchSubmitted(batch_id=step, batch_type="train", repeat_times=[1], tasks=[{}])
+        ended = [ev.BatchFinalizing(), ev.BatchFinalized(result={"metrics": {}})]
+        learned = [ev.BatchTrained(step=step)] if trained or step == 1 else []
+        events += [(f"batch/{step}", [batch, *ended, *learned]),
+                   ("taskset/sums", [ev.TasksetAdvanced(taskset="sums", batch_id=step, epoch=0, offset=step)])]
+    path = tmp_path / "log.sqlite"
+    write(path, events)
+    done = cli("status", "--log", path)
+    assert done.exit_code == 0, done.output
+    assert f"nothing is open: {said}\n" in done.stdout or done.stdout.endswith(f"{said}\n")
+    assert "no batch is open: `trinity-es status` tells" in cli("why", "--log", path).stdout
+
+
+def test_a_batch_that_is_not_there_is_told_the_nearest(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    for n in (2, 5, 9):
+        write(path, [(f"batch/{n}", [ev.BatchSubmitted(batch_id=n, batch_type="train", repeat_times=[1], tasks=[{}])])])
+    assert "did you mean 5 or 9?" in cli("show", "7", "--log", path).stderr
+    assert "did you mean 9?" in cli("why", "12", "--log", path).stderr
+    assert "did you mean" not in cli("why", "nobody", "--log", path).stderr
+
+
+def test_a_log_in_the_folder_itself_is_found_where_it_is_the_only_one(
+    log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.db").write_bytes(b"no log")
+    (tmp_path / "mine.sqlite").write_bytes(log.read_bytes())
+    done = cli("status")
+    assert "log: mine.sqlite (the one in this folder" in done.stderr
+    assert json.loads(cli("batches", "--json").stdout)
+    (tmp_path / "other.db").write_bytes(log.read_bytes())
+    done = cli("status")
+    assert done.exit_code == 2
+    assert "2 logs in this folder (mine.sqlite, other.db): name a log with --log" in done.stderr
+
+
+# --- what engines say -----------------------------------------------------------------------------------------------
+LEAVES_SHARED_MEMORY = """
+import multiprocessing, os
+from multiprocessing.shared_memory import SharedMemory
+from trinity_es.cli.run_in_view import quiet
+
+def engine():
+    SharedMemory(create=True, size=8)
+    os.kill(os.getpid(), 9)
+
+if __name__ == "__main__":
+    if QUIET:
+        quiet()
+    process = multiprocessing.get_context("spawn").Process(target=engine)
+    process.start()
+    process.join()
+"""
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_what_a_killed_engine_left_in_shared_memory_is_removed_without_a_word(tmp_path: Path, quiet: bool) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LEAVES_SHARED_MEMORY.replace("QUIET", str(quiet)))
+    variables = {k: v for k, v in os.environ.items() if k != "PYTHONWARNINGS"} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, script], env=variables, capture_output=True, text=True, timeout=60, check=True)
+    assert ("leaked shared_memory" in done.stderr) == (not quiet)
+
+
+def test_a_check_of_an_environment_is_quiet_and_leaves_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = installed.Installed(name="sums", distribution="sums", packages=[], versions={}, folder=Path("x"))
+    seen: list[str | None] = []
+
+    def choose(*args: object) -> None:
+        seen.extend(os.environ.get(name) for name in ("TQDM_DISABLE", "TRANSFORMERS_VERBOSITY"))
+        raise TasksetError("far enough")
+
+    monkeypatch.setattr(installed, "find", lambda name: found)
+    monkeypatch.setattr(single_task, "choose", choose)
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "info")
+    assert "far enough" in cli("env", "check", "sums").stderr
+    assert seen == ["1", "info"]
+    assert "TQDM_DISABLE" not in os.environ
+    assert os.environ["TRANSFORMERS_VERBOSITY"] == "info"
