@@ -42,9 +42,7 @@ def find_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task]) -> B
     made of other prompts.
     """
     state = client.log.current(batch_id)
-    if state is None or state.state is BatchLifecycleState.ABORTED:
-        return None
-    if state.state is BatchLifecycleState.FINALIZED and not any(task.done for task in state.tasks):
+    if state is None or state.state is BatchLifecycleState.ABORTED or state.failed_whole:
         return None
     told = [task for event in client.log.handed_in(batch_id) for task in client.log.tasks_of(event)]
     was = [((task.get("raw_task") or {}).get("prompt"), task.get("repeat_times") or 1) for task in told]
