@@ -26,8 +26,9 @@ def share(response, prompt, truth):
     return sum(c < "m" for c in response) / max(1, len(response))
 
 def broken(response, prompt, truth):
-    if int(prompt.split()[-1]) in range(3, 6):
-        raise KeyError("stok")
+    row = int(prompt.split()[-1])
+    if row in range(3, 6):
+        raise KeyError("stok") if row < 5 else ValueError("too long")
     return share(response, prompt, truth)
 """
 BROKEN = "buffer.explorer_input.tasksets.0.reward_fn=rewards:broken"
@@ -61,8 +62,8 @@ def require_sentence(code: int, err: str) -> None:
     assert code == 2, err
     assert "Traceback" not in err
     line = err.strip().splitlines()[-1]
-    assert line.startswith("error: step 2 gave nothing to train on: each of its 6 runs failed, 6 of them with ")
-    assert "KeyError: 'stok' (rewards.py:7 in broken). See `trinity-es why 2`" in line
+    assert line.startswith("error: step 2 gave nothing to train on: each of its 6 runs failed, 4 of them with ")
+    assert "KeyError: 'stok' (rewards.py:8 in broken). See `trinity-es why 2`" in line
     assert line.endswith("mend it, and `trinity-es resume CONFIG` generates the step anew")
 
 
