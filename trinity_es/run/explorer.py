@@ -63,6 +63,8 @@ class Explorer(RunProcess):
         """Steps that a person aborted: nobody trains on them."""
         self._begun: set[int] = set()
         """Steps that this process submitted, for the first time or again: what fails in them, fails as things are."""
+        self._reads = asyncio.Lock()
+        """Held while a thread reads tasksets, which keep the part of a file that they read last."""
         self._moved = time.monotonic()
 
     def _is_left(self) -> bool:
@@ -174,7 +176,8 @@ class Explorer(RunProcess):
         while self.has_more(self.step, self.cursors):
             await standing.until(lambda: self.course.may_submit(
                 self.step + 1, done=standing.done, trained=max(standing.trained, standing.done)))
-            tasks, cursors = await asyncio.to_thread(self._read_tasks, self.step + 1, size)
+            async with self._reads:
+                tasks, cursors = await asyncio.to_thread(self._read_tasks, self.step + 1, size)
             advanced = [
                 {"taskset": name, "epoch": cursor.epoch, "offset": cursor.offset}
                 for name, cursor in cursors.items() if cursor != self.cursors.get(name, Cursor())
@@ -238,7 +241,9 @@ class Explorer(RunProcess):
                 break
             elif step in self._begun:
                 raise _failed_whole(batch, system_goes_on=not self.owns_system)
-            await self._submit(step, await asyncio.to_thread(self._same_tasks, step), [])  # on the current weights
+            async with self._reads:
+                tasks = await asyncio.to_thread(self._same_tasks, step)
+            await self._submit(step, tasks, [])  # on the weights that are current
         if self.on_step is not None:
             self.on_step(step, result)
 
