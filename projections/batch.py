@@ -139,6 +139,12 @@ class BatchState:
         """Tasks whose results can be taken."""
         return len(self.statuses) + len(self.partial) - len(self.taken)
 
+    @property
+    def failed_whole(self) -> bool:
+        """It is finalized, and no run succeeded of the tasks that it would have delivered."""
+        settled = self.state is BatchLifecycleState.FINALIZED and bool(self.statuses)
+        return settled and not any(self.tasks[number].done for number in self.statuses.keys() | self.partial)
+
     def task_status(self, task: int) -> Status:
         """Return what came of a task, as a Scheduler gives it: its metrics over all runs (one dict), and each run's."""
         found = self.tasks[task]

@@ -118,6 +118,8 @@ class BatchTimeline:
     state: BatchState
     submitted_at: float
     first_position: int
+    earlier: int = 0
+    """Submissions of this id before it, which ended, and were begun anew."""
     last_position: int = 0
     last_at: float = 0.0
     ended_at: float | None = None
@@ -166,6 +168,7 @@ def tell_one(story: BatchTimeline | None, item: Recorded) -> BatchTimeline:
     if isinstance(event, ev.BatchSubmitted):
         story = BatchTimeline(
             state=state, submitted_at=item.recorded_at, first_position=item.position,
+            earlier=0 if story is None else story.earlier + 1,
             tasks=[TaskTimeline(task=i, runs=n) for i, n in enumerate(event.repeat_times)],
         )
     assert story is not None  # evolve refuses any other first event
@@ -179,7 +182,7 @@ def _note(story: BatchTimeline, item: Recorded, event: ev.Event) -> None:
     what = ""
     match event:
         case ev.BatchSubmitted():
-            what = "submitted"
+            what = f"submitted again: try {story.earlier + 1}" if story.earlier else "submitted"
         case ev.TasksAdded():
             story.tasks += [TaskTimeline(task=i, runs=n) for i, n in enumerate(event.repeat_times, len(story.tasks))]
             what = f"{len(event.repeat_times)} tasks added"

@@ -13,8 +13,9 @@ from trinity_es.events.errors import ConfigError
 from trinity_es.events.values import BatchId, BatchLifecycleState
 from trinity_es.events.vocabulary import TasksetResolved, TasksetSource
 from trinity_es.projections.reading.log_reader import Log
+from trinity_es.projections.tables.batch_list import BatchRow
 
-__all__ = ["ResumePoint", "prompts_used", "resume_point", "sources_of", "was_dropped_stale"]
+__all__ = ["ResumePoint", "is_over", "prompts_used", "resume_point", "sources_of", "was_dropped_stale"]
 
 _ENDED = (BatchLifecycleState.FINALIZED.value, BatchLifecycleState.ABORTED.value)
 
@@ -28,7 +29,7 @@ class ResumePoint:
     finished: int = 0
     """All steps up to this one have ended: finalized, or aborted by a person."""
     open: frozenset[int] = frozenset()
-    """Steps that were submitted and have not ended."""
+    """Steps that were submitted and are not over: see `is_over`."""
     trained: int = 0
     """All steps up to this one have ended, and those that were finalized were trained on."""
     cursors: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
@@ -88,7 +89,7 @@ def resume_point(log: Log, tasksets: Sequence[str]) -> ResumePoint:
                 checkpoint, checkpoint_version = path, version
     return ResumePoint(
         submitted=len(steps), finished=_first_false(ended),
-        open=frozenset(step for i, step in enumerate(steps) if not ended[i]), trained=_first_false(settled),
+        open=frozenset(step for step in steps if not is_over(log, train[step])), trained=_first_false(settled),
         cursors=cursors,
         evals={b.batch_id: b.state in _ENDED for b in rows.values() if b.batch_type == "eval"},
         version=version, path=path, checkpoint=checkpoint, checkpoint_version=checkpoint_version,
@@ -105,6 +106,21 @@ def sources_of(log: Log) -> dict[tuple[str, bool], TasksetSource]:
 
 def _first_false(values: list[bool]) -> int:
     return next((i for i, value in enumerate(values) if not value), len(values))
+
+
+def is_over(log: Log, row: BatchRow) -> bool:
+    """Return True if a step with a trainer has ended for good: there is something to train on, or a person aborted it.
+
+    The explorer submits it again where it was dropped as stale, or where each of its runs failed.
+    """
+    if row.state == BatchLifecycleState.ABORTED:
+        return not was_dropped_stale(log, row.batch_id)
+    if row.state != BatchLifecycleState.FINALIZED:
+        return False
+    if row.finished or row.trained_step is not None:
+        return True  # so most need no fold
+    state = log.current(row.batch_id)
+    return state is not None and state.state.ended and not state.failed_whole
 
 
 def was_dropped_stale(log: Log, batch_id: BatchId) -> bool:

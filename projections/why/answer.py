@@ -189,8 +189,8 @@ _WAYS = {
     "finalize_failed": "mend the pipeline (buffer.pipeline), then finalize it again: it has all its experiences",
     "training": "nothing where no trainer takes part; a trainer calls acknowledge(batch_id, step) when it has used it, "
                 "TRL's and `trinity-es run` by themselves: one that has ended is started again",
-    "all_failed": "mend what failed, end the runners that have it loaded (`trinity-es restart-runner`), and start the "
-                  "trainer again; TRL's has the batch generated anew, `trinity-es run` needs another `name`",
+    "all_failed": "mend what failed, end runners that have it loaded (`trinity-es restart-runner`), and go on: "
+                  "`trinity-es resume CONFIG` and TRL's trainer have the batch generated anew",
 }
 
 

@@ -100,7 +100,7 @@ def _ended(course: BatchTimes) -> Ranked:
     failed = [(i, status) for i, status in sorted(state.statuses.items()) if status.completed_runs < status.total_runs]
     if failed and state.state is not BatchLifecycleState.ABORTED:
         task, status = failed[0]
-        if cause == "training" and not any(status.completed_runs for status in state.statuses.values()):
+        if cause == "training" and state.failed_whole:
             cause = "all_failed"
         text += (f"; {counted(len(failed), 'task')} of {state.expected_task_count} failed at least in part, the first "
                  f"is task {task}: {_short(status.message or '')}")

@@ -52,6 +52,7 @@ class StandInClient:
         return SimpleNamespace(
             state=state, statuses=statuses, tasks=[SimpleNamespace(done=done, payloads=[n])
                                                    for n, done in enumerate(runs)],
+            failed_whole=state is BatchLifecycleState.FINALIZED and not any(runs),
             ready_tasks=lambda: [] if state.ended else list(range(len(tasks))))
 
     def batch(self, batch_id: str) -> Any:

@@ -45,7 +45,7 @@ def find_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task]) -> B
     made of other prompts.
     """
     state = client.log.current(batch_id)
-    if state is None or (state.state.ended and not _succeeded(state)):
+    if state is None or state.state is BatchLifecycleState.ABORTED or state.failed_whole:
         return None
     told = [task for event in client.log.handed_in(batch_id) for task in client.log.tasks_of(event)]
     was = [((task.get("raw_task") or {}).get("prompt"), task.get("repeat_times") or 1) for task in told]
@@ -61,11 +61,7 @@ def find_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task]) -> B
 def has_result(client: RolloutClient, batch_id: str) -> bool:
     """Return True if the log has this batch whole: finalized, with a run that succeeded."""
     state = client.log.current(batch_id)
-    return state is not None and _succeeded(state)
-
-
-def _succeeded(state: BatchState) -> bool:
-    return state.state is BatchLifecycleState.FINALIZED and any(task.done for task in state.tasks)
+    return state is not None and state.state is BatchLifecycleState.FINALIZED and not state.failed_whole
 
 
 def submit_batch(client: RolloutClient, batch_id: str, tasks: Sequence[Task], mode: Mode) -> None:

@@ -21,6 +21,7 @@ from trinity_es.events.errors import ConfigError, PayloadNotFound
 from trinity_es.events.values import BatchLifecycleState
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.reading.resume_point import ResumePoint
+from trinity_es.run.trainer import learn
 from trinity_es.weights.shared_memory import write_memory
 
 __all__ = ["Checkpoints", "TrainerCheckpoints"]
@@ -95,7 +96,7 @@ class TrainerCheckpoints:
                 for step in range(point.checkpoint_version + 1, point.version + 1):
                     batch = log.replay(step)
                     if batch.state is BatchLifecycleState.FINALIZED:  # else a person aborted it
-                        self._learnt[step] = trainer.step(read_experiences(payloads, batch.experiences))
+                        self._learnt[step] = learn(trainer, read_experiences(payloads, batch.experiences))
             except PayloadNotFound as e:
                 raise PayloadNotFound(
                     f"the trainer has a checkpoint of step {point.checkpoint_version}, engines had weights "

@@ -14,14 +14,16 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import ConfigError, LogNotFound, SyncError
-from trinity_es.events.values import BatchId, BatchLifecycleState, Task, task_from_dict
+from trinity_es.events.errors import ConfigError, LogNotFound, SyncError, WorkflowError
+from trinity_es.events.values import BatchId, BatchLifecycleState, Task
+from trinity_es.projections.batch import BatchState
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.reading.pass_rates import pass_rates, submitted_tasks
 from trinity_es.projections.reading.resume_point import ResumePoint, resume_point, was_dropped_stale
@@ -34,6 +36,7 @@ from trinity_es.run.trainer_loop import POLL_SECONDS, all_of, follow, train_in_o
 from trinity_es.run.wait_for_log import when_written
 from trinity_es.system.run_lock import RunLock
 from trinity_es.tasksets.taskset import Cursor
+from trinity_es.text import error_line
 
 if TYPE_CHECKING:
     from trinity_es.serve.proxy import Proxy
@@ -58,6 +61,10 @@ class Explorer(RunProcess):
         self.checkpoints = Checkpoints(config)
         self._passed_over: set[int] = set()
         """Steps that a person aborted: nobody trains on them."""
+        self._begun: set[int] = set()
+        """Steps that this process submitted, for the first time or again: what fails in them, fails as things are."""
+        self._reads = asyncio.Lock()
+        """Held while a thread reads tasksets, which keep the part of a file that they read last."""
         self._moved = time.monotonic()
 
     def _is_left(self) -> bool:
@@ -169,7 +176,8 @@ class Explorer(RunProcess):
         while self.has_more(self.step, self.cursors):
             await standing.until(lambda: self.course.may_submit(
                 self.step + 1, done=standing.done, trained=max(standing.trained, standing.done)))
-            tasks, cursors = await asyncio.to_thread(self._read_tasks, self.step + 1, size)
+            async with self._reads:
+                tasks, cursors = await asyncio.to_thread(self._read_tasks, self.step + 1, size)
             advanced = [
                 {"taskset": name, "epoch": cursor.epoch, "offset": cursor.offset}
                 for name, cursor in cursors.items() if cursor != self.cursors.get(name, Cursor())
@@ -202,6 +210,7 @@ class Explorer(RunProcess):
             cursor=cursors,
             sources=sources,
         ))
+        self._begun.add(step)
         self.unrecorded = [source for source in self.unrecorded if source not in sources]
 
     async def _generate(self) -> None:
@@ -215,18 +224,33 @@ class Explorer(RunProcess):
                 standing.note(generated=standing.generated + 1)
 
     async def _finish(self, step: int) -> None:
-        """Finalize a step. One that a person aborted is passed over."""
-        result = await when_written(lambda: self.rollouts.finalize_train_batch(step))
-        while (await self.rollouts.batch(step)).state is BatchLifecycleState.ABORTED:
-            if not await asyncio.to_thread(was_dropped_stale, self.rollouts.client.log, step):
-                self._passed_over.add(step)
-                self._note_trained(self.standing.trained)
-                return
-            tasks = await asyncio.to_thread(submitted_tasks, self.rollouts.client.log, step)
-            await self._submit(step, [task_from_dict(task) for task in tasks], [])  # on the weights that are current
+        """Finalize a step. One that a person aborted is passed over.
+
+        One that was dropped as stale is submitted again, and so is one whose runs all failed in an earlier life of the
+        run, where there is a trainer. Raises WorkflowError where they failed in this one.
+        """
+        while True:
             result = await when_written(lambda: self.rollouts.finalize_train_batch(step))
+            batch = await self.rollouts.batch(step)
+            if batch.state is BatchLifecycleState.ABORTED:
+                if not await asyncio.to_thread(was_dropped_stale, self.rollouts.client.log, step):
+                    self._passed_over.add(step)
+                    self._note_trained(self.standing.trained)
+                    return
+            elif not (self.has_trainer and batch.failed_whole and batch.trained_step is None):
+                break
+            elif step in self._begun:
+                raise _failed_whole(batch, system_goes_on=not self.owns_system)
+            async with self._reads:
+                tasks = await asyncio.to_thread(self._same_tasks, step)
+            await self._submit(step, tasks, [])  # on the weights that are current
         if self.on_step is not None:
             self.on_step(step, result)
+
+    def _same_tasks(self, step: int) -> list[Task]:
+        """Return the tasks of a step that was submitted, as the config makes them now of the same rows."""
+        told = submitted_tasks(self.rollouts.client.log, step)
+        return [self.mix.task(task["index"]["taskset"], task["index"]["index"]) for task in told]
 
     async def _period_over(self, step: int) -> None:
         """Submit what is due at the weights of this step: its evals before what waits for the weights."""
@@ -340,3 +364,15 @@ class Explorer(RunProcess):
         for batch_id in ids:
             metrics |= await self._finish_eval(batch_id)
         return metrics
+
+
+def _failed_whole(batch: BatchState, *, system_goes_on: bool) -> WorkflowError:
+    """Return what to say of a step that gave nothing to train on, because each of its runs failed."""
+    errors = [error_line(message, 200) for task in batch.tasks for message in task.failed.values()]
+    [(error, times)] = Counter(errors).most_common(1)
+    first = " (`trinity-es restart-runner` first, where runners have your code loaded)" if system_goes_on else ""
+    return WorkflowError(
+        f"step {batch.batch_id} gave nothing to train on: each of its {len(errors)} runs failed, {times} of them with "
+        f"{error}. See `trinity-es why {batch.batch_id}`, mend it, and `trinity-es resume CONFIG` generates the step "
+        f"anew{first}"
+    )

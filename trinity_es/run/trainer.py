@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from trinity_es.events.experience import Experience
 
-__all__ = ["Trainer"]
+__all__ = ["Trainer", "learn"]
 
 
 class Trainer(Protocol):
@@ -24,7 +24,12 @@ class Trainer(Protocol):
     def __init__(self, model_path: str, **args: Any) -> None: ...
 
     def step(self, experiences: list[Experience]) -> dict[str, float]:
-        """Learn from one batch; returns metrics (loss, ...). Called in a thread."""
+        """Learn from one batch; returns metrics (loss, ...). Called in a thread, and not for a batch without any."""
 
     def save(self, path: str) -> None:
         """Write a checkpoint in HF format that an engine can load, and that this class can be built from."""
+
+
+def learn(trainer: Trainer, experiences: list[Experience]) -> dict[str, float]:
+    """Have the trainer learn from a batch; of one that the pipeline's filters left nothing of, nothing is learnt."""
+    return trainer.step(experiences) if experiences else {}

@@ -13,8 +13,9 @@ from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchLifecycleState
 from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.projections.reading.log_reader import Log
-from trinity_es.projections.reading.resume_point import was_dropped_stale
+from trinity_es.projections.reading.resume_point import is_over
 from trinity_es.run.run_process import RunProcess
+from trinity_es.run.trainer import learn
 from trinity_es.run.wait_for_log import when_written
 from trinity_es.system import running_system
 from trinity_es.tasksets.taskset import Cursor
@@ -67,7 +68,7 @@ async def _learn(part: RunProcess, step: int) -> None:
     if (await part.rollouts.batch(step)).state is BatchLifecycleState.ABORTED:
         return
     experiences = await part.rollouts.experiences(step)
-    metrics = await asyncio.to_thread(part.trainer.step, experiences)
+    metrics = await asyncio.to_thread(learn, part.trainer, experiences)
     await when_written(lambda: part.rollouts.acknowledge(step, step, metrics))
 
 
@@ -174,10 +175,9 @@ class TrainerProcess(RunProcess):
                 self.cursors[event.taskset] = Cursor(event.epoch, event.offset)
             case ev.BatchFinalized() | ev.BatchAborted():
                 batch_id, kind = event.result["batch_id"], event.result["batch_type"]
-                aborted = isinstance(event, ev.BatchAborted)
                 if kind == "eval":
                     self.standing.note(evals={batch_id: True})
-                elif not (aborted and await asyncio.to_thread(was_dropped_stale, log, batch_id)):
+                elif await asyncio.to_thread(lambda: is_over(log, log.batch_row(batch_id))):
                     self._open.discard(batch_id)
         self._count()
 

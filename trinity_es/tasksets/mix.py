@@ -7,6 +7,7 @@ from typing import Literal
 
 import numpy as np
 
+from trinity_es.events.errors import TasksetError
 from trinity_es.events.values import Task
 from trinity_es.tasksets.taskset import Cursor, Taskset
 
@@ -66,6 +67,14 @@ class Mix:
             return [task for i in dict.fromkeys(order) for task in given[i]], at
         queues = [iter(tasks) for tasks in given]
         return [next(queues[i]) for i in order], at
+
+    def task(self, name: str, row: int) -> Task:
+        """Return the task of one row of the taskset of this name. Raises TasksetError where it is not there."""
+        taskset = next((t for t in self.tasksets if t.config.name == name), None)
+        if taskset is None or row >= len(taskset):
+            has = "is not in the config" if taskset is None else f"has {len(taskset)} rows"
+            raise TasksetError(f"taskset {name} {has}, and the run began with row {row} of it: put it back")
+        return taskset.task(row)
 
     def _shuffled(self, at: Mapping[str, Cursor], n: int) -> list[int]:
         """Return the same for `shuffled`: every pass over all tasksets has an order of its own."""

@@ -1,0 +1,95 @@
+"""A batch of which every run failed, and the same batch submitted again: what each account of the run makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.handmade import finished, unit, write
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.store.log import EventLog
+from trinity_es.projections.batch import batch_result, fold
+from trinity_es.projections.history import attempts
+from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.projections.reading.resume_point import is_over, resume_point
+from trinity_es.projections.run import fold_run
+from trinity_es.projections.tables.read_models import projectors
+
+Events = list[ev.Event]
+SUBMITTED = ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[2, 2], tasks=[{}, {}])
+SENT = ev.TasksDispatched(runner="runner-0", incarnation=1, units=[unit(0), unit(1)], model_version=4)
+TRAINED = ev.BatchTrained(step=1)
+
+
+def failed(task: int, *runs: int) -> ev.AttemptFailed:
+    return ev.AttemptFailed(task=task, run_id_base=0, failed_runs=list(runs), attempt=1, runner="runner-0",
+                            incarnation=1, kind="workflow", message="KeyError: 'stok'", retry=False)
+
+
+def one_run(task: int) -> ev.RunsFinished:
+    run = ev.RunResult(run=0, metrics={}, experiences=1)
+    return ev.RunsFinished(task=task, run_id_base=0, attempt=1, runner="runner-0", incarnation=1, runs=[run],
+                           payload=None, model_version=4, model_version_end=4, seconds=0.5)
+
+
+def finalized(*events: ev.Event) -> Events:
+    begun = [SUBMITTED, SENT, *events]
+    state = fold(begun)
+    assert state is not None
+    return [*begun, ev.BatchFinalizing(), ev.BatchFinalized(result=batch_result(state))]
+
+
+ALL_FAILED = finalized(failed(0, 0, 1), failed(1, 0, 1))
+DROPPED = ev.TaskDropped(tasks=[1], reason="enough")
+ABORTED = ev.BatchAborted(reason="no longer wanted", result={"batch_id": 1, "batch_type": "train", "metrics": {}})
+STALE = ev.RecoveryDecided(decision="drop_stale", reason="old weights")
+
+CASES: dict[str, tuple[Events, bool, bool]] = {
+    "every run failed": (ALL_FAILED, True, False),
+    "it was trained on all the same": ([*ALL_FAILED, TRAINED], True, True),
+    "not finalized yet": (ALL_FAILED[:-1], False, False),
+    "one run of a task succeeded": (finalized(one_run(0), failed(0, 1), failed(1, 0, 1)), False, True),
+    "a task finished": (finalized(finished(0, None), failed(1, 0, 1)), False, True),
+    "the only run that succeeded is of a dropped task": (finalized(failed(0, 0, 1), one_run(1), DROPPED), True, False),
+    "nothing was waited for": (finalized(ev.TaskDropped(tasks=[0, 1], reason="enough")), False, True),
+    "submitted again": ([*ALL_FAILED, SUBMITTED], False, False),
+    "submitted again, and it went well": ([*ALL_FAILED, *finalized(finished(0, None), finished(1, None))], False, True),
+    "a person aborted it": ([SUBMITTED, SENT, ABORTED], False, True),
+    "dropped as stale": ([SUBMITTED, SENT, STALE, ABORTED], False, False),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_is_over_unless_it_is_to_be_generated_anew(tmp_path: Path, case: str) -> None:
+    events, failed_whole, over = CASES[case]
+    state = fold(events)
+    assert state is not None
+    assert state.failed_whole is failed_whole
+    path = tmp_path / "log.sqlite"
+    advanced = ev.TasksetAdvanced(batch_id=1, taskset="letters", epoch=0, offset=2)
+    write(path, [("batch/1", events), ("taskset/letters", [advanced])])
+    with open_log(str(path)) as log:
+        assert is_over(log, log.batch_row(1)) is over
+        point = resume_point(log, ["letters"])
+    assert point.open == (frozenset() if over else {1})
+    assert (point.submitted, point.cursors[1]) == (1, {"letters": (0, 2)})
+    assert point.trained == (over and (TRAINED in events or ABORTED in events))
+
+
+def test_the_run_counts_the_tokens_of_both_tries_and_the_tasks_of_the_last(tmp_path: Path) -> None:
+    again = finalized(finished(0, None), finished(1, None))
+    path = tmp_path / "log.sqlite"
+    write(path, [("batch/1", [*ALL_FAILED, *again, TRAINED])])
+    with open_log(str(path)) as log:
+        run, told, row = fold_run(log.events()), attempts.tell(log.events(1)), log.batch_row(1)
+        assert log.check_result(1)[0] == log.check_result(1)[1]
+    [batch] = run.train()
+    assert (batch.finished, batch.failed_attempts, batch.trained_step) == (2, 0, 1)
+    assert (run.failed_attempts, run.open) == (2, set())
+    assert (row.finished, row.failed, row.failed_attempts) == (2, 0, 0)
+    assert (told.earlier, told.turns[0][1]) == (1, "submitted again: try 2")
+    with EventLog.open(str(path), projectors=projectors()) as opened:
+        opened.rebuild()
+    with open_log(str(path)) as log:
+        assert log.batch_row(1) == row
