@@ -24,11 +24,11 @@ from trinity_es.events.vocabulary import AdapterPublished, PayloadRef, RunResult
 
 __all__ = [
     "LIMIT", "AdaptersLoadResult", "CancelUnits", "Configure", "CoordinatorUp", "CoordinatorWaits", "EndedRunners",
-    "Endpoints", "GroupJoinResult", "Heartbeat", "JoinGroup", "LeaseChange", "LeaseLost", "LeaseReply",
-    "LeaseReport", "LoadAdapters", "LoadWeights", "OutcomeReport", "Parcel", "QueryActivity", "ReplaceRunner",
-    "Reply", "Request", "Retire", "Retired", "RunUnits", "RunnerActivity", "RunnerDied", "RunnerStatus", "Servers",
-    "StartCoordinator", "StartRunner", "StoreGone", "UnitAssignment", "UnitOutcome", "WeightsLoadResult", "Where",
-    "WhereReply", "pack", "unpack",
+    "Endpoints", "GroupJoinResult", "Heartbeat", "HostDrained", "HostLeaves", "JoinGroup", "LeaseChange", "LeaseLost",
+    "LeaseReply", "LeaseReport", "LoadAdapters", "LoadWeights", "OutcomeReport", "Parcel", "QueryActivity",
+    "ReplaceRunner", "Reply", "Request", "Retire", "Retired", "RunUnits", "RunnerActivity", "RunnerDied",
+    "RunnerStatus", "Servers", "StartCoordinator", "StartRunner", "StoreGone", "UnitAssignment", "UnitOutcome",
+    "WeightsLoadResult", "Where", "WhereReply", "pack", "unpack",
 ]
 
 LIMIT = 128 * 1024
@@ -239,6 +239,20 @@ class StoreGone:
     """Coordinator to guardian: the log was deleted or its database dropped, so the system has nothing to work for."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostLeaves:
+    """Host to coordinator: its runners get nothing new. Answered with HostDrained when they have nothing any more."""
+
+    reason: str
+    final: bool = False
+    """It ends now, drained or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostDrained:
+    """Coordinator to host: none of its runners has anything any more."""
 
 
 # --- runner -> coordinator ------------------------------------------------------------------------------------------

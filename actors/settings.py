@@ -13,7 +13,8 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 __all__ = [
-    "EngineConfig", "ExplorerSettings", "LoRASettings", "ModelSettings", "QueueSettings", "ServersSettings", "Settings",
+    "EngineConfig", "ExplorerSettings", "HostSettings", "HostsSettings", "LoRASettings",
+    "ModelSettings", "QueueSettings", "ServersSettings", "Settings",
     "checked_url", "settings_from",
 ]
 
@@ -110,6 +111,24 @@ class SystemSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class HostsSettings:
+    """Where the head takes other hosts in, and how long it waits for one that it does not hear."""
+
+    address: str
+    listen: str
+    timeout: float
+
+
+@dataclass(frozen=True, slots=True)
+class HostSettings:
+    """What a host that joined calls itself."""
+
+    name: str
+    life: str
+    """Of this start of its system."""
+
+
+@dataclass(frozen=True, slots=True)
 class StoreSettings:
     url: str = field(repr=False)  # may hold a password
     durability: Literal["process", "power"]
@@ -201,6 +220,9 @@ class Settings:
     """Folders in which the user's modules are looked for."""
     workflows: list[str]
     """The user's own workflows, which runners import before they are asked for."""
+    hosts: HostsSettings
+    host: HostSettings | None = None
+    """None: this is the head."""
     owner: dict[str, Any] | None = None
     """The process with which the system ends: `pid`, `started`."""
     umask: int = 0o077

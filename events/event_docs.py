@@ -36,7 +36,10 @@ def markdown() -> str:
     """Return the whole page."""
     classes = {
         node.name: node
-        for module in (vocabulary.system, vocabulary.batch, vocabulary.leases, vocabulary.delivery, vocabulary.base)
+        for module in (
+            vocabulary.system, vocabulary.hosts, vocabulary.batch, vocabulary.leases, vocabulary.delivery,
+            vocabulary.base,
+        )
         for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ClassDef)
     }
     streams: dict[str, list[str]] = {}

@@ -179,6 +179,10 @@ def summary(event: ev.Event) -> str:
             return f"{event.url} is served by {event.runner}, by {event.by}"
         case ev.ServerRemoved():
             return f"{event.url} of {event.runner} was taken away, by {event.by}"
+        case ev.HostJoined():
+            return f"{event.host} #{event.epoch} from {event.address}, pid {event.pid}"
+        case ev.HostDraining() | ev.HostLost() | ev.HostLeft():
+            return f"{event.host} #{event.epoch}: {event.reason}"
         case ev.WeightsPublished():
             return f"version {event.version} at {event.path}"
         case ev.WeightsLoaded():

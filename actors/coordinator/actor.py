@@ -30,6 +30,8 @@ from trinity_es.actors.coordinator.delivery.outputs import Outputs, build_output
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineThread
 from trinity_es.actors.coordinator.delivery.retention import Retention
 from trinity_es.actors.coordinator.fleet.batch_stalls import Stalls
+from trinity_es.actors.coordinator.fleet.hosts import LOOK_SECONDS as HOSTS_SECONDS
+from trinity_es.actors.coordinator.fleet.hosts import FarProcess, HostFleet, far_lives, listening
 from trinity_es.actors.coordinator.fleet.lease_releases import LeaseReleases
 from trinity_es.actors.coordinator.fleet.servers import LOOK_SECONDS
 from trinity_es.actors.coordinator.handlers.wiring import Handlers
@@ -83,6 +85,8 @@ EXIT_FENCED, EXIT_CRASHED = 3, 4
 """Exit statuses, for the guardian's log."""
 BEAT_SECONDS = 2.0
 """Interval between two heartbeats."""
+LISTEN_SECONDS = 1.0
+"""Pause before it is tried again to listen for other hosts: the port may still be a predecessor's."""
 STALL_CHECK_SECONDS = 5.0
 """Interval between two looks for stalls."""
 LAST_WORDS_SECONDS = 0.5
@@ -102,6 +106,7 @@ class Coordinator(BaseActor):
     """See the module. Started by the guardian with StartCoordinator."""
 
     session: LogSession | None = None
+    hosts: HostFleet | None = None
     retired = False
     retiring_since = 0.0
 
@@ -118,7 +123,8 @@ class Coordinator(BaseActor):
         self.models = OperatorModels(config.auxiliary, token)
         StoreWatch(config.store.url, lambda why: self.post(lambda: self.send(self.guardian, StoreGone(why))))
         self.session = LogSession(
-            self, config.store, {"pid": os.getpid(), "host": self.host, "admin": message.admin},
+            self, config.store,
+            {"pid": os.getpid(), "host": self.host, "admin": message.admin, "hosts": config.hosts.address},
             queue_capacity=config.buffer.queue.capacity,
             memory=Memory.of(config.store.url, config.memory) if config.memory else None,
             known=message.known, told=message.told,
@@ -153,6 +159,7 @@ class Coordinator(BaseActor):
             in_hand=RequestsInHand(Path(config.system.log_dir) / f"in-hand-{store}.json", life), end=session.end,
             releases=LeaseReleases(self.post), alive=self.alive, epoch=session.lease.epoch,
             trouble=lambda: session.trouble, refuses=lambda: session.failure is not None,
+            guardian_of=self.guardian_of, hosts=lambda: [] if self.hosts is None else self.hosts.status(),
         )
         self.unwritten.router = self.handlers.router
         self.fleet = self.handlers.fleet
@@ -164,7 +171,43 @@ class Coordinator(BaseActor):
             sequential=explorer.concurrent_mode == "sequential",
         )
         self.check_stalls()
+        self.take_hosts()
         self.recover()
+
+    def take_hosts(self) -> None:
+        """Begin to listen for other hosts, where the config says so; again and again until it can."""
+        settings = self.config.hosts
+        if not settings.address:
+            return
+        try:
+            end = listening(settings, lambda: [read_key()], self.post, lambda: self.hosts if self.running else None)
+        except OSError as e:
+            self.log.error("can't listen for hosts at %s: %s", settings.address, e)
+            self.after(LISTEN_SECONDS, "listen", self.take_hosts)
+            return
+        self.hosts = HostFleet(
+            settings, self.fleet.registry, end, epoch=self.opened().lease.epoch,
+            handle=self._handle, died=lambda death: self.on_RunnerDied(death, None),
+        )
+        self.look_at_hosts()
+
+    def look_at_hosts(self) -> None:
+        """See which hosts are gone, and which may leave."""
+        self.after(HOSTS_SECONDS, "hosts", self.look_at_hosts)
+        if self.running and self.hosts is not None:
+            self.hosts.look()
+
+    def guardian_of(self, runner: str) -> Any:
+        """Return the guardian of a runner, be it of another host."""
+        return self.guardian if self.hosts is None else self.hosts.guardian_of(runner, self.guardian)
+
+    def send(self, to: Any, message: Any) -> None:
+        """Send to an actor here, or to a process of another host."""
+        if isinstance(to, FarProcess):
+            if self.hosts is not None:
+                self.hosts.send(to, message)
+        else:
+            super().send(to, message)
 
     def recover(self) -> None:
         """Say in the log whose it is and what becomes of every open batch; then tell the guardian."""
@@ -174,7 +217,7 @@ class Coordinator(BaseActor):
             open_batches=list(self.live.batches),
         )
         self.live.record(ev.SystemConfigured(config=self.config.recorded), started)
-        self.handlers.batches.recover(self.alive)
+        self.handlers.batches.recover({**self.alive, **far_lives(self.live.hosts, self.live.lives)})
         session.go_on()
         self.live.then(self.recovered)
 
@@ -322,6 +365,8 @@ class Coordinator(BaseActor):
     def closed(self) -> None:
         """Say that the log is closed, or given up where its database does not answer."""
         self.cancel("closed")
+        if self.hosts is not None:
+            self.hosts.stop()
         self.send(self.guardian, Retired())
 
     def close_problem(self, problem: str) -> None:

@@ -24,6 +24,7 @@ from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.adapters import Adapters, current_adapters, evolve_adapters, evolve_loaded
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.experience_queue import QueueState, evolve_queue, load_queue
+from trinity_es.projections.hosts import HostEvent, Hosts, evolve_hosts
 from trinity_es.projections.leases import OpenLeases, evolve_leases
 from trinity_es.projections.runner import Lives, RunnerLife, RunnerState, Weights, evolve_lives, evolve_weights
 from trinity_es.projections.servers import Servers, evolve_servers
@@ -54,6 +55,7 @@ class Loaded:
     adapters: Adapters
     loaded_adapters: set[str]
     servers: Servers
+    hosts: Hosts
     leases: OpenLeases
 
 
@@ -85,7 +87,8 @@ def load_state(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Lo
     return Loaded(
         batches=batches, versions=versions, tasks=tasks, lives=lives, queue=queue, attempt_times=times,
         weights=Weights() if published is None else evolve_weights(Weights(), published),
-        adapters=adapters, loaded_adapters=_loaded(log, adapters), servers=_servers(log), leases=leases,
+        adapters=adapters, loaded_adapters=_loaded(log, adapters), servers=_servers(log), hosts=_hosts(log),
+        leases=leases,
     )
 
 
@@ -119,6 +122,13 @@ def _servers(log: EventLog) -> Servers:
     for recorded in log.read(stream=ev.ServerAdded.stream):
         evolve_servers(servers, cast("ev.ServerAdded | ev.ServerRemoved", recorded.event))
     return servers
+
+
+def _hosts(log: EventLog) -> Hosts:
+    hosts: Hosts = {}
+    for recorded in log.read(stream=ev.HostJoined.stream):
+        evolve_hosts(hosts, cast(HostEvent, recorded.event))
+    return hosts
 
 
 def _newest(log: EventLog, kind: type[E]) -> E | None:
@@ -205,6 +215,7 @@ class LiveState:
         self.weights, self.adapters = loaded.weights, loaded.adapters
         self.loaded_adapters = loaded.loaded_adapters
         """Those that some engine had: one that never had any is not waited for."""
+        self.hosts = loaded.hosts
         self.lives, self.servers, self.leases = loaded.lives, loaded.servers, loaded.leases
         """Of runners: the newest of each that the log had when it was read, and all that were recorded since."""
         self.queue, self.attempt_times = loaded.queue, loaded.attempt_times
@@ -248,6 +259,8 @@ class LiveState:
                     evolve_adapters(self.adapters, event)
                 elif isinstance(event, ev.ServerAdded | ev.ServerRemoved):
                     evolve_servers(self.servers, event)
+                elif isinstance(event, HostEvent):
+                    evolve_hosts(self.hosts, event)
                 elif event.stream == ev.LeaseTaken.stream:
                     evolve_leases(self.leases, event)
                 elif isinstance(event, ev.PaceMeasured):

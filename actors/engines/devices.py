@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-__all__ = ["chosen", "cores", "place", "placed", "share", "visible"]
+__all__ = ["chosen", "cores", "counted", "place", "placed", "share", "visible"]
 
 
 def placed(engines: Iterable[tuple[str, int]]) -> dict[str, int]:
@@ -70,6 +70,11 @@ def share(cpus: Sequence[int], number: int, of: int) -> list[int]:
     if of < 2 or len(cpus) < 2 * of:
         return []
     return list(cpus[number * len(cpus) // of : (number + 1) * len(cpus) // of - 1])
+
+
+def counted() -> dict[str, int]:
+    """Return how many GPUs and cores this process may use."""
+    return {"gpus": len(visible()), "cores": len(cores())}
 
 
 def place(first: int, count: int, of: int) -> dict[str, str]:

@@ -26,6 +26,7 @@ from trinity_es.actors.engines.devices import placed
 from trinity_es.actors.frames import PROTOCOL
 from trinity_es.actors.guardian.supervision import CHECK_SECONDS, ENDED, Child, Policy, Supervision
 from trinity_es.actors.guardian.text_logs import cut, printed_to
+from trinity_es.actors.hosts.host_agent import HostAgent
 from trinity_es.actors.orphaned import end_processes, owner_gone
 from trinity_es.actors.runner.actor import Runner
 from trinity_es.events.store.log_end import Claim
@@ -80,14 +81,16 @@ class Guardian(BaseActor):
         self.fenced = ""
         rollout = self.config.rollout
         own = rollout.engine_num if rollout.servers is None else 0  # the coordinator says which servers there are
-        slots = [(f"runner-{number}", "rollout", rollout) for number in range(own)]
+        host = self.config.host
+        at = "" if host is None else f"@{host.name}"
+        slots = [(f"runner-{number}{at}", "rollout", rollout) for number in range(own)]
         self.urls: dict[str, str] = {}
         """Runner -> the server of others that it supervises."""
         self.weights = 0, ""
         """The current ones, of the rollout model: version, and where they lie."""
         for model, how in self.config.auxiliary.items():
-            slots += [(f"{model}-{number}", model, how) for number in range(how.engine_num)]
-            self.urls |= {f"{model}-{n}": url for n, url in enumerate(how.servers.urls if how.servers else ())}
+            slots += [(f"{model}-{number}{at}", model, how) for number in range(how.engine_num)]
+            self.urls |= {f"{model}-{n}{at}": url for n, url in enumerate(how.servers.urls if how.servers else ())}
         sizes = [(name, how.engine.tensor_parallel_size) for name, _, how in slots if name not in self.urls]
         self.first_place, self.places = placed(sizes), sum(size for _, size in sizes)
         folder, printed = system.log_dir, printed_to()
@@ -96,6 +99,7 @@ class Guardian(BaseActor):
         self.cut: set[str] = set()
         for name, model, _ in slots:
             self.start_runner(name, model)
+        self.leader = Coordinator if host is None else HostAgent
         self.start_coordinator()
         self.checks = 0
         self.after(CHECK_SECONDS, "check", self.check)
@@ -114,7 +118,7 @@ class Guardian(BaseActor):
         self.tell_endpoints([child])
 
     def start_coordinator(self) -> None:
-        child = self.supervision.begin("coordinator", 0, self.createActor(Coordinator), self.now())
+        child = self.supervision.begin("coordinator", 0, self.createActor(self.leader), self.now())
         alive = {c.name: c.incarnation for c in self.runners() if not c.is_gone()}
         told = frozenset(alive) if self.epoch else frozenset()
         self.send(child.address, messages.StartCoordinator(self.config, self.admin, alive, self.known, told))
@@ -366,6 +370,11 @@ class Guardian(BaseActor):
                 self.send(child.address, message)
         self.after(RETIRE_SECONDS, "retire", self.retire_coordinator)
         self.check_retired()
+
+    def on_HostLeaves(self, message: messages.HostLeaves, sender: Any) -> None:
+        """Have the head give this host nothing new."""
+        if self.coordinator_address is not None and self.config.host is not None:
+            self.send(self.coordinator_address, message)
 
     def check_retired(self) -> None:
         if self.stopping and all(c.state in ENDED for c in self.runners()):

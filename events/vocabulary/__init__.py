@@ -4,15 +4,16 @@ Events are facts in the past tense, frozen, plain JSON, and never change; a new 
 upcaster in `codec.py`. The docstring of a class is its line in docs/EVENTS.md, made from these files, and the string
 under a field is that field's. Each class names its stream: `system`, `clock`, `weights`, `pace`, `runner/<runner>`,
 `adapter/<adapter>`, `tasksets`, `taskset/<taskset>`, `batch/<id>`, `leases`, `experiences`, `queue`,
-`output/<output>`, `answers`.
+`output/<output>`, `answers`, `hosts`.
 """
 
 from __future__ import annotations
 
-from trinity_es.events.vocabulary import base, batch, delivery, leases, system
-from trinity_es.events.vocabulary.base import *  # noqa: F403  # each of the five says what it exports
+from trinity_es.events.vocabulary import base, batch, delivery, hosts, leases, system
+from trinity_es.events.vocabulary.base import *  # noqa: F403  # each of the six says what it exports
 from trinity_es.events.vocabulary.batch import *  # noqa: F403
 from trinity_es.events.vocabulary.delivery import *  # noqa: F403
+from trinity_es.events.vocabulary.hosts import *  # noqa: F403
 from trinity_es.events.vocabulary.leases import *  # noqa: F403
 from trinity_es.events.vocabulary.system import *  # noqa: F403
 
@@ -20,6 +21,7 @@ __all__ = ["EVENTS", "RUNNER_LIFE"]
 __all__ += base.__all__
 __all__ += batch.__all__
 __all__ += delivery.__all__
+__all__ += hosts.__all__
 __all__ += leases.__all__
 __all__ += system.__all__
 

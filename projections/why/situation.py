@@ -285,7 +285,9 @@ def with_live(
     rows = {row["runner"]: row for row in told.get("runners", [])}
     servers = {s["runner"]: s for s in told.get("servers", [])}
     children = {c["name"]: c for c in told.get("system", {}).get("children", []) if c["name"] != "coordinator"}
-    names = {**situation.runners, **rows, **children} if not children else {**children}  # slots of this system only
+    # Slots of this system only, and those of the hosts that joined.
+    far = {name: row for name, row in rows.items() if row.get("host")}
+    names = {**situation.runners, **rows} if not children else {**children, **far}
     for name in sorted(names):
         life = replace(situation.runners.get(name, RunnerSnapshot(name=name)))
         row, child = rows.get(name, {}), children.get(name, {})

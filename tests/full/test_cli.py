@@ -25,9 +25,10 @@ from trinity_es.projections.batch import batch_result, fold
 from trinity_es.projections.reading.log_reader import open_log
 
 COMMANDS = [
-    "demo", "up", "down", "status", "why", "restart-runner", "scale", "redo", "accept-rewind", "run", "resume", "bench",
-    "debug", "serve", "dashboard", "watch", "batches", "show", "events", "replay", "diff", "runners", "leases",
-    "weights", "usage", "prompts", "export", "verify", "rebuild", "what-if", "regenerate", "workflows", "env", "doctor",
+    "demo", "up", "down", "status", "why", "restart-runner", "scale", "join", "hosts", "redo", "accept-rewind", "run",
+    "resume", "bench", "debug", "serve", "dashboard", "watch", "batches", "show", "events", "replay", "diff", "runners",
+    "leases", "weights", "usage", "prompts", "export", "verify", "rebuild", "what-if", "regenerate", "workflows", "env",
+    "doctor",
 ]
 READ = [
     ["batches"], ["show", "3"], ["show", "3", "--task", "0"], ["events", "3"], ["replay", "3"], ["verify"],

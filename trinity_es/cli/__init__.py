@@ -31,6 +31,8 @@ _COMMANDS = {
     "why": ("status", "What does a batch wait for?"),
     "restart-runner": ("system", "End a runner's process and start another."),
     "scale": ("system", "Add servers as engines, or take some away."),
+    "join": ("hosts", "Take part in a run that is led on another host."),
+    "hosts": ("hosts", "Which other hosts take part?"),
     "redo": ("system", "Let tasks that have ended run again."),
     "accept-rewind": ("accept_rewind", "Go on with a log that lost acknowledged events."),
     "run": ("run", "Explore and train with a config, in view."),

@@ -400,6 +400,10 @@ class Connection:
             life.give(endpoint)
         return WhereReply("", None, {})
 
+    def tell_guardian(self, message: Any) -> bool:
+        """Tell the guardian something; returns whether it answers."""
+        return bool(self._where(self._life, PATIENCE_SECONDS, message).status)
+
     @property
     def knows_coordinator(self) -> bool:
         """True if a coordinator was known that has not been seen to be gone."""

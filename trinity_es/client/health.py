@@ -132,7 +132,7 @@ def look(config: Config) -> dict[str, Any]:
 
     out: dict[str, Any] = {
         "store": config.masked()["store"]["url"], "up": False, "keeper": keeper_lock.running(config),
-        "coordinator": None, "weights_version": None, "runners": [], "batches": [], "problems": [],
+        "coordinator": None, "weights_version": None, "runners": [], "hosts": [], "batches": [], "problems": [],
         "ends": "", "last_batch": None, "run": None,
     }
     admin = running_system.find(config)
@@ -200,7 +200,7 @@ def _told(config: Config, out: dict[str, Any], live: dict[str, Any]) -> None:
         row |= {"incarnation": life.incarnation, "reason": life.reason, "restart_in": life.restart_in,
                 "model": life.model}
         out["runners"].append(row)
-    out["batches"] = live["batches"]
+    out["batches"], out["hosts"] = live["batches"], live.get("hosts", [])
 
 
 def _read(config: Config, log: Log, out: dict[str, Any]) -> None:
@@ -285,6 +285,9 @@ def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, w
     for lease in failing.get("first_failing", []):
         yield (f"lease {lease['lease']} of {lease['provider']} could not be released in {lease['tries']} tries, and is "
                f"tried again: {lease['error']}; mend what it names; `trinity-es leases` lists all {failing['failing']}")
+    for host in live.get("hosts", []):
+        if wrong := _wrong_host(config, host):
+            yield f"host {host['host']} {wrong}"
     of_servers = config.explorer.rollout_model.engine_type == "http" and "servers" in live
     if of_servers and not any(s["wanted"] for s in live["servers"]):
         yield f"there is no server, so nothing is generated: {ADD_SERVER}"
@@ -296,6 +299,18 @@ def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, w
     for told in whys:
         if told.stalled and told.cause not in _WHOLE:
             yield f"batch {told.batch_id} is stalled: {told.sentence}; `trinity-es why {told.batch_id}` tells more"
+
+
+def _wrong_host(config: Config, host: dict[str, Any]) -> str | None:
+    """Return what is wrong with a host that joined, and the way out; None: nothing."""
+    if host["state"] == "lost":
+        return (f"was lost: {host['reason']}; what it had is attempted elsewhere. `trinity-es join` on it brings it "
+                "back, where it does not come by itself")
+    if not host["connected"]:
+        why = host["why_away"] or "the coordinator was started"
+        return (f"has not been heard of for {span(host['away_for'])} ({why}): after {span(config.hosts.timeout)} it is "
+                "lost, and what it has is attempted elsewhere")
+    return None
 
 
 def _wrong(life: RunnerSnapshot, now: float) -> str | None:
@@ -389,6 +404,10 @@ def show(out: Console, found: dict[str, Any]) -> None:
         version = version if of == "rollout" else f", auxiliary model {of}"
         endpoint = f", {r['endpoint']}" if r.get("endpoint") else ""
         line(f"{r['runner']:<12} {does(r)}, pid {r['pid']}{version}{load}{endpoint}")
+    for h in found.get("hosts", []):
+        had = ", ".join(f"{count} {what}" for what, count in h["places"].items())
+        line(f"host {h['host']:<7} {h['state']}, epoch {h['epoch']}, {h['address']}, {had}, "
+             f"{len(h['runners'])} runners, {h['units']} units")
     line(f"open batches {len(found['batches'])}")
     for b in found["batches"]:
         running = f", {b['running_units']} units running, {b['pending_units']} waiting" if "running_units" in b else ""

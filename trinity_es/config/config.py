@@ -37,6 +37,7 @@ from trinity_es.config.schema import (
     ENGINES,
     MONITORS,
     ExplorerConfig,
+    HostsConfig,
     ModelConfig,
     MonitorConfig,
     StoreConfig,
@@ -83,6 +84,7 @@ class Config(Section):
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
     store: StoreConfig = Field(default_factory=StoreConfig)
     system: SystemConfig = Field(default_factory=SystemConfig)
+    hosts: HostsConfig = Field(default_factory=HostsConfig)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, folder: str | Path | None = None, source: str = "config") -> Config:
@@ -118,6 +120,11 @@ class Config(Section):
         beside = run / "bench" if self.mode == "bench" else run
         url = make_url(self.store.url or f"sqlite:///{beside / 'log.sqlite'}")
         if url.get_backend_name() == "sqlite":
+            if self.hosts.address:
+                raise ValueError(
+                    "hosts.address is set, and the store is a SQLite file, which is one host's: its locks and its "
+                    "write-ahead log do not reach over a network. Give store.url of a PostgreSQL database"
+                )
             file = _absolute(str(url.database), folder)
             url, beside = url.set(database=file), Path(file).parent
         log_dir = self.system.log_dir or str(beside / "logs")

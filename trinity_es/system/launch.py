@@ -14,20 +14,21 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.settings import ModelSettings, ServersSettings, Settings, settings_from
+from trinity_es.actors.settings import HostSettings, ModelSettings, ServersSettings, Settings, settings_from
 from trinity_es.actors.system_key import FILE_VARIABLE, make_key, read_key
 from trinity_es.config.config import Config
 from trinity_es.config.schema import RolloutModelConfig
 from trinity_es.events.errors import AlreadyRunning, StartupError
-from trinity_es.events.private_files import create_private, open_private
+from trinity_es.events.private_files import create_private, make_private_folder, open_private
+from trinity_es.events.processes import process_start_time
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.log_end import Claim, Mark, claim_to_dict
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.projections.tables.runner_history import last_incarnation
-from trinity_es.system import remembered_log_end
+from trinity_es.system import leftovers, remembered_log_end
 from trinity_es.system.running_system import find, key_file, note_file, output_file
 
-__all__ = ["launch", "settings"]
+__all__ = ["launch", "launch_host", "settings"]
 
 _LAUNCH_SECONDS = 60.0
 
@@ -87,11 +88,35 @@ def _reserve(config: Config) -> socket.socket:
     return reserved
 
 
+def launch_host(config: Config, host: HostSettings) -> dict[str, Any]:
+    """Start the system of a host that joins, which ends with this process; returns its admin, as `find` does.
+
+    Raises StartupError, with what its processes said; WrongKey, LogError.
+    """
+    log_dir = Path(config.system.log_dir)
+    make_private_folder(log_dir)
+    leftovers.end_leftovers(config)
+    read_key(key_file(config))
+    with EventLog.open(config.store.url, read_only=True) as log:
+        incarnation, end = log.query(last_incarnation) + 1, log.head()
+    owner = {"pid": os.getpid(), "started": process_start_time(os.getpid())}
+    admin_file = log_dir / "admin.json"
+    admin_file.unlink(missing_ok=True)
+    code = _run_launcher(config, log_dir, {
+        "config": asdict(replace(settings(config, owner), host=host)),
+        "first_incarnation": incarnation,
+        "known": [claim_to_dict(Claim(Mark(end.generation, end.position, end.hash), "who joined"))],
+        "admin_file": str(admin_file),
+    })
+    if code != 0:
+        leftovers.end_all_leftovers(config)
+        raise StartupError(f"this host could not join (exit {code}):\n{_tail(config)}\nLogs are in {log_dir}")
+    return {**json.loads(admin_file.read_text()), "key_file": key_file(config)}
+
+
 def launch(
     config: Config, log_dir: Path, create: bool, owner: Mapping[str, Any] | None, claims: Sequence[Claim]
 ) -> dict[str, Any]:
-    from trinity_es.system import leftovers
-
     remembered_log_end.require(config, claims)
     running = find(config)
     if running is not None:
@@ -106,14 +131,30 @@ def launch(
         incarnation, end = log.query(last_incarnation) + 1, log.head()
     finally:
         log.close()
-    reserved = _reserve(config)
-    setup = {
+    code = _run_launcher(config, log_dir, {
         "config": asdict(settings(config, owner)),
-        "port": reserved.getsockname()[1],
         "first_incarnation": incarnation,
         "known": [claim_to_dict(Claim(Mark(end.generation, end.position, end.hash), "who started the system"))],
-        "deadline_seconds": _LAUNCH_SECONDS,
-    }
+    })
+    admin = find(config)
+    if code != 0 or admin is None:
+        leftovers.end_all_leftovers(config)  # not its keeper, which may be who starts it
+        what = "did not come up" if code else "died while it started"
+        raise StartupError(
+            f"the actor system {what} (exit {code}):\n{_tail(config)}\nLogs are in {log_dir}"
+        )
+    noted = {key: value for key, value in admin.items() if key != "key_file"}
+    with contextlib.suppress(OSError):  # it is there for a database that does not answer, and not needed else
+        handle = open_private(note_file(config), os.O_WRONLY | os.O_TRUNC)
+        with os.fdopen(handle, "w") as note:
+            json.dump(noted, note)
+    return admin
+
+
+def _run_launcher(config: Config, log_dir: Path, setup: Mapping[str, Any]) -> int:
+    """Start the processes in a clean interpreter; returns its exit status. Raises StartupError."""
+    reserved = _reserve(config)
+    setup = {**setup, "port": reserved.getsockname()[1], "deadline_seconds": _LAUNCH_SECONDS}
     handle, setup_path = tempfile.mkstemp(prefix="setup-", suffix=".json", dir=log_dir)  # mode 600: holds the URL
     with os.fdopen(handle, "w") as f:
         json.dump(setup, f)
@@ -139,25 +180,13 @@ def launch(
         raise StartupError(f"the actor system did not come up; see {output}") from None
     finally:
         os.unlink(setup_path)
-    admin = find(config)
-    if launched.returncode != 0 or admin is None:
-        leftovers.end_all_leftovers(config)  # not its keeper, which may be who starts it
-        what = "did not come up" if launched.returncode else "died while it started"
-        raise StartupError(
-            f"the actor system {what} (exit {launched.returncode}):\n{_tail(config)}\nLogs are in {log_dir}"
-        )
-    noted = {key: value for key, value in admin.items() if key != "key_file"}
-    with contextlib.suppress(OSError):  # it is there for a database that does not answer, and not needed else
-        handle = open_private(note_file(config), os.O_WRONLY | os.O_TRUNC)
-        with os.fdopen(handle, "w") as note:
-            json.dump(noted, note)
-    return admin
+    return launched.returncode
 
 
 def _tail(config: Config, lines: int = 12) -> str:
     out: list[str] = []
     folder = Path(config.system.log_dir)
-    for path in (output_file(config), folder / "guardian.log", folder / "coordinator.log"):
+    for path in (output_file(config), folder / "guardian.log", folder / "coordinator.log", folder / "host.log"):
         if path.exists():
             out.extend(f"  {path.name}: {line}" for line in path.read_text(errors="replace").splitlines()[-lines:])
     return "\n".join(out)

@@ -10,6 +10,7 @@ from trinity_es.actors.coordinator.decisions.batches import loads
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import MessageSender
 from trinity_es.events.store.clock import steady_clock
+from trinity_es.projections.hosts import host_of
 from trinity_es.projections.runner import RunnerLife, RunnerState
 
 __all__ = ["RunnerRecord", "RunnerRegistry"]
@@ -101,12 +102,14 @@ class RunnerRegistry:
         self.live.then(lambda: self.sender.send(address, message))
 
     def status(self) -> list[dict[str, Any]]:
-        """Return every runner at a glance, as plain JSON."""
+        """Return every runner at a glance, as plain JSON; not those of hosts that are gone."""
+        gone = {host.name for host in self.live.hosts.values() if not host.there}
         load = loads(self.live.batches.values())
         now, monotonic = self.clock(), self.sender.now()
         return [
             {
                 "runner": r.name,
+                "host": host_of(r.name),
                 "model": r.life.model,
                 "incarnation": r.incarnation,
                 "state": r.state,
@@ -127,4 +130,5 @@ class RunnerRegistry:
                 "endpoint": r.endpoint,
             }
             for r in sorted(self.runners.values(), key=lambda r: r.name)
+            if host_of(r.name) not in gone
         ]

@@ -49,8 +49,11 @@ class _Question:
 class RunnerHandlers:
     """Handles what is asked of runners."""
 
-    def __init__(self, router: Responder, registry: RunnerRegistry, actor: TimerHost, guardian: Any) -> None:
-        self.router, self.registry, self.actor, self.guardian = router, registry, actor, guardian
+    def __init__(
+        self, router: Responder, registry: RunnerRegistry, actor: TimerHost, guardian_of: Callable[[str], Any]
+    ) -> None:
+        """`guardian_of`: a runner's guardian."""
+        self.router, self.registry, self.actor, self.guardian_of = router, registry, actor, guardian_of
         self._questions: dict[str, _Question] = {}
         self._asked: dict[tuple[str, int], float] = {}
         """Lives of runners that have not answered yet, and when each was asked."""
@@ -72,7 +75,8 @@ class RunnerHandlers:
 
     def _ask_guardian(self, request_id: str) -> None:
         if request_id in self._restarts:
-            self.actor.send(self.guardian, self._restarts[request_id][1])
+            wanted = self._restarts[request_id][1]
+            self.actor.send(self.guardian_of(wanted.name), wanted)
             self.actor.after(AGAIN_SECONDS, f"restart:{request_id}", lambda: self._ask_guardian(request_id))
 
     def check_restarts(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from trinity_es.actors.commands import CommandRequest, GetStatus
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
@@ -28,13 +29,14 @@ class StatusHandlers:
         self, live: LiveState, registry: RunnerRegistry, outputs: Outputs, router: Responder, *, batches: BatchHandlers,
         queue: ExperienceQueue, routes: RouteHandlers, epoch: int, trouble: Callable[[], str | None],
         refuses: Callable[[], bool], servers: ServerFleet, leases: LeaseFleet,
+        hosts: Callable[[], list[dict[str, Any]]],
     ) -> None:
         """`trouble` says what keeps the log from being written now; `refuses`, whether who wants something written is
-        refused for that, and not left waiting."""
+        refused for that, and not left waiting; `hosts`, how the hosts are that joined."""
         self._live, self._registry, self._outputs, self._router = live, registry, outputs, router
         self._batches, self._queue, self._routes = batches, queue, routes
         self._epoch, self._trouble, self._refuses, self._servers = epoch, trouble, refuses, servers
-        self._leases = leases
+        self._leases, self._hosts = leases, hosts
 
     def handlers(self) -> list[Handled]:
         """Return what is handled here."""
@@ -73,5 +75,6 @@ class StatusHandlers:
                 "proxies": self._routes.urls(),
                 "servers": self._servers.status(),
                 "leases": self._leases.status(),
+                "hosts": self._hosts(),
             },
         )

@@ -41,12 +41,14 @@ class Handlers:
 
     def __init__(
         self, config: Settings, live: LiveState, pipeline: PipelineThread, retention: Retention, outputs: Outputs,
-        actor: TimerHost, *, guardian: Any, in_hand: RequestsInHand, releases: Releases,
-        end: Callable[[], Mark | None] = lambda: None, alive: Iterable[str] = (), epoch: int = 0,
-        trouble: Callable[[], str | None] = lambda: None, refuses: Callable[[], bool] = lambda: False,
+        actor: TimerHost, *, guardian: Any, guardian_of: Callable[[str], Any], in_hand: RequestsInHand,
+        releases: Releases, end: Callable[[], Mark | None] = lambda: None, alive: Iterable[str] = (),
+        epoch: int = 0, trouble: Callable[[], str | None] = lambda: None,
+        refuses: Callable[[], bool] = lambda: False,
+        hosts: Callable[[], list[dict[str, Any]]] = list,
     ) -> None:
         """`releases`: releases leases. `end`: the end of the log, as it may be told. `alive`: runners that have a
-        process. `epoch`: of the coordinator. `trouble`, `refuses`: see StatusHandlers.
+        process. `epoch`: of the coordinator. `trouble`, `refuses`, `hosts`: see StatusHandlers.
         """
         self.in_hand = in_hand
         registry = RunnerRegistry(live, actor)
@@ -74,11 +76,11 @@ class Handlers:
         self.answers = AnswerHandlers(live, outputs, router, self.batches.run_job)
         self.weights = WeightHandlers(self.fleet.weights, router, actor)
         self.adapters = AdapterHandlers(self.fleet.adapters, router, actor)
-        self.runners = RunnerHandlers(router, registry, actor, guardian)
+        self.runners = RunnerHandlers(router, registry, actor, guardian_of)
         self.servers = ServerFleet(config.rollout.servers, registry, guardian, proxied=config.mode == "serve")
         self.status = StatusHandlers(
             live, registry, outputs, router, batches=self.batches, queue=self.queue, routes=self.routes, epoch=epoch,
-            trouble=trouble, refuses=refuses, servers=self.servers, leases=self.leases,
+            trouble=trouble, refuses=refuses, servers=self.servers, leases=self.leases, hosts=hosts,
         )
         router.connect(
             row

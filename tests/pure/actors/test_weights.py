@@ -218,6 +218,7 @@ class FakeBook:
         self.batches: dict[Any, Any] = {}
         self.adapters: dict[str, Any] = {}
         self.lives: Lives = {}
+        self.hosts: dict[str, Any] = {}
         self.recorded: list[ev.Event] = []
 
     def record(self, *events: ev.Event) -> None:

@@ -1,0 +1,228 @@
+"""The hosts besides the head's own: who is taken in, who is lost, who leaves; and the way to their runners.
+
+Each host has one connection to this coordinator (`actors/hosts/link.py`), on which its runners and its guardian speak
+as the head's own do: here their messages get the address that leads back to them. A host that is not heard of for
+`hosts.timeout` seconds is lost, and with it all its runners at once: what they had is attempted again and blamed for
+nothing. A coordinator that takes over gives the hosts of its predecessor the same time to find it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trinity_es.actors.coordinator.decisions import batches, hosts
+from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
+from trinity_es.actors.hosts.link import Admission, HeadEnd, Items
+from trinity_es.actors.messages import HostDrained, HostLeaves, RunnerDied
+from trinity_es.actors.settings import HostsSettings
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.software_version import VERSION
+from trinity_es.projections.hosts import Host, Hosts, host_of
+from trinity_es.projections.runner import Lives, RunnerState
+
+__all__ = ["LOOK_SECONDS", "FarProcess", "HostFleet", "far_lives", "listening"]
+
+LOOK_SECONDS = 0.5
+"""Interval between two looks at who was not heard of."""
+SHOWN_SECONDS = 600.0
+"""How long a host that was lost is shown."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FarProcess:
+    """Where a process of another host is: a runner by its name, the guardian by none, a client by its request."""
+
+    host: str
+    name: str
+
+
+def far_lives(known: Hosts, lives: Lives) -> dict[str, int]:
+    """Return the incarnation of each runner that may live on another host: its host has time to come back."""
+    there = {host.name for host in known.values() if host.there}
+    return {name: n for (name, n), life in lives.items() if host_of(name) in there and not life.state.gone}
+
+
+def listening(
+    settings: HostsSettings, keys: Callable[[], list[bytes]], post: Callable[[Callable[[], None]], None],
+    fleet: Callable[[], HostFleet | None],
+) -> HeadEnd:
+    """Return the end that listens for hosts; what it hears is done in the actor's loop. Raises OSError."""
+    address, _, port = (settings.listen or settings.address).rpartition(":")
+
+    def do(call: Callable[[HostFleet], None]) -> None:
+        def now() -> None:
+            found = fleet()
+            if found is not None:
+                call(found)
+
+        post(now)
+
+    end = HeadEnd(
+        (address.strip("[]"), int(port)), keys, settings.timeout,
+        hello=lambda said, where, answer: do(lambda fleet: fleet.hello(said, where, answer)),
+        take=lambda host, epoch, items: do(lambda fleet: fleet.take(host, epoch, items)),
+        gone=lambda host, epoch, why: do(lambda fleet: fleet.gone(host, epoch, why)),
+    )
+    end.start()
+    return end
+
+
+class HostFleet:
+    """See the module. Works only while the log is open; what comes meanwhile is said again."""
+
+    def __init__(
+        self, settings: HostsSettings, registry: RunnerRegistry, end: HeadEnd, *, epoch: int,
+        handle: Callable[[Any, Any], None], died: Callable[[RunnerDied], None],
+    ) -> None:
+        """`epoch`: of the coordinator. `handle(message, from)` takes a message as if it came from an actor; `died` the
+        loss of a runner."""
+        self._settings, self._registry, self._live = settings, registry, registry.live
+        self._end, self._epoch, self._handle, self._died = end, epoch, handle, died
+        self._connected: dict[str, int] = {}
+        """Host -> epoch, of those that have a connection."""
+        self._heard: dict[str, float] = {}
+        """When a host was last known to be there, monotonic seconds: it has a connection, or had one then."""
+        self._why: dict[str, str] = {}
+        """Why a connection ended."""
+        self._lost: dict[str, float] = {}
+        """When this coordinator saw a host be lost, monotonic seconds."""
+
+    def there(self) -> list[Host]:
+        """Return the hosts that take part."""
+        return [host for host in self._live.hosts.values() if host.there]
+
+    # --- what the connection tells ----------------------------------------------------------------------------------
+    def hello(self, said: Mapping[str, Any], address: str, answer: Callable[[Admission], None]) -> None:
+        """Decide on a host that wants to take part; it is told when that is in the log."""
+        try:
+            asks = hosts.Hello(
+                str(said["name"]), str(said["life"]), address, int(said["pid"]),
+                {str(k): int(v) for k, v in dict(said["places"]).items()}, str(said["build"]),
+            )
+        except (KeyError, TypeError, ValueError):
+            answer(Admission(refused="what it says of itself is not understood: another version?", for_good=True))
+            return
+        decided = hosts.hello(self._live.hosts, asks, build=VERSION, connected=asks.name in self._connected)
+        if isinstance(decided, hosts.Refusal):
+            answer(Admission(refused=decided.reason, for_good=decided.for_good))
+            return
+        for event in decided:
+            if isinstance(event, ev.HostLost):
+                self._lose(event)
+            else:
+                self._live.record(event)
+        epoch = self._live.hosts[asks.name].epoch
+        self._connected[asks.name], self._heard[asks.name] = epoch, self._registry.sender.now()
+        self._live.then(lambda: answer(Admission(epoch, self._epoch)))
+
+    def take(self, host: str, epoch: int, items: Items) -> None:
+        """Take what a host's processes say. What comes of an epoch that is over is dropped; its connection ends."""
+        known = self._live.hosts.get(host)
+        if known is None or known.epoch != epoch or not known.there:
+            self._end.hang_up(host)
+            return
+        self._connected[host] = epoch
+        for name, message in items:
+            if isinstance(message, HostLeaves):
+                self._leaves(known, message)
+            elif not name or host_of(name) == host or name.startswith("client "):
+                self._handle(message, FarProcess(host, name))
+            else:
+                _log.error("host %s speaks for %s, which is not its own", host, name)
+
+    def gone(self, host: str, epoch: int, why: str) -> None:
+        """Take note that a connection ended: its host has some seconds to come back."""
+        if self._connected.get(host) == epoch:
+            del self._connected[host]
+            self._heard[host], self._why[host] = self._registry.sender.now(), why
+            _log.warning("the connection to host %s #%d ended: %s", host, epoch, why)
+
+    # --- time -------------------------------------------------------------------------------------------------------
+    def look(self) -> None:
+        """See who was not heard of for too long, and who has nothing any more and may leave."""
+        now = self._registry.sender.now()
+        self._registry.leaving = self.leaving()
+        for host in self.there():
+            if self._is_connected(host):
+                if host.state == "draining" and not self._units_of(host.name):
+                    self.send(FarProcess(host.name, ""), HostDrained())
+                continue
+            since = self._heard.setdefault(host.name, now)
+            if now - since >= self._settings.timeout:
+                why = self._why.get(host.name, "it did not come back to this coordinator")
+                for event in hosts.lost(self._live.hosts, host.name, f"not heard of for {now - since:.0f} s: {why}"):
+                    self._lose(event)
+
+    def drain(self, name: str, reason: str) -> None:
+        """Have a host get nothing new; when its runners have nothing any more it is told, and leaves."""
+        self._live.record(*hosts.drained(self._live.hosts, name, reason))
+
+    def leaving(self) -> frozenset[str]:
+        """Return the runners that get nothing new, for their host is to leave."""
+        draining = {h.name for h in self.there() if h.state == "draining"}
+        return frozenset(name for name in self._registry.runners if host_of(name) in draining)
+
+    def status(self) -> list[dict[str, Any]]:
+        """Return every host that takes part, and those lost not long ago, as plain JSON."""
+        now = self._registry.sender.now()
+        shown = [h for h in self._live.hosts.values() if h.there or (
+            h.state == "lost" and now - self._lost.get(h.name, float("-inf")) < SHOWN_SECONDS)]
+        return [
+            {
+                "host": h.name, "epoch": h.epoch, "state": h.state, "address": h.address, "pid": h.pid,
+                "places": dict(h.places), "reason": h.reason, "connected": self._is_connected(h),
+                "away_for": None if self._is_connected(h) else now - self._heard.get(h.name, now),
+                "why_away": self._why.get(h.name, ""),
+                "runners": sorted(n for n, r in self._registry.runners.items()
+                                  if host_of(n) == h.name and not r.state.gone),
+                "units": self._units_of(h.name),
+            }
+            for h in sorted(shown, key=lambda h: h.name)
+        ]
+
+    def _is_connected(self, host: Host) -> bool:
+        return host.there and self._connected.get(host.name) == host.epoch
+
+    def stop(self) -> None:
+        """Hear no host any more."""
+        self._end.stop()
+
+    # --- the way there ----------------------------------------------------------------------------------------------
+    def send(self, to: FarProcess, message: Any) -> None:
+        """Send to a process of another host."""
+        self._end.send(to.host, to.name, message)
+
+    def guardian_of(self, runner: str, own: Any) -> Any:
+        """Return the guardian of a runner: `own` of those of the head."""
+        host = host_of(runner)
+        return FarProcess(host, "") if host else own
+
+    # --- the ends of hosts ------------------------------------------------------------------------------------------
+    def _leaves(self, host: Host, message: HostLeaves) -> None:
+        self.drain(host.name, message.reason)
+        if message.final:
+            self._live.record(ev.HostLeft(host=host.name, epoch=host.epoch, reason=message.reason))
+            self._end_runners(host.name, f"host {host.name} left: {message.reason}")
+
+    def _lose(self, event: ev.Event) -> None:
+        assert isinstance(event, ev.HostLost)
+        self._live.record(event)
+        self._lost[event.host] = self._registry.sender.now()
+        self._connected.pop(event.host, None)
+        self._end.hang_up(event.host)
+        _log.error("host %s #%d is lost: %s", event.host, event.epoch, event.reason)
+        self._end_runners(event.host, f"host {event.host} is lost: {event.reason}")
+
+    def _end_runners(self, host: str, reason: str) -> None:
+        over = (RunnerState.LOST, RunnerState.QUARANTINED, RunnerState.RETIRED)
+        for life in [life for (name, _), life in self._live.lives.items() if host_of(name) == host]:
+            if life.state not in over:
+                self._died(RunnerDied(life.name, life.incarnation, reason, model=life.model, asked=True))
+
+    def _units_of(self, host: str) -> int:
+        loads = batches.loads(self._live.batches.values())
+        return sum(units for (name, _), units in loads.items() if host_of(name) == host)

@@ -1,0 +1,133 @@
+"""Stands on a host that joined where the coordinator stands on the head: the guardian starts it, and restarts it.
+
+To the host's guardian, runners and clients it is the coordinator. It decides nothing: what they say goes to the head
+over one connection, and what the head says goes to whom it is for. Where the head is, the log's lease says.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from typing import Any
+
+from trinity_es.actors import messages
+from trinity_es.actors.base import BaseActor
+from trinity_es.actors.engines.devices import counted
+from trinity_es.actors.hosts.link import HostEnd, Items
+from trinity_es.actors.system_key import read_key
+from trinity_es.events.software_version import VERSION
+from trinity_es.events.store.log import EventLog
+
+__all__ = ["HostAgent"]
+
+BEAT_SECONDS = 2.0
+"""Interval between two heartbeats to the guardian."""
+FIND_SECONDS = 2.0
+"""How long the database may take to say who leads."""
+LEFT_SECONDS = 1.0
+"""How long the last words to the head may take."""
+MAX_CLIENTS = 10_000
+"""Maximum number of requests of this host's clients whose answers are still to come; the oldest is asked again."""
+
+
+class HostAgent(BaseActor):
+    """See the module. Started by the guardian with StartCoordinator."""
+
+    def on_StartCoordinator(self, message: messages.StartCoordinator, sender: Any) -> None:
+        config = self.config = message.config
+        assert config.host is not None
+        self.guardian = sender
+        self.open_log(config.system.log_dir, "host")
+        self.start_watch()
+        self.epoch, self.host_epoch = 0, 0
+        self.addresses: dict[str, Any] = {}
+        """Of this host's runners, by their names."""
+        self.clients: OrderedDict[str, Any] = OrderedDict()
+        """Who asked, by the id of the request."""
+        self.said = ""
+        self.end_ = HostEnd(
+            {"name": config.host.name, "life": config.host.life, "pid": message.admin["pid"], "build": VERSION,
+             "places": counted()},
+            read_key, config.hosts.timeout, find=self.find_head,
+            up=lambda epoch, leads: self.post(lambda: self.connected(epoch, leads)),
+            take=lambda items: self.post(lambda: self.take(items)),
+            down=lambda why: self.post(lambda: self.disconnected(why)),
+            refused=lambda why: self.post(lambda: self.refused(why)),
+        )
+        self.beat()
+        self.end_.start()
+
+    def find_head(self) -> tuple[str, int] | None:
+        """Return where the head takes hosts in; in a thread. Raises what the log does."""
+        with EventLog.open(self.config.store.url, read_only=True, patience=FIND_SECONDS) as log:
+            lease = log.read_lease("coordinator")
+        where = str((lease.owner or {}).get("hosts") or "") if lease is not None else ""
+        host, _, port = where.rpartition(":")
+        return (host.strip("[]"), int(port)) if host else None
+
+    def beat(self) -> None:
+        """Tell the guardian that this process lives."""
+        self.after(BEAT_SECONDS, "beat", self.beat)
+        self.send(self.guardian, messages.Heartbeat("coordinator", 0, os.getpid(), epoch=self.epoch))
+
+    # --- the connection ---------------------------------------------------------------------------------------------
+    def connected(self, epoch: int, leads: int) -> None:
+        """Have all runners say who they are and what was not acknowledged."""
+        self.log.info("taken in by the head, as epoch %d of this host; the coordinator's is %d", epoch, leads)
+        self.host_epoch, self.epoch, self.said = epoch, leads, ""
+        self.send(self.guardian, messages.CoordinatorUp(self.myAddress, leads))
+
+    def disconnected(self, why: str) -> None:
+        """Take note, once, of what keeps the connection from being made again."""
+        if why != self.said:
+            self.said = why
+            self.log.warning("no connection to the head: %s", why)
+
+    def refused(self, why: str) -> None:
+        """End this host's system: the head will never take this life of it in."""
+        self.log.error("the head refuses this host: %s", why)
+        self.send(self.guardian, messages.LeaseLost(why))
+
+    def take(self, items: Items) -> None:
+        """Pass on what the head says."""
+        for name, message in items:
+            if isinstance(message, messages.HostDrained):
+                self.send(self.guardian, messages.Retire())
+            elif isinstance(message, messages.Reply):
+                client = self.clients.pop(message.id, None)
+                if client is not None:
+                    self.send(client, message)
+            else:
+                to = self.addresses.get(name) if name else self.guardian
+                if to is not None:
+                    self.send(to, message)
+
+    # --- what this host's processes say -----------------------------------------------------------------------------
+    def to_head(self, message: Any, sender: Any) -> None:
+        """Pass on what a runner, or the guardian, says."""
+        if sender == self.guardian:
+            self.end_.send("", message)
+        else:
+            self.addresses[message.name] = sender
+            self.end_.send(message.name, message)
+
+    on_RunnerStatus = on_Heartbeat = on_RunnerActivity = on_OutcomeReport = on_LeaseReport = to_head  # noqa: N815
+    on_WeightsLoadResult = on_AdaptersLoadResult = on_GroupJoinResult = to_head  # noqa: N815
+    on_RunnerDied = on_EndedRunners = to_head  # noqa: N815
+
+    def on_Request(self, message: messages.Request, sender: Any) -> None:
+        """Pass on what a client of this host asks; the answer finds it."""
+        self.clients[message.id] = sender
+        while len(self.clients) > MAX_CLIENTS:
+            self.clients.popitem(last=False)
+        self.end_.send(f"client {message.id}", message)
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+    def on_HostLeaves(self, message: messages.HostLeaves, sender: Any) -> None:
+        """Have the head give this host nothing new."""
+        self.end_.send("", message)
+
+    def on_Retire(self, message: messages.Retire, sender: Any) -> None:
+        """Tell the head that this host is gone."""
+        self.end_.send("", messages.HostLeaves("it was ended", final=True))
+        self.after(LEFT_SECONDS, "left", lambda: self.send(self.guardian, messages.Retired()))

@@ -1,0 +1,330 @@
+"""The two ends of the connection between a host and the head, each an event loop in a thread of its own.
+
+Nothing here blocks its actor: what is to be sent is put into a queue, what comes is handed to a callable, which the
+actor makes one of `post`. What was under way when a connection broke is lost: runners and coordinator say again what
+was not acknowledged, as they do where either of them was started anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from trinity_es.actors.hosts.sealed_stream import NotOurs, Refused, SealedStream, accept, open_to_head
+from trinity_es.events.errors import WrongKey
+from trinity_es.events.store.retry import Backoff
+
+__all__ = ["Admission", "HeadEnd", "HostEnd", "Items"]
+
+BEAT_SECONDS = 1.0
+"""Interval between two frames, where there is nothing to say."""
+HELLO_SECONDS = 5.0
+"""How long the other side may take to say who it is, or to take this one in."""
+REDIAL_SECONDS = 0.2, 5.0
+"""Pause before the head is looked for again: the first, and the longest."""
+MAX_WAITING = 20_000
+"""Maximum number of messages that wait for a host which takes none; then its connection is ended."""
+FRAME_MESSAGES = 32
+"""Maximum number of messages in a frame: each is some 256 KiB at most."""
+WARN_SECONDS = 10.0
+"""Interval between two warnings of strangers."""
+_log = logging.getLogger(__name__)
+
+Items = list[tuple[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What the head says to a host: its epoch there and the coordinator's, or why it is not taken."""
+
+    epoch: int = 0
+    coordinator_epoch: int = 0
+    refused: str = ""
+    for_good: bool = False
+
+
+class _Pipe:
+    """One connection at work: a queue out, a beat, and who hears what comes."""
+
+    def __init__(self, stream: SealedStream, take: Callable[[Items], None], timeout: float) -> None:
+        self.stream, self._take, self._timeout = stream, take, timeout
+        self._out: deque[tuple[str, Any]] = deque()
+        self._wake, self._full = asyncio.Event(), asyncio.Event()
+        self.heard = time.monotonic()
+
+    def put(self, items: Sequence[tuple[str, Any]]) -> None:
+        """In the event loop: have these sent, in this order."""
+        self._out.extend(items)
+        self._wake.set()
+        if len(self._out) > MAX_WAITING:
+            self._full.set()
+
+    async def run(self) -> str:
+        """Work until the connection ends; returns why."""
+        tasks = [asyncio.ensure_future(part()) for part in (self._send, self._receive, self._watch, self._fill)]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return next(iter(done)).result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.stream.close()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _send(self) -> str:
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), BEAT_SECONDS)
+            self._wake.clear()
+            try:
+                await self.stream.send(self._next())
+                while self._out:
+                    await self.stream.send(self._next())
+            except (OSError, ValueError) as e:
+                return f"it can't be sent to: {e}"
+
+    def _next(self) -> Items:
+        return [self._out.popleft() for _ in range(min(FRAME_MESSAGES, len(self._out)))]
+
+    async def _receive(self) -> str:
+        while True:
+            try:
+                items = await self.stream.receive()
+            except asyncio.IncompleteReadError:
+                return "it ended the connection"
+            except OSError as e:
+                return f"the connection broke: {e}"
+            self.heard = time.monotonic()
+            if items:
+                self._take(items)
+
+    async def _fill(self) -> str:
+        await self._full.wait()
+        return f"it takes nothing: {len(self._out)} messages wait for it"
+
+    async def _watch(self) -> str:
+        while (silent := time.monotonic() - self.heard) < self._timeout:
+            await asyncio.sleep(min(BEAT_SECONDS, self._timeout - silent))
+        return f"nothing was heard of it for {self._timeout:.0f} s"
+
+
+class _LoopThread:
+    """An event loop in a thread."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Have this done in the loop."""
+        try:
+            asyncio.run_coroutine_threadsafe(work, self.loop)
+        except RuntimeError:  # it was closed
+            work.close()
+
+    def call(self, call: Callable[[], Any]) -> None:
+        """Have this done in the loop, soon; nothing after its end."""
+        with suppress(RuntimeError):  # it was closed
+            self.loop.call_soon_threadsafe(call)
+
+    def stop(self) -> None:
+        """Cancel all that goes on in the loop, and end it."""
+        self.begin(self._end())
+
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        self.loop.stop()
+
+    def _run(self) -> None:
+        self.loop.run_forever()
+        self.loop.close()
+
+
+class HeadEnd:
+    """The head's end: listens, and has a connection to each host that was taken in.
+
+    The callables are called in its thread: `hello(what the host says, its address, answer)`, which calls `answer` with
+    an Admission once, from any thread; `take(host, epoch, items)`; `gone(host, epoch, why)`.
+    """
+
+    def __init__(
+        self, address: tuple[str, int], keys: Callable[[], Sequence[bytes]], timeout: float, *,
+        hello: Callable[[Mapping[str, Any], str, Callable[[Admission], None]], None],
+        take: Callable[[str, int, Items], None], gone: Callable[[str, int, str], None],
+    ) -> None:
+        self._address, self._keys, self._timeout = address, keys, timeout
+        self._hello, self._take, self._gone = hello, take, gone
+        self._pipes: dict[str, tuple[int, _Pipe]] = {}
+        self._thread = _LoopThread("hosts")
+        self._server: asyncio.Server | None = None
+        self._meetings: set[asyncio.Task[None]] = set()
+        self._refused, self._warned = 0, float("-inf")
+
+    def start(self) -> int:
+        """Listen; returns the port. Raises OSError."""
+        work = asyncio.run_coroutine_threadsafe(
+            asyncio.start_server(self._begin, *self._address, limit=1 << 20), self._thread.loop)
+        self._server = work.result(10.0)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    def send(self, host: str, to: str, message: Any) -> None:
+        """Send to a host; from any thread. Dropped where it has no connection now."""
+        def put() -> None:
+            found = self._pipes.get(host)
+            if found is not None:
+                found[1].put([(to, message)])
+
+        self._thread.call(put)
+
+    def hang_up(self, host: str) -> None:
+        """End the connection to a host; from any thread."""
+        def end() -> None:
+            found = self._pipes.pop(host, None)
+            if found is not None:
+                found[1].stream.close()
+
+        self._thread.call(end)
+
+    def stop(self) -> None:
+        """Hear nobody any more."""
+        if self._server is not None:
+            self._thread.call(self._server.close)
+        self._thread.stop()
+
+    def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # A task of ours: asyncio's own of Python 3.11 complains aloud where it is cancelled.
+        task = asyncio.ensure_future(self._met(reader, writer))
+        self._meetings.add(task)
+        task.add_done_callback(self._meetings.discard)
+
+    async def _met(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            said, answer = await asyncio.wait_for(accept(reader, writer, self._keys()), HELLO_SECONDS)
+        except (NotOurs, OSError, EOFError, TimeoutError, WrongKey) as e:
+            self._warn(writer, str(e) or "it said nothing in time")
+            writer.transport.abort()
+            return
+        asked: asyncio.Future[Admission] = asyncio.get_running_loop().create_future()
+        self._hello(said, _address_of(writer), lambda found: self._thread.call(lambda: _settle(asked, found)))
+        try:
+            admission = await asyncio.wait_for(asked, self._timeout)
+            if admission.refused:
+                _log.warning("host %s is not taken in: %s", said.get("name"), admission.refused)
+                with suppress(OSError):
+                    await answer.refuse(admission.refused, for_good=admission.for_good)
+                return
+        except TimeoutError:  # the log can't be written now
+            writer.transport.abort()
+            return
+        host, epoch = str(said["name"]), admission.epoch
+        pipe = _Pipe(answer.stream(), lambda items: self._take(host, epoch, items), self._timeout)
+        before, self._pipes[host] = self._pipes.get(host), (epoch, pipe)
+        if before is not None:
+            before[1].stream.close()
+        try:
+            await answer.take(epoch=epoch, coordinator_epoch=admission.coordinator_epoch)
+            why = await pipe.run()
+        except OSError as e:
+            why = f"it can't be answered: {e}"
+            writer.transport.abort()
+        if self._pipes.get(host) == (epoch, pipe):  # else another connection of it took this one's place
+            del self._pipes[host]
+            self._gone(host, epoch, why)
+
+    def _warn(self, writer: asyncio.StreamWriter, why: str) -> None:
+        self._refused += 1
+        if time.monotonic() - self._warned >= WARN_SECONDS:
+            self._warned = time.monotonic()
+            _log.warning("refused who wanted to join from %s: %s (%d refused so far)",
+                         _address_of(writer), why, self._refused)
+
+
+class HostEnd:
+    """The host's end: looks for the head, connects, and does so again whenever the connection ends.
+
+    The callables are called in its thread: `find()`, which may block, returns where the head takes hosts in,
+    or None while nobody leads; `up(epoch, coordinator epoch)`; `take(items)`; `down(why)`, also for each try that
+    failed; `refused(why)`: the head does not want this host any more, and nothing is tried again.
+    """
+
+    def __init__(
+        self, hello: Mapping[str, Any], key: Callable[[], bytes], timeout: float, *,
+        find: Callable[[], tuple[str, int] | None], up: Callable[[int, int], None], take: Callable[[Items], None],
+        down: Callable[[str], None], refused: Callable[[str], None],
+    ) -> None:
+        self._hello, self._key, self._timeout = hello, key, timeout
+        self._find, self._up, self._take, self._down, self._refused = find, up, take, down, refused
+        self._pipe: _Pipe | None = None
+        self._thread = _LoopThread("head")
+
+    def start(self) -> None:
+        """Begin to look for the head."""
+        self._thread.begin(self._run())
+
+    def send(self, name: str, message: Any) -> None:
+        """Send to the head, from the process of this name; from any thread. Dropped where there is no connection."""
+        def put() -> None:
+            if self._pipe is not None:
+                self._pipe.put([(name, message)])
+
+        self._thread.call(put)
+
+    def stop(self) -> None:
+        """Look for nobody any more."""
+        self._thread.stop()
+
+    async def _run(self) -> None:
+        pauses = Backoff(*REDIAL_SECONDS)
+        while True:
+            try:
+                why = await self._once(pauses)
+            except Refused as e:
+                why, for_good = e.args
+                if for_good:
+                    self._refused(why)
+                    return
+            except (NotOurs, OSError, EOFError, TimeoutError) as e:
+                why = str(e) or "the head did not answer in time"
+            except Exception as e:  # of `find`: a database that does not answer
+                why = str(e)
+            self._pipe = None
+            self._down(why)
+            await asyncio.sleep(pauses.next(0.5))
+
+    async def _once(self, pauses: Backoff) -> str:
+        where = await asyncio.to_thread(self._find)
+        if where is None:
+            return "nobody leads"
+        reader, writer = await asyncio.wait_for(asyncio.open_connection(*where, limit=1 << 20), HELLO_SECONDS)
+        try:
+            said, stream = await asyncio.wait_for(
+                open_to_head(reader, writer, self._key(), self._hello), HELLO_SECONDS + self._timeout)
+        except BaseException:
+            writer.transport.abort()
+            raise
+        self._pipe = _Pipe(stream, self._take, self._timeout)
+        pauses.reset()
+        self._up(int(said["epoch"]), int(said["coordinator_epoch"]))
+        return await self._pipe.run()
+
+
+def _settle(asked: asyncio.Future[Admission], found: Admission) -> None:
+    if not asked.done():
+        asked.set_result(found)
+
+
+def _address_of(writer: asyncio.StreamWriter) -> str:
+    peer = writer.get_extra_info("peername")
+    return str(peer[0]) if peer else "a peer that is gone"

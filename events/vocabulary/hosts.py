@@ -1,0 +1,59 @@
+"""What happens to the hosts of a run besides the one where its head is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from trinity_es.events.vocabulary.base import Event
+
+__all__ = ["HostDraining", "HostJoined", "HostLeft", "HostLost"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostJoined(Event):
+    """A host takes part from here on; its runners are `<name>@<host>`."""
+
+    stream: ClassVar[str] = "hosts"
+    host: str
+    epoch: int
+    """Counts the times that a host of this name joined. What comes of an earlier one is refused."""
+    life: str
+    """Of its actor system, drawn by itself: a connection that broke is taken up again by the same life alone."""
+    address: str
+    """Where it connected from."""
+    pid: int
+    """Of its actor system's first process."""
+    places: dict[str, int]
+    """What it has: `gpus` and `cores`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostDraining(Event):
+    """A host is to leave; its runners get no more units."""
+
+    stream: ClassVar[str] = "hosts"
+    host: str
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLost(Event):
+    """A host was not heard of for too long, or was started anew. Its runners are gone: what they had is attempted
+    again, and is blamed for nothing."""
+
+    stream: ClassVar[str] = "hosts"
+    host: str
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLeft(Event):
+    """A host left in order."""
+
+    stream: ClassVar[str] = "hosts"
+    host: str
+    epoch: int
+    reason: str

@@ -1,0 +1,63 @@
+"""The hosts that take part besides the head's own, and the fold that leads there.
+
+Pure: no clock, no database, no actor. The coordinator decides on this state (`actors/coordinator/decisions/hosts.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from trinity_es.events import vocabulary as ev
+
+__all__ = ["Host", "HostEvent", "Hosts", "evolve_hosts", "host_of"]
+
+HostEvent = ev.HostJoined | ev.HostDraining | ev.HostLost | ev.HostLeft
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A host as it last was."""
+
+    name: str
+    epoch: int
+    life: str
+    state: Literal["joined", "draining", "lost", "left"]
+    address: str
+    pid: int
+    places: dict[str, int] = field(default_factory=dict)
+    reason: str = ""
+    """Why it is lost, drains, or left."""
+
+    @property
+    def there(self) -> bool:
+        """It takes part."""
+        return self.state in ("joined", "draining")
+
+
+Hosts = dict[str, Host]
+"""Every host that ever joined, by its name."""
+
+
+def evolve_hosts(hosts: Hosts, event: HostEvent) -> None:
+    """Change the hosts by one more event."""
+    if isinstance(event, ev.HostJoined):
+        hosts[event.host] = Host(
+            event.host, event.epoch, event.life, "joined", event.address, event.pid, dict(event.places)
+        )
+        return
+    known = hosts.get(event.host)
+    if known is None or known.epoch != event.epoch:
+        return
+    match event:
+        case ev.HostDraining():
+            hosts[event.host] = replace(known, state="draining", reason=event.reason)
+        case ev.HostLost():
+            hosts[event.host] = replace(known, state="lost", reason=event.reason)
+        case ev.HostLeft():
+            hosts[event.host] = replace(known, state="left", reason=event.reason)
+
+
+def host_of(runner: str) -> str:
+    """Return the host whose runner this is; empty for one of the head's own."""
+    return runner.rpartition("@")[2] if "@" in runner else ""

@@ -1,0 +1,173 @@
+"""A run over several hosts: its head here, the others joined, each a system of its own on this machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import trinity_es
+from tests.helpers.hosts import KEY, Head, free_port, has_settled, host_joins, ready
+from tests.helpers.links import network
+from tests.helpers.systems import end, pid_of, scripted
+from trinity_es.client.rollout_client import RolloutClient
+from trinity_es.events import vocabulary as ev
+from trinity_es.system import lifecycle
+from trinity_es.testing import wait_until
+
+pytestmark = [pytest.mark.postgres, pytest.mark.timeout(240)]
+
+TIMEOUT = 4.0
+"""Seconds after which a host that is not heard of is lost."""
+
+
+StartHead = Callable[..., Head]
+
+
+@pytest.fixture
+def start_head(
+    postgres: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[StartHead]:
+    monkeypatch.setenv("TRINITY_ES_KEY", KEY)
+    clients: list[RolloutClient] = []
+
+    def start(address: int | None = None, **sections: Any) -> Head:
+        """`address`: the port that hosts are told; without it that at which the head listens."""
+        url, port = postgres(), free_port()
+        hosts = {"address": f"127.0.0.1:{address or port}", "listen": f"127.0.0.1:{port}", "timeout": TIMEOUT}
+        config = scripted(tmp_path / "head", store={"url": url}, hosts=hosts, **sections)
+        lifecycle.start(config)
+        clients.append(trinity_es.connect(config))
+        clients[-1].wait_ready(60)
+        return Head(clients[-1], url, tmp_path, port)
+
+    yield start
+    for client in clients:
+        end(client)
+
+
+def test_a_host_that_joins_in_a_batch_gets_its_share_and_one_that_leaves_loses_nothing(start_head: StartHead) -> None:
+    head = start_head()
+    head.submit(1, 128, 0.5)
+    with host_joins(head.url, "b", head.folder) as b:
+        ready(head.client, "b")
+        wait_until(lambda: head.client.status()["hosts"][0]["units"] > 0, "work for the new host", 5)
+        [host] = head.client.status()["hosts"]
+        assert (host["host"], host["epoch"], host["state"], host["connected"]) == ("b", 1, "joined", True)
+        assert b.drain() == 0
+        assert b.left() == []
+    head.finish(1, 128)
+    assert head.ran_on(1)["b"] > 0
+    assert head.client.status()["hosts"] == []
+    assert head.events(ev.AttemptFailed) == []
+    kinds = [type(e).__name__ for e in head.events(ev.HostJoined, ev.HostDraining, ev.HostLost, ev.HostLeft)]
+    assert kinds == ["HostJoined", "HostDraining", "HostLeft"]
+    assert [type(e).__name__ for e in head.events(ev.RunnerLost, ev.RunnerRetired)] == ["RunnerRetired"]
+
+
+def test_a_host_that_dies_is_lost_in_time_and_what_it_had_is_attempted_elsewhere_unblamed(
+    start_head: StartHead
+) -> None:
+    head = start_head()
+    with host_joins(head.url, "b", head.folder) as b, host_joins(head.url, "c", head.folder):
+        ready(head.client, "b")
+        ready(head.client, "c")
+        head.submit(1, 96, 0.5)
+        wait_until(lambda: all(h["units"] for h in head.client.status()["hosts"]), "work for both", 20)
+        b.kill()
+        wait_until(lambda: bool(head.events(ev.HostLost)), "the loss of b", TIMEOUT + 5)
+        head.finish(1, 96)
+        [lost] = head.events(ev.HostLost)
+        assert (lost.host, lost.epoch) == ("b", 1)
+        failed = head.events(ev.AttemptFailed)
+        assert failed
+        assert {(e.runner, e.kind, e.blamed) for e in failed} == {("runner-0@b", "runner_lost", False)}
+        assert head.ran_on(1)["c"] > 0
+        with host_joins(head.url, "b", head.folder):
+            ready(head.client, "b")
+            head.submit(2, 64, 0.2)
+            head.finish(2, 64)
+            assert head.ran_on(2)["b"] > 0
+        assert [e.epoch for e in head.events(ev.HostJoined) if e.host == "b"] == [1, 2]
+
+
+def test_a_connection_that_breaks_and_is_made_again_in_time_costs_nothing(start_head: StartHead) -> None:
+    with network(free_port()) as between:
+        head = start_head(between.port)
+        between.to(head.port)
+        with host_joins(head.url, "b", head.folder):
+            ready(head.client, "b")
+            head.submit(1, 64, 0.5)
+            for settled in (8, 24):
+                wait_until(partial(has_settled, head, settled), f"{settled} tasks", 30)
+                between.cut()
+            head.finish(1, 64)
+    assert head.events(ev.AttemptFailed, ev.HostLost) == []
+    assert len(head.events(ev.HostJoined)) == 1
+
+
+@pytest.mark.parametrize("lost", ["both ways", "to head", "to host"])
+def test_a_host_whose_network_is_away_for_long_is_lost_and_comes_back_as_another_epoch(
+    start_head: StartHead, lost: str
+) -> None:
+    """And nothing that its first life says counts any more."""
+    with network(free_port()) as between:
+        head = start_head(between.port)
+        between.to(head.port)
+        with host_joins(head.url, "b", head.folder):
+            ready(head.client, "b")
+            head.submit(1, 64, 0.5)
+            wait_until(lambda: head.settled() >= 8, "8 tasks", 30)
+            if lost == "both ways":
+                between.away()
+            else:
+                between.one_way(lost)
+            wait_until(lambda: bool(head.events(ev.HostLost)), "the loss of b", 3 * TIMEOUT + 5)
+            between.heal()
+            wait_until(lambda: len(head.events(ev.HostJoined)) == 2, "b is back", 60)
+            ready(head.client, "b")
+            head.finish(1, 64)
+            head.submit(2, 64, 0.2)
+            head.finish(2, 64)
+            assert head.ran_on(2)["b"] > 0
+    assert {e.runner for e in head.events(ev.AttemptFailed)} <= {"runner-0@b"}
+
+
+def test_a_coordinator_that_dies_leaves_the_hosts_to_the_next_one(start_head: StartHead) -> None:
+    head = start_head()
+    with host_joins(head.url, "b", head.folder):
+        ready(head.client, "b")
+        head.submit(1, 96, 0.5)
+        wait_until(lambda: head.settled() >= 8, "8 tasks", 30)
+        psutil.Process(pid_of(head.client, "coordinator")).kill()
+        head.finish(1, 96)
+        wait_until(lambda: bool(head.client.status()["hosts"][0]["connected"]), "b finds the next coordinator", 30)
+        assert head.ran_on(1)["b"] > 0
+    assert [e for e in head.events(ev.AttemptFailed) if e.kind != "runner_lost"] == []
+    assert [e.epoch for e in head.events(ev.HostJoined)] == [1]
+
+
+def join_says(url: str, *options: str) -> str:
+    command = [sys.executable, "-m", "trinity_es.cli", "join", url, *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2, ended.stderr
+    return ended.stderr
+
+
+def test_what_can_t_be_joined_is_refused_with_the_way_out(
+    start_head: StartHead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = join_says(f"sqlite:///{tmp_path / 'log.sqlite'}", "--name", "b")
+    assert "SQLite file, which is one host's" in said
+    assert "PostgreSQL" in said
+    assert "--name" in join_says("postgresql://nowhere/x", "--name", "two words")
+    head = start_head()
+    monkeypatch.delenv("TRINITY_ES_KEY")
+    assert "no key" in join_says(head.url, "--name", "b", "--log-dir", str(tmp_path / "b"),
+                                 "--key-file", str(tmp_path / "missing"))

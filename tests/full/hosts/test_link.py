@@ -1,0 +1,296 @@
+"""The connection between a host and the head: sealed, in order, never replayed, and made again when it breaks."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.helpers.links import network
+from trinity_es.actors.hosts import link, sealed_stream
+from trinity_es.actors.hosts.link import Admission, HeadEnd, HostEnd
+from trinity_es.testing import wait_until
+
+KEY, OTHER = b"k" * 40, b"o" * 40
+HELLO = {"name": "b", "life": "1", "pid": 7, "build": "0", "places": {}}
+
+
+class Heard:
+    """A head that takes everybody in, or says why not, and what it heard."""
+
+    def __init__(self, keys: list[bytes], timeout: float = 5.0) -> None:
+        self.hellos: list[Mapping[str, Any]] = []
+        self.items: list[tuple[str, Any]] = []
+        self.gone: list[str] = []
+        self.keys, self.refuses = keys, Admission(1, 1)
+        self.end = HeadEnd(
+            ("127.0.0.1", 0), lambda: self.keys, timeout, hello=self._hello,
+            take=lambda host, epoch, items: self.items.extend(items),
+            gone=lambda host, epoch, why: self.gone.append(why),
+        )
+        self.port = self.end.start()
+
+    def _hello(self, said: Mapping[str, Any], where: str, answer: Callable[[Admission], None]) -> None:
+        self.hellos.append(said)
+        answer(self.refuses)
+
+
+class Told:
+    """A host, and what it was told."""
+
+    def __init__(self, port: int, key: bytes = KEY, timeout: float = 5.0) -> None:
+        self.ups: list[tuple[int, int]] = []
+        self.items: list[tuple[str, Any]] = []
+        self.downs: list[str] = []
+        self.refused: list[str] = []
+        self.end = HostEnd(
+            HELLO, lambda: key, timeout, find=lambda: ("127.0.0.1", port), up=lambda *epochs: self.ups.append(epochs),
+            take=self.items.extend, down=self.downs.append, refused=self.refused.append,
+        )
+        self.end.start()
+
+
+@contextmanager
+def joined(head: Heard, port: int | None = None, **args: Any) -> Iterator[Told]:
+    host = Told(port or head.port, **args)
+    try:
+        yield host
+    finally:
+        host.end.stop()
+        head.end.stop()
+
+
+def test_messages_come_both_ways_once_and_in_their_order() -> None:
+    head = Heard([KEY])
+    with joined(head) as host:
+        wait_until(lambda: host.ups == [(1, 1)], "the host is taken in", 10)
+        for n in range(500):
+            host.end.send("runner-0@b", n)
+            head.end.send("b", "runner-0@b", n)
+        wait_until(lambda: len(host.items) == len(head.items) == 500, "all messages", 20)
+        assert head.items == host.items == [("runner-0@b", n) for n in range(500)]
+        assert head.hellos[0]["name"] == "b"
+
+
+def test_who_has_another_key_is_not_heard(caplog: pytest.LogCaptureFixture) -> None:
+    head = Heard([KEY])
+    with joined(head, key=OTHER) as host:
+        wait_until(lambda: len(host.downs) >= 2, "two tries", 20)
+        assert host.ups == []
+        assert head.hellos == []
+        assert "another key" in host.downs[0]
+    assert "refused who wanted to join from 127.0.0.1: it has another key" in caplog.text
+
+
+def test_a_key_is_exchanged_without_a_stop() -> None:
+    """The head knows both for a while; then the old one is refused."""
+    head = Heard([OTHER, KEY])
+    with joined(head) as host:
+        wait_until(lambda: len(host.ups) == 1, "taken in with the old key", 10)
+        head.keys = [OTHER]
+        head.end.hang_up("b")
+        wait_until(lambda: any("another key" in why for why in host.downs), "refused with the old key", 20)
+        assert len(host.ups) == 1
+
+
+def test_a_head_without_the_key_is_told_nothing() -> None:
+    """Who answers at the head's address has to show the key too, before a host believes a word."""
+    impostor = Heard([OTHER])
+    impostor.end.stop()
+    listening = socket.create_server(("127.0.0.1", 0))
+    said: list[bytes] = []
+
+    def pretend() -> None:
+        with listening.accept()[0] as connection:
+            connection.sendall(sealed_stream.MAGIC + bytes(sealed_stream.NONCE))
+            said.append(connection.recv(65536))
+            body = b'{"taken": true, "epoch": 1, "coordinator_epoch": 1}'
+            connection.sendall(len(body).to_bytes(4, "big") + bytes(32) + body)
+            connection.recv(1)
+
+    threading.Thread(target=pretend, daemon=True).start()
+    host = Told(listening.getsockname()[1])
+    try:
+        wait_until(lambda: bool(host.downs), "the answer is seen through", 10)
+        assert host.ups == []
+        assert "another key" in host.downs[0]
+        assert KEY not in said[0]
+    finally:
+        host.end.stop()
+        listening.close()
+
+
+class Runs:
+    """A payload that tells that it was unpickled."""
+
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("it was unpickled",)
+
+
+def test_a_recorded_connection_is_refused_whole_and_in_part(caplog: pytest.LogCaptureFixture) -> None:
+    head = Heard([KEY])
+    with network(head.port) as between, joined(head, between.port) as host:
+        wait_until(lambda: len(host.ups) == 1, "the host is taken in", 10)
+        host.end.send("runner-0@b", "once")
+        wait_until(lambda: bool(head.items), "a message", 10)
+        recorded = bytes(between.passed["to head"])
+        hellos = len(head.hellos)
+        with socket.create_connection(("127.0.0.1", head.port), 5) as again:
+            again.sendall(recorded)
+            again.settimeout(10)
+            greeting = again.recv(65536)
+            assert greeting.startswith(sealed_stream.MAGIC)
+            while again.recv(65536):
+                pass  # until the head hangs up
+        assert len(head.hellos) == hellos
+        assert head.items == [("runner-0@b", "once")]
+        assert host.ups == [(1, 1)]  # the true host is still there
+    assert "its seal does not fit" in caplog.text
+
+
+def twice(frame: bytes) -> bytes:
+    return frame + frame
+
+
+def changed(frame: bytes) -> bytes:
+    return frame[:-1] + bytes([frame[-1] ^ 1])
+
+
+def made_up(frame: bytes) -> bytes:
+    payload = pickle.dumps([("x", Runs())])
+    return frame + len(payload).to_bytes(4, "big") + bytes(32) + payload
+
+
+@pytest.mark.parametrize("change", [twice, changed, made_up])
+def test_what_somebody_in_the_middle_sends_ends_the_connection_before_it_is_unpickled(
+    change: Callable[[bytes], bytes]
+) -> None:
+    head = Heard([KEY])
+    with in_the_middle(head.port, change) as port, joined(head, port) as host:
+        wait_until(lambda: bool(host.ups), "the host is taken in", 10)
+        host.end.send("runner-0@b", "once")
+        wait_until(lambda: bool(head.gone), "the head hangs up", 10)
+        assert head.items in ([], [("runner-0@b", "once")])
+        assert "seal" in head.gone[0]
+
+
+@contextmanager
+def in_the_middle(port: int, change: Callable[[bytes], bytes]) -> Iterator[int]:
+    """Pass on all that goes between a host and the head, but the first frame after the hello, which is changed."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def exactly(connection: socket.socket, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            more = connection.recv(size - len(data))
+            if not more:
+                raise ConnectionError
+            data += more
+        return data
+
+    def frame(connection: socket.socket) -> bytes:
+        front = exactly(connection, 36)
+        return front + exactly(connection, int.from_bytes(front[:4], "big"))
+
+    def back(head: socket.socket, host: socket.socket) -> None:
+        try:
+            while data := head.recv(65536):
+                host.sendall(data)
+        except OSError:
+            pass
+
+    def meet() -> None:
+        while True:
+            try:
+                host, _ = listening.accept()
+                head = socket.create_connection(("127.0.0.1", port), 5)
+                threading.Thread(target=back, args=(head, host), daemon=True).start()
+                head.sendall(frame(host))
+                head.sendall(change(frame(host)))
+                while True:
+                    head.sendall(frame(host))
+            except OSError:
+                if listening.fileno() < 0:
+                    return
+
+    threading.Thread(target=meet, daemon=True).start()
+    try:
+        yield listening.getsockname()[1]
+    finally:
+        listening.close()
+
+
+@pytest.mark.parametrize("stranger", [b"GET / HTTP/1.1\r\n\r\n", b"", bytes(36), b"\xff" * 4096], ids=str)
+def test_a_stranger_is_hung_up_on_and_harms_nobody(stranger: bytes) -> None:
+    head = Heard([KEY])
+    with joined(head) as host:
+        wait_until(lambda: len(host.ups) == 1, "the host is taken in", 10)
+        with socket.create_connection(("127.0.0.1", head.port), 5) as connection:
+            connection.settimeout(20)
+            connection.sendall(stranger)
+            while True:
+                try:
+                    if not connection.recv(65536):
+                        break
+                except ConnectionResetError:
+                    break
+        host.end.send("runner-0@b", "still there")
+        wait_until(lambda: bool(head.items), "the host is heard", 10)
+        assert len(host.ups) == 1
+
+
+@pytest.mark.parametrize("lost", ["to head", "to host", "both"])
+def test_a_silent_network_is_noticed_by_both_and_the_connection_made_again(lost: str) -> None:
+    head = Heard([KEY], timeout=2.0)
+    with network(head.port) as between, joined(head, between.port, timeout=2.0) as host:
+        wait_until(lambda: len(host.ups) == 1, "the host is taken in", 10)
+        if lost == "both":
+            between.away()
+        else:
+            between.one_way(lost)
+        wait_until(lambda: bool(host.downs and head.gone), "both notice", 20)
+        between.heal()
+        wait_until(lambda: len(host.ups) == 2, "it is taken in again", 30)
+        host.end.send("runner-0@b", "again")
+        wait_until(lambda: head.items[-1:] == [("runner-0@b", "again")], "the host is heard", 10)
+
+
+def test_one_host_that_takes_nothing_keeps_nobody_else_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head's queue to it grows to its limit, then it is hung up on; sends never wait."""
+    monkeypatch.setattr(link, "MAX_WAITING", 2000)
+    head = Heard([KEY], timeout=60.0)
+    with network(head.port) as between, joined(head, between.port, timeout=60.0) as host:
+        wait_until(lambda: len(host.ups) == 1, "the host is taken in", 10)
+        between.stalled = "to host"
+        items: list[tuple[str, Any]] = []
+        ups: list[tuple[int, int]] = []
+        other = HostEnd(
+            {**HELLO, "name": "c"}, lambda: KEY, 30.0, find=lambda: ("127.0.0.1", head.port),
+            up=lambda *epochs: ups.append(epochs), take=items.extend, down=print, refused=print,
+        )
+        other.start()
+        try:
+            wait_until(lambda: bool(ups), "the other host", 10)
+            for n in range(25_000):
+                head.end.send("b", "runner-0@b", f"{n} " * 500)  # another each time: a pickle holds one object once
+                if n % 100 == 0:
+                    head.end.send("c", "runner-0@c", n)
+            wait_until(lambda: len(items) == 250, "all that the other is sent", 20)
+            wait_until(lambda: bool(head.gone), "the one is hung up on", 20)
+            assert "takes nothing" in head.gone[0]
+        finally:
+            other.stop()
+
+
+def test_a_host_that_is_refused_for_good_asks_no_more() -> None:
+    head = Heard([KEY])
+    head.refuses = Admission(refused="another build", for_good=True)
+    with joined(head) as host:
+        wait_until(lambda: host.refused == ["another build"], "the refusal", 10)
+        assert len(head.hellos) == 1
+        assert host.ups == []

@@ -1,0 +1,104 @@
+"""A run over hosts with addresses and a network of their own: network namespaces, PostgreSQL over TCP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import trinity_es
+from tests.helpers.hosts import KEY, Head, free_port, host_joins, ready
+from tests.helpers.namespaces import Network, Postgres, lacks, made_network, made_postgres
+from tests.helpers.systems import end, scripted
+from trinity_es.events import vocabulary as ev
+from trinity_es.system import lifecycle
+from trinity_es.testing import wait_until
+
+pytestmark = [
+    pytest.mark.postgres, pytest.mark.slow, pytest.mark.timeout(280), pytest.mark.skipif(bool(lacks()), reason=lacks())
+]
+TIMEOUT = 4.0
+"""Seconds after which a host that is not heard of is lost."""
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    with made_network() as made:
+        yield made
+
+
+@pytest.fixture
+def database(network: Network) -> Iterator[Postgres]:
+    with made_postgres(network.head, free_port(), network.all) as made:
+        yield made
+
+
+@pytest.fixture
+def head(network: Network, database: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Head]:
+    monkeypatch.setenv("TRINITY_ES_KEY", KEY)
+    port = free_port()
+    config = scripted(
+        tmp_path / "head", store={"url": database.url}, hosts={"address": f"{network.head}:{port}", "timeout": TIMEOUT}
+    )
+    lifecycle.start(config)
+    client = trinity_es.connect(config)
+    try:
+        client.wait_ready(60)
+        yield Head(client, database.url, tmp_path, port)
+    finally:
+        end(client)
+
+
+def test_f1_nothing_is_lost_or_doubled_whatever_happens_to_hosts_network_and_database(
+    network: Network, database: Postgres, head: Head, tmp_path: Path
+) -> None:
+    def joined(host: str) -> int:
+        return sum(e.host == host for e in head.events(ev.HostJoined))
+
+    def lost(host: str) -> int:
+        return sum(e.host == host for e in head.events(ev.HostLost))
+
+    spaces = {host: network.add(host) for host in ("b", "c", "d")}
+    with (
+        host_joins(database.url, "b", tmp_path, inside=spaces["b"]) as b,
+        host_joins(database.url, "c", tmp_path, inside=spaces["c"]),
+    ):
+        for host in ("b", "c"):
+            ready(head.client, host)
+        there = {h["host"]: h["address"] for h in head.client.status()["hosts"]}
+        assert len(set(there.values())) == 2
+        assert network.head not in there.values()
+
+        head.submit(1, 320, 0.5)  # a host joins in the middle, one dies
+        with host_joins(database.url, "d", tmp_path, inside=spaces["d"]):
+            ready(head.client, "d")
+            b.kill()
+            wait_until(lambda: lost("b") == 1, "the loss of b", TIMEOUT + 10)
+            head.finish(1, 320)
+            assert head.ran_on(1)["d"] > 0
+
+            head.submit(2, 160, 0.5)  # a cable is pulled
+            wait_until(lambda: head.settled() >= 8, "8 tasks", 30)
+            network.away("c")
+            wait_until(lambda: lost("c") == 1, "the loss of c", 3 * TIMEOUT + 10)
+            network.back("c")
+            wait_until(lambda: joined("c") == 2, "c is back", 60)
+            head.finish(2, 160)
+
+            ready(head.client, "c")
+            head.submit(3, 96, 0.5)  # packets are lost one way
+            wait_until(lambda: head.settled() >= 8, "8 tasks", 30)
+            with network.one_way("c", "to head"):
+                wait_until(lambda: lost("c") == 2, "the loss of c", 3 * TIMEOUT + 10)
+            wait_until(lambda: joined("c") == 3, "c is back", 60)
+            head.finish(3, 96)
+
+            ready(head.client, "c")
+            head.submit(4, 96, 0.3)  # the database restarts
+            wait_until(lambda: head.settled() >= 8, "8 tasks", 30)
+            database.stop()
+            database.start()
+            head.finish(4, 96)
+    assert {e.kind for e in head.events(ev.AttemptFailed)} == {"runner_lost"}
+    assert not any(e.blamed for e in head.events(ev.AttemptFailed))

@@ -1,0 +1,128 @@
+"""Hosts that join a run, each as processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import trinity_es
+from tests.helpers.systems import kill_all, scripted, sleepers
+from trinity_es.client.rollout_client import RolloutClient
+from trinity_es.events import vocabulary as ev
+from trinity_es.projections.hosts import host_of
+from trinity_es.system import leftovers
+from trinity_es.testing import wait_until
+
+__all__ = ["KEY", "Head", "JoinedHost", "free_port", "has_settled", "host_joins", "ready"]
+
+KEY = "the key of these tests, of 40 characters"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+        return port
+
+
+class JoinedHost:
+    """A host: what `trinity-es join` started, and what that started."""
+
+    def __init__(self, url: str, name: str, folder: Path, *options: str, inside: Sequence[str] = ()) -> None:
+        """`inside`: what is put before the command, for it to run in a namespace."""
+        self.name, self.log_dir = name, folder / f"host-{name}"
+        self._config = scripted(folder, store={"url": url}, system={"log_dir": str(self.log_dir)})
+        self.said = folder / f"{name}.said"
+        command = [sys.executable, "-m", "trinity_es.cli", "join", url, "--name", name, "--log-dir", str(self.log_dir)]
+        with self.said.open("a") as out:
+            self.process = subprocess.Popen(
+                [*inside, *command, *options], stdout=out, stderr=out, env={**os.environ, "TRINITY_ES_KEY": KEY}
+            )
+
+    def kill(self) -> None:
+        """kill -9 of all its processes, as where the machine goes."""
+        self.process.kill()
+        self.process.wait()
+        kill_all(leftovers.leftovers(self._config))
+        leftovers.end_all_leftovers(self._config)
+
+    def drain(self) -> int:
+        """Have it end as a launcher does, with SIGTERM; returns its exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(90)
+
+    def left(self) -> list[int]:
+        return [p.pid for p in leftovers.leftovers(self._config)]
+
+
+@dataclass
+class Head:
+    """The head of a run: a client of it, and what its log says."""
+
+    client: RolloutClient
+    url: str
+    folder: Path
+    port: int
+    """Where it listens for hosts."""
+
+    def events(self, *kinds: type[ev.Event]) -> list[Any]:
+        with trinity_es.open_log(self.url) as log:
+            return [r.event for r in log.read(types=[kind.__name__ for kind in kinds])]
+
+    def submit(self, batch_id: int, tasks: int, seconds: float) -> None:
+        self.client.submit_batch(batch_id=batch_id, tasks=sleepers(tasks, seconds=seconds), batch_type="train")
+
+    def settled(self) -> int:
+        """Count the tasks of the open batch that have ended."""
+        [batch] = self.client.status()["batches"]
+        return int(batch["settled"])
+
+    def finish(self, batch_id: int, tasks: int) -> None:
+        """Each task came to its end once, each has its experience, and the log holds together."""
+        done = self.client.finalize_train_batch(batch_id, timeout=90)
+        assert done["finished_task_count"] == tasks
+        found = Counter(e.eid.task for e in self.client.experiences(batch_id))
+        assert found == dict.fromkeys(range(tasks), 1)
+        with trinity_es.open_log(self.url) as log:
+            assert log.verify() == []
+        assert Counter(e.task for e in self.ended(batch_id)) == dict.fromkeys(range(tasks), 1)
+
+    def ended(self, batch_id: int) -> list[ev.TaskFinished]:
+        with trinity_es.open_log(self.url) as log:
+            read = [r.event for r in log.read(stream=f"batch/{batch_id}", types=["TaskFinished"])]
+        return [e for e in read if isinstance(e, ev.TaskFinished)]
+
+    def ran_on(self, batch_id: int) -> Counter[str]:
+        """Count the tasks that ended on each host; "" is the head."""
+        return Counter(host_of(e.runner) for e in self.ended(batch_id))
+
+
+def has_settled(head: Head, tasks: int) -> bool:
+    return head.settled() >= tasks
+
+
+@contextmanager
+def host_joins(
+    url: str, name: str, folder: Path, *options: str, inside: Sequence[str] = ()
+) -> Iterator[JoinedHost]:
+    host = JoinedHost(url, name, folder, *options, inside=inside)
+    try:
+        yield host
+    finally:
+        host.kill()
+
+
+def ready(client: RolloutClient, host: str) -> None:
+    """Wait until a runner of this host serves."""
+    def serves() -> bool:
+        return any(r["runner"].endswith(f"@{host}") and r["state"] == "ready" for r in client.status()["runners"])
+
+    wait_until(serves, f"a runner of host {host}", 90)

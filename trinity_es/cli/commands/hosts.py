@@ -1,0 +1,95 @@
+"""The commands of a run on several hosts: `join, hosts`."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+import typer
+
+from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, SetOption, note, print_json
+from trinity_es.cli.which_config import settings_of
+from trinity_es.client.rollout_client import connect
+from trinity_es.text import harmless_json, plain
+
+__all__ = ["hosts", "join"]
+
+
+def join(
+    store: Annotated[str, typer.Argument(metavar="STORE_URL", help="The run's store: postgresql://...")],
+    name: Annotated[str | None, typer.Option("--name", help="This host's name.", show_default="the machine's")] = None,
+    overrides: SetOption = None,
+    log_dir: Annotated[
+        Path | None, typer.Option("--log-dir", help="Folder of text logs.", show_default="trinity-es-NAME here")
+    ] = None,
+    key_file: Annotated[
+        str, typer.Option("--key-file", help="File with the run's key, unless TRINITY_ES_KEY holds it.")
+    ] = "",
+    drain: Annotated[float, typer.Option("--drain", help="Seconds that tasks may take to end at SIGTERM.")] = 30.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Take part in a run that is led on another host: start this host's engines, and work for its batches.
+
+    The config is the run's own, as its log has it; `--set` changes what differs here. Waits for the head where there is
+    none yet, goes on when another takes over, and stays until it is ended: with SIGTERM or Ctrl-C the host gets no more
+    tasks, ends those that it has, and leaves; what is left after --drain seconds is attempted elsewhere.
+
+    \b
+    Example:
+      trinity-es join postgresql://user@db/run --name gpu-7 --set explorer.rollout_model.engine_num=8
+    """
+    from trinity_es.hosts.join import HostRun, host_name
+
+    called = host_name(name)
+    folder = (log_dir or Path(f"trinity-es-{called}")).absolute()
+
+    def tell(text: str) -> None:
+        if as_json:
+            print(harmless_json(orjson.dumps({"host": called, "said": text})).decode(), flush=True)
+        else:
+            note(text)
+
+    run = HostRun(store, called, overrides or [], folder, key_file=key_file, tell=tell)
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            run.run()
+        except BaseException as e:
+            failed.append(e)
+
+    def ended(number: int, frame: Any) -> None:
+        run.leave(signal.Signals(number).name, drain)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, ended)
+    worker = threading.Thread(target=work, name="join")
+    worker.start()
+    while worker.is_alive():  # handlers of signals run in this thread, between two waits
+        worker.join(0.2)
+    if failed:
+        raise failed[0]
+
+
+def hosts(config: ConfigOption = None, log: LogOption = None, as_json: JsonOption = False) -> None:
+    """Show the hosts that take part in a run besides the head's own, and how they are.
+
+    \b
+    Example:
+      trinity-es hosts --config config.yaml
+    """
+    with connect(settings_of(config, log)) as client:
+        there = client.status()["hosts"]
+    if as_json:
+        print_json({"hosts": there})
+        return
+    for h in there:
+        state = h["state"] if h["connected"] else f"not heard of for {h['away_for']:.0f} s ({h['why_away']})"
+        had = ", ".join(f"{count} {what}" for what, count in h["places"].items())
+        print(plain(f"{h['host']} #{h['epoch']}  {state}  {h['address']}  {had}  {len(h['runners'])} runners, "
+                    f"{h['units']} units"))
+    if not there:
+        print("no other host takes part: `trinity-es join STORE_URL` on each, with the run's key")
