@@ -3,7 +3,7 @@
 ```
 TrinityError
 ├── ConfigError, TasksetError, TaskNotSerializable, UnknownWorkflow, DataError (NotFinite)   bad input (ValueError)
-├── BatchNotFound, RunnerNotFound, WeightNotFound, AnswerNotFound             there is no such thing (KeyError)
+├── BatchNotFound, RunnerNotFound, HostNotFound, WeightNotFound, AnswerNotFound  there is no such thing (KeyError)
 ├── BatchAlreadyActive, BatchTypeMismatch, AnswerDelivered                       not in this state (ValueError)
 ├── FinalizeTimeout, TakeTimeout, WaitTimeout                                nothing is lost, ask again (TimeoutError)
 ├── PipelineError, WorkflowError, GraderError, EngineError, EnvironmentFailed, SyncError  what ran failed
@@ -30,12 +30,12 @@ from typing import Any
 __all__ = [
     "AlreadyRunning", "AnswerDelivered", "AnswerNotFound", "BatchAlreadyActive", "BatchNotFound",
     "BatchTypeMismatch", "CommitMismatch", "ConcurrencyError", "ConfigError", "CorruptPayload", "DataError",
-    "EngineError", "EnvironmentFailed", "Fenced", "FinalizeTimeout", "GraderError", "InvalidEvent", "LogCorrupt",
-    "LogError", "LogNotFound", "LogReplaced", "LogRewound", "LogTooNew", "LogUnavailable", "NotALog", "NotFinite",
-    "NotRunning", "PayloadNotFound", "PipelineError", "RequestRefused", "RunnerNotFound", "StartupError",
-    "SyncError", "TakeTimeout", "TaskNotSerializable", "TasksetError", "TrinityError", "UnknownWorkflow",
-    "VersionMismatch", "WaitTimeout", "WeightNotFound", "WorkflowError", "WrongKey", "error_from_dict",
-    "error_to_dict", "said_and_where",
+    "EngineError", "EnvironmentFailed", "Fenced", "FinalizeTimeout", "GraderError", "HostNotFound", "InvalidEvent",
+    "LogCorrupt", "LogError", "LogNotFound", "LogReplaced", "LogRewound", "LogTooNew", "LogUnavailable", "NotALog",
+    "NotFinite", "NotRunning", "PayloadNotFound", "PipelineError", "RequestRefused", "RunnerNotFound",
+    "StartupError", "SyncError", "TakeTimeout", "TaskNotSerializable", "TasksetError", "TrinityError",
+    "UnknownWorkflow", "VersionMismatch", "WaitTimeout", "WeightNotFound", "WorkflowError", "WrongKey",
+    "error_from_dict", "error_to_dict", "said_and_where",
 ]
 
 
@@ -94,6 +94,10 @@ class BatchNotFound(TrinityError, KeyError):
 
 class RunnerNotFound(TrinityError, KeyError):
     """No runner has this name."""
+
+
+class HostNotFound(TrinityError, KeyError):
+    """No host of this name takes part."""
 
 
 class BatchTypeMismatch(TrinityError, ValueError):

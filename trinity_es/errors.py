@@ -7,9 +7,9 @@ from trinity_es.events.errors import *  # noqa: F403  # all of them, and tests/v
 __all__ = [  # noqa: F405
     "AlreadyRunning", "AnswerDelivered", "AnswerNotFound", "BatchAlreadyActive", "BatchNotFound",
     "BatchTypeMismatch", "CommitMismatch", "ConcurrencyError", "ConfigError", "CorruptPayload", "DataError",
-    "EngineError", "EnvironmentFailed", "Fenced", "FinalizeTimeout", "GraderError", "InvalidEvent", "LogCorrupt",
-    "LogError", "LogNotFound", "LogReplaced", "LogRewound", "LogTooNew", "LogUnavailable", "NotALog", "NotFinite",
-    "NotRunning", "PayloadNotFound", "PipelineError", "RequestRefused", "RunnerNotFound", "StartupError",
-    "SyncError", "TakeTimeout", "TaskNotSerializable", "TasksetError", "TrinityError", "UnknownWorkflow",
-    "VersionMismatch", "WaitTimeout", "WeightNotFound", "WorkflowError", "WrongKey",
+    "EngineError", "EnvironmentFailed", "Fenced", "FinalizeTimeout", "GraderError", "HostNotFound", "InvalidEvent",
+    "LogCorrupt", "LogError", "LogNotFound", "LogReplaced", "LogRewound", "LogTooNew", "LogUnavailable", "NotALog",
+    "NotFinite", "NotRunning", "PayloadNotFound", "PipelineError", "RequestRefused", "RunnerNotFound",
+    "StartupError", "SyncError", "TakeTimeout", "TaskNotSerializable", "TasksetError", "TrinityError",
+    "UnknownWorkflow", "VersionMismatch", "WaitTimeout", "WeightNotFound", "WorkflowError", "WrongKey",
 ]

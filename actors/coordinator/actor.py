@@ -73,6 +73,7 @@ from trinity_es.events.errors import (
     error_to_dict,
 )
 from trinity_es.events.software_version import VERSION
+from trinity_es.events.store.leader_lock import LeaderLock
 from trinity_es.events.store.log import EventLog, Lease
 from trinity_es.events.store.log_end import Memory
 from trinity_es.events.store.payloads import PayloadStore, open_payloads, patient
@@ -107,6 +108,7 @@ class Coordinator(BaseActor):
 
     session: LogSession | None = None
     hosts: HostFleet | None = None
+    leader_lock: LeaderLock | None = None
     retired = False
     retiring_since = 0.0
 
@@ -159,7 +161,7 @@ class Coordinator(BaseActor):
             in_hand=RequestsInHand(Path(config.system.log_dir) / f"in-hand-{store}.json", life), end=session.end,
             releases=LeaseReleases(self.post), alive=self.alive, epoch=session.lease.epoch,
             trouble=lambda: session.trouble, refuses=lambda: session.failure is not None,
-            guardian_of=self.guardian_of, hosts=lambda: [] if self.hosts is None else self.hosts.status(),
+            guardian_of=self.guardian_of, hosts=lambda: self.hosts,
         )
         self.unwritten.router = self.handlers.router
         self.fleet = self.handlers.fleet
@@ -179,6 +181,8 @@ class Coordinator(BaseActor):
         settings = self.config.hosts
         if not settings.address:
             return
+        if self.leader_lock is None:
+            self.leader_lock = LeaderLock(self.config.store.url)
         try:
             end = listening(settings, lambda: [read_key()], self.post, lambda: self.hosts if self.running else None)
         except OSError as e:
@@ -367,6 +371,8 @@ class Coordinator(BaseActor):
         self.cancel("closed")
         if self.hosts is not None:
             self.hosts.stop()
+        if self.leader_lock is not None:
+            self.leader_lock.stop()
         self.send(self.guardian, Retired())
 
     def close_problem(self, problem: str) -> None:

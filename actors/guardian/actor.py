@@ -376,6 +376,11 @@ class Guardian(BaseActor):
         if self.coordinator_address is not None and self.config.host is not None:
             self.send(self.coordinator_address, message)
 
+    def on_HostDrained(self, message: messages.HostDrained, sender: Any) -> None:
+        """End the system of a host that has nothing any more and is to leave."""
+        if self.config.host is not None:
+            self.end("this host was drained")
+
     def check_retired(self) -> None:
         if self.stopping and all(c.state in ENDED for c in self.runners()):
             self.cancel("retire")

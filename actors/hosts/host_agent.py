@@ -91,9 +91,7 @@ class HostAgent(BaseActor):
     def take(self, items: Items) -> None:
         """Pass on what the head says."""
         for name, message in items:
-            if isinstance(message, messages.HostDrained):
-                self.send(self.guardian, messages.Retire())
-            elif isinstance(message, messages.Reply):
+            if isinstance(message, messages.Reply):
                 client = self.clients.pop(message.id, None)
                 if client is not None:
                     self.send(client, message)

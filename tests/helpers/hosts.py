@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import trinity_es
 from tests.helpers.systems import kill_all, scripted, sleepers
 from trinity_es.client.rollout_client import RolloutClient
@@ -38,13 +40,16 @@ class JoinedHost:
 
     def __init__(self, url: str, name: str, folder: Path, *options: str, inside: Sequence[str] = ()) -> None:
         """`inside`: what is put before the command, for it to run in a namespace."""
-        self.name, self.log_dir = name, folder / f"host-{name}"
+        self.url, self.name, self.log_dir = url, name, folder / f"host-{name}"
         self._config = scripted(folder, store={"url": url}, system={"log_dir": str(self.log_dir)})
+        temporary = folder / f"tmp-{name}"  # a host has its own, where clients find its system
+        temporary.mkdir(exist_ok=True)
+        self.env = {**os.environ, "TRINITY_ES_KEY": KEY, "TMPDIR": str(temporary)}
         self.said = folder / f"{name}.said"
         command = [sys.executable, "-m", "trinity_es.cli", "join", url, "--name", name, "--log-dir", str(self.log_dir)]
         with self.said.open("a") as out:
             self.process = subprocess.Popen(
-                [*inside, *command, *options], stdout=out, stderr=out, env={**os.environ, "TRINITY_ES_KEY": KEY}
+                [*inside, *command, *options], stdout=out, stderr=out, env=self.env
             )
 
     def kill(self) -> None:
@@ -53,6 +58,11 @@ class JoinedHost:
         self.process.wait()
         kill_all(leftovers.leftovers(self._config))
         leftovers.end_all_leftovers(self._config)
+
+    def inside(self) -> list[str]:
+        """Return what to put before a command, for it to run where this host is."""
+        [first, *_] = [p.pid for p in psutil.Process(self.process.pid).children()]
+        return ["nsenter", "-t", str(first), "-p", "-m", "-n"]
 
     def drain(self) -> int:
         """Have it end as a launcher does, with SIGTERM; returns its exit status."""

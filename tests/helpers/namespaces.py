@@ -69,7 +69,8 @@ class Network:
         _ip("-n", space, "addr", "add", f"{self._net}.{n}/24", "dev", inner)
         _ip("-n", space, "link", "set", inner, "up")
         _ip("-n", space, "link", "set", "lo", "up")
-        return ["ip", "netns", "exec", space]
+        # Processes of its own as well: a host must not see those of another.
+        return ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "ip", "netns", "exec", space]
 
     def away(self, host: str) -> None:
         """Pull the cable."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from trinity_es.actors.commands import Command, GetRunnerStates, GetStatus, RestartRunner, ScaleServers
+from trinity_es.actors.commands import Command, DrainHost, GetRunnerStates, GetStatus, RestartRunner, ScaleServers
 from trinity_es.client import validation
 from trinity_es.client.connection import PATIENCE_SECONDS, Connection, system_gone
 from trinity_es.config.config import Config
@@ -109,13 +109,16 @@ class SystemClient:
         told = self._link.where(min(limit, PATIENCE_SECONDS)).status
         if not told:
             raise TimeoutError(f"restart_runner: the guardian did not answer within {PATIENCE_SECONDS:.0f} s")
-        children = {c["name"]: c for c in told.get("children", []) if c["name"] != "coordinator"}
-        if validation.text("name", name) not in children:
-            raise RunnerNotFound(f"there is no runner {name!r}: there are {', '.join(sorted(children)) or 'none'}")
+        lives = {c["name"]: c["incarnation"] for c in told.get("children", []) if c["name"] != "coordinator"}
+        if validation.text("name", name) not in lives:  # one of another host, perhaps
+            rows = self._link.call(GetStatus(), max(0.0, until - time.monotonic()))["runners"]
+            lives |= {r["runner"]: r["incarnation"] for r in rows if r["runner"] not in lives}
+        if name not in lives:
+            raise RunnerNotFound(f"there is no runner {name!r}: there are {', '.join(sorted(lives)) or 'none'}")
         asked = f"a restart was asked for by pid {os.getpid()} on {socket.gethostname()}"
         command = RestartRunner(
             runner=name,
-            incarnation=children[name]["incarnation"],  # a request that comes twice ends one life
+            incarnation=lives[name],  # a request that comes twice ends one life
             reason=f"{asked}: {reason}" if reason else asked,
         )
         begun = self._link.call(command, max(0.0, until - time.monotonic()))
@@ -130,6 +133,14 @@ class SystemClient:
         """
         command = ScaleServers(add=list(add), remove=list(remove))
         return [dict(server) for server in self._link.call(command)["servers"]]
+
+    def drain_host(self, name: str, *, reason: str = "") -> dict[str, Any]:
+        """Have a host that joined leave: it gets nothing new, ends what it has, and its system ends.
+
+        Returns its epoch, and how many units it has now. Raises HostNotFound.
+        """
+        asked = f"pid {os.getpid()} on {socket.gethostname()} asked for it"
+        return dict(self._link.call(DrainHost(host=name, reason=f"{asked}: {reason}" if reason else asked)))
 
     def get_all_state(self) -> dict[str, dict[str, Any]]:
         """Return what every runner does right now, by its name: `actors.activity` says what a state holds."""

@@ -24,12 +24,13 @@ from trinity_es.client.connection import Connection
 from trinity_es.config.config import Config
 from trinity_es.config.yaml_file import apply_overrides
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import ConfigError, NotRunning, TrinityError, WrongKey
+from trinity_es.events.errors import ConfigError, LogError, NotRunning, TrinityError, WrongKey
 from trinity_es.events.processes import process_lives
 from trinity_es.events.store.database import masked, parse_url
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads import open_payloads
 from trinity_es.events.store.retry import Backoff
+from trinity_es.projections.hosts import HostEvent, Hosts, evolve_hosts
 from trinity_es.system import running_system
 from trinity_es.system.launch import launch_host
 
@@ -138,6 +139,18 @@ class HostRun:
             self._tell(f"{why}; once more in {pause:.0f} s")
             self._sleep(pause)
 
+    def _has_left(self, life: str) -> str:
+        """Return why this life of the host left in order; empty where it did not, or nobody can say."""
+        hosts: Hosts = {}
+        try:
+            with EventLog.open(self._url, read_only=True) as log:
+                for recorded in log.read(stream=ev.HostJoined.stream):
+                    evolve_hosts(hosts, cast(HostEvent, recorded.event))
+        except LogError:
+            return ""
+        known = hosts.get(self._name)
+        return known.reason if known is not None and known.life == life and known.state in ("draining", "left") else ""
+
     def _sleep(self, seconds: float) -> None:
         until = time.monotonic() + seconds
         while not self.is_leaving() and time.monotonic() < until:
@@ -145,7 +158,8 @@ class HostRun:
 
     def _one_life(self, config: Config) -> str:
         """Start the system and wait for its end; returns why it ended."""
-        admin = launch_host(config, HostSettings(self._name, uuid.uuid4().hex))
+        life = uuid.uuid4().hex
+        admin = launch_host(config, HostSettings(self._name, life))
         self._tell(f"joined: the actor system of host {self._name} is up (pid {admin['pid']}), its engines are "
                    f"loading; text logs are in {config.system.log_dir}")
         drained = False
@@ -163,6 +177,10 @@ class HostRun:
                         if self._ends and time.monotonic() > self._until:
                             link.retire(END_SECONDS)
                             return self._ends
+                left = self._has_left(life)
+                if left:
+                    self._tell(f"host {self._name} left: {left}")
+                    self.leave(left, 0.0)
                 return "its actor system ended"
             finally:
                 link.close()

@@ -192,7 +192,7 @@ def _start_again(config: Config, admin: dict[str, Any], claims: Sequence[Claim])
             _log.warning("the system is not started again: %s", reason)
             return None
         try:
-            found = running_system.find(config)
+            found = running_system.find_head(config)
             if found is not None and found["pid"] != admin["pid"]:
                 return found  # somebody was faster
             end_leftovers(config)  # the admin may live, and then the system seems to run

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,19 +19,23 @@ from trinity_es.actors.settings import HostSettings, ModelSettings, ServersSetti
 from trinity_es.actors.system_key import FILE_VARIABLE, make_key, read_key
 from trinity_es.config.config import Config
 from trinity_es.config.schema import RolloutModelConfig
+from trinity_es.events.atomic_file import whole_file
 from trinity_es.events.errors import AlreadyRunning, StartupError
 from trinity_es.events.private_files import create_private, make_private_folder, open_private
 from trinity_es.events.processes import process_start_time
+from trinity_es.events.store.leader_lock import is_led
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.log_end import Claim, Mark, claim_to_dict
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.projections.tables.runner_history import last_incarnation
 from trinity_es.system import leftovers, remembered_log_end
-from trinity_es.system.running_system import find, key_file, note_file, output_file
+from trinity_es.system.running_system import find_head, joined_file, key_file, note_file, output_file
 
 __all__ = ["launch", "launch_host", "settings"]
 
 _LAUNCH_SECONDS = 60.0
+_LET_GO_SECONDS = 3.0
+"""How long the database may take to see that a coordinator of this host has ended."""
 
 
 def settings(config: Config, owner: Mapping[str, Any] | None = None) -> Settings:
@@ -89,7 +94,7 @@ def _reserve(config: Config) -> socket.socket:
 
 
 def launch_host(config: Config, host: HostSettings) -> dict[str, Any]:
-    """Start the system of a host that joins, which ends with this process; returns its admin, as `find` does.
+    """Start the system of a host that joins, which ends with this process; returns its admin, as `find_head` does.
 
     Raises StartupError, with what its processes said; WrongKey, LogError.
     """
@@ -111,18 +116,25 @@ def launch_host(config: Config, host: HostSettings) -> dict[str, Any]:
     if code != 0:
         leftovers.end_all_leftovers(config)
         raise StartupError(f"this host could not join (exit {code}):\n{_tail(config)}\nLogs are in {log_dir}")
-    return {**json.loads(admin_file.read_text()), "key_file": key_file(config)}
+    admin: dict[str, Any] = {**json.loads(admin_file.read_text()), "key_file": key_file(config)}
+    place = joined_file(config.store.url)
+    make_private_folder(place.parent)
+    with whole_file(place) as file:  # by it clients on this host find it
+        file.write(json.dumps(admin).encode())
+    return admin
 
 
 def launch(
     config: Config, log_dir: Path, create: bool, owner: Mapping[str, Any] | None, claims: Sequence[Claim]
 ) -> dict[str, Any]:
     remembered_log_end.require(config, claims)
-    running = find(config)
+    running = find_head(config)
     if running is not None:
         where = f"port {running['port']}, pid {running['pid']}"
         raise AlreadyRunning(f"an actor system runs on this store already ({where}): connect to it, or end it "
                              "with `trinity-es down`")
+    if config.hosts.address:
+        _require_no_other_head(config)
     leftovers.end_leftovers(config)
     make_key(key_file(config))
     read_key(key_file(config))  # so that a bad one is told here and not by the launcher's traceback
@@ -136,7 +148,7 @@ def launch(
         "first_incarnation": incarnation,
         "known": [claim_to_dict(Claim(Mark(end.generation, end.position, end.hash), "who started the system"))],
     })
-    admin = find(config)
+    admin = find_head(config)
     if code != 0 or admin is None:
         leftovers.end_all_leftovers(config)  # not its keeper, which may be who starts it
         what = "did not come up" if code else "died while it started"
@@ -149,6 +161,21 @@ def launch(
         with os.fdopen(handle, "w") as note:
             json.dump(noted, note)
     return admin
+
+
+def _require_no_other_head(config: Config) -> None:
+    """Raise AlreadyRunning where a head on another host leads the run of this store."""
+    deadline = time.monotonic() + _LET_GO_SECONDS
+    while is_led(config.store.url):
+        if time.monotonic() > deadline:
+            with EventLog.open(config.store.url, read_only=True) as log:
+                lease = log.read_lease("coordinator")
+            owner = (lease.owner or {}) if lease is not None else {}
+            raise AlreadyRunning(
+                f"the run of {config.masked()['store']['url']} is led by pid {owner.get('pid')} on {owner.get('host')}"
+                ": take part with `trinity-es join`, or wait to take over with `trinity-es up --standby`"
+            )
+        time.sleep(0.2)
 
 
 def _run_launcher(config: Config, log_dir: Path, setup: Mapping[str, Any]) -> int:

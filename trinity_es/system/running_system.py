@@ -10,6 +10,8 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +28,9 @@ from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.retry import within
 from trinity_es.system import remembered_log_end
 
-__all__ = ["came_true", "end", "find", "last_started", "output_file", "processes", "wait_gone"]
+__all__ = [
+    "came_true", "end", "find", "find_head", "joined_file", "last_started", "output_file", "processes", "wait_gone",
+]
 
 
 _log = logging.getLogger(__name__)
@@ -42,9 +46,13 @@ def output_file(config: Config) -> Path:
     It is their standard output, which children inherit: what is left of a system is found by it, even where titles
     and environments were overwritten. So its name is this store's alone, also in a log folder that others share.
     """
-    url = parse_url(config.store.url)
-    digest = hashlib.sha256(f"{url.host}:{url.port}/{url.database}".encode()).hexdigest()[:12]
-    return Path(config.system.log_dir) / f"launch-{digest}.log"
+    return Path(config.system.log_dir) / f"launch-{_digest(config.store.url)}.log"
+
+
+def _digest(url: str) -> str:
+    """Return what names a store in the names of files."""
+    parsed = parse_url(url)
+    return hashlib.sha256(f"{parsed.host}:{parsed.port}/{parsed.database}".encode()).hexdigest()[:12]
 
 
 def lock_file(config: Config, role: str) -> Path:
@@ -100,7 +108,15 @@ def last_started(config: Config) -> dict[str, Any] | None:
 
 
 def find(config: Config) -> dict[str, Any] | None:
-    """Return the running system of this store.
+    """Return the running system of this store, as `find_head` does.
+
+    Where the run is led on another host: the system that joined it on this one, which passes on what is asked.
+    """
+    return find_head(config) or _joined(config)
+
+
+def find_head(config: Config) -> dict[str, Any] | None:
+    """Return the system that leads the run of this store on this host.
 
     None when there is none, or the process that it was started for has ended. `{port, pid, started, guardian}`: of its
     admin process, and the guardian's pid; `key_file`: where its key should be.
@@ -109,6 +125,25 @@ def find(config: Config) -> dict[str, Any] | None:
     if not admin or not process_lives(admin["pid"], admin["started"]) or owner_gone(admin.get("owner")):
         return None
     return {**admin, "key_file": key_file(config)}
+
+
+def joined_file(url: str) -> Path:
+    """Return where the system of this store that joined on this host, for this user, is written down."""
+    folder = Path(tempfile.gettempdir()) / f"trinity-es-{os.geteuid()}"
+    return folder / f"joined-{_digest(url)}.json"
+
+
+def _joined(config: Config) -> dict[str, Any] | None:
+    """Return the admin of the system that joined a run of this store on this host; None where none lives."""
+    try:
+        place = joined_file(config.store.url)
+        if place.stat().st_uid != os.geteuid():
+            return None  # another user's word
+        admin: dict[str, Any] = json.loads(place.read_bytes())
+        lives = process_lives(admin["pid"], admin["started"]) and not owner_gone(admin.get("owner"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return admin if lives else None
 
 
 def require(config: Config) -> dict[str, Any]:

@@ -148,7 +148,7 @@ class HostFleet:
         self._registry.leaving = self.leaving()
         for host in self.there():
             if self._is_connected(host):
-                if host.state == "draining" and not self._units_of(host.name):
+                if host.state == "draining" and not self.units_of(host.name):
                     self.send(FarProcess(host.name, ""), HostDrained())
                 continue
             since = self._heard.setdefault(host.name, now)
@@ -179,7 +179,7 @@ class HostFleet:
                 "why_away": self._why.get(h.name, ""),
                 "runners": sorted(n for n, r in self._registry.runners.items()
                                   if host_of(n) == h.name and not r.state.gone),
-                "units": self._units_of(h.name),
+                "units": self.units_of(h.name),
             }
             for h in sorted(shown, key=lambda h: h.name)
         ]
@@ -205,8 +205,9 @@ class HostFleet:
     def _leaves(self, host: Host, message: HostLeaves) -> None:
         self.drain(host.name, message.reason)
         if message.final:
-            self._live.record(ev.HostLeft(host=host.name, epoch=host.epoch, reason=message.reason))
-            self._end_runners(host.name, f"host {host.name} left: {message.reason}")
+            reason = host.reason or message.reason
+            self._live.record(ev.HostLeft(host=host.name, epoch=host.epoch, reason=reason))
+            self._end_runners(host.name, f"host {host.name} left: {reason}")
 
     def _lose(self, event: ev.Event) -> None:
         assert isinstance(event, ev.HostLost)
@@ -223,6 +224,7 @@ class HostFleet:
             if life.state not in over:
                 self._died(RunnerDied(life.name, life.incarnation, reason, model=life.model, asked=True))
 
-    def _units_of(self, host: str) -> int:
+    def units_of(self, host: str) -> int:
+        """Count the units that a host's runners have."""
         loads = batches.loads(self._live.batches.values())
         return sum(units for (name, _), units in loads.items() if host_of(name) == host)

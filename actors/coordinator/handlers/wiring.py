@@ -10,6 +10,7 @@ from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineThrea
 from trinity_es.actors.coordinator.delivery.retention import Retention
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
+from trinity_es.actors.coordinator.fleet.hosts import HostFleet
 from trinity_es.actors.coordinator.fleet.leases import LeaseFleet, Releases
 from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
@@ -18,6 +19,7 @@ from trinity_es.actors.coordinator.fleet.weights import Rolling, WeightLoading
 from trinity_es.actors.coordinator.handlers.adapters import AdapterHandlers
 from trinity_es.actors.coordinator.handlers.batches import BatchHandlers
 from trinity_es.actors.coordinator.handlers.experiences import ExperienceQueue
+from trinity_es.actors.coordinator.handlers.hosts import HostHandlers
 from trinity_es.actors.coordinator.handlers.router import CommandRouter
 from trinity_es.actors.coordinator.handlers.runner_commands import RunnerHandlers
 from trinity_es.actors.coordinator.handlers.scheduler import SchedulerHandlers
@@ -45,10 +47,10 @@ class Handlers:
         releases: Releases, end: Callable[[], Mark | None] = lambda: None, alive: Iterable[str] = (),
         epoch: int = 0, trouble: Callable[[], str | None] = lambda: None,
         refuses: Callable[[], bool] = lambda: False,
-        hosts: Callable[[], list[dict[str, Any]]] = list,
+        hosts: Callable[[], HostFleet | None] = lambda: None,
     ) -> None:
         """`releases`: releases leases. `end`: the end of the log, as it may be told. `alive`: runners that have a
-        process. `epoch`: of the coordinator. `trouble`, `refuses`, `hosts`: see StatusHandlers.
+        process. `epoch`: of the coordinator. `trouble`, `refuses`: see StatusHandlers. `hosts`: those that joined.
         """
         self.in_hand = in_hand
         registry = RunnerRegistry(live, actor)
@@ -80,13 +82,15 @@ class Handlers:
         self.servers = ServerFleet(config.rollout.servers, registry, guardian, proxied=config.mode == "serve")
         self.status = StatusHandlers(
             live, registry, outputs, router, batches=self.batches, queue=self.queue, routes=self.routes, epoch=epoch,
-            trouble=trouble, refuses=refuses, servers=self.servers, leases=self.leases, hosts=hosts,
+            trouble=trouble, refuses=refuses, servers=self.servers, leases=self.leases,
+            hosts=lambda: [] if (fleet := hosts()) is None else fleet.status(),
         )
         router.connect(
             row
             for kind in (
                 self.batches, self.scheduler, self.trainer, self.queue, self.weights, self.adapters, self.runners,
                 self.answers, self.routes, self.status, ServerHandlers(self.servers, router),
+                HostHandlers(hosts, router),
             )
             for row in kind.handlers()
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,9 +16,11 @@ import pytest
 import trinity_es
 from tests.helpers.hosts import KEY, Head, free_port, has_settled, host_joins, ready
 from tests.helpers.links import network
-from tests.helpers.systems import end, pid_of, scripted
+from tests.helpers.systems import end, kill_system, pid_of, scripted
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import AlreadyRunning, HostNotFound
+from trinity_es.events.store.leader_lock import wait_until_led_by_nobody
 from trinity_es.system import lifecycle
 from trinity_es.testing import wait_until
 
@@ -151,6 +154,72 @@ def test_a_coordinator_that_dies_leaves_the_hosts_to_the_next_one(start_head: St
         assert head.ran_on(1)["b"] > 0
     assert [e for e in head.events(ev.AttemptFailed) if e.kind != "runner_lost"] == []
     assert [e.epoch for e in head.events(ev.HostJoined)] == [1]
+
+
+def test_a_host_is_drained_by_a_person_and_its_join_ends(start_head: StartHead) -> None:
+    head = start_head()
+    with host_joins(head.url, "b", head.folder) as b:
+        ready(head.client, "b")
+        head.submit(1, 64, 0.5)
+        wait_until(lambda: head.client.status()["hosts"][0]["units"] > 0, "work for b", 20)
+        with pytest.raises(HostNotFound, match="no host 'c' takes part: there is b"):
+            head.client.drain_host("c")
+        done = head.client.drain_host("b", reason="its disk is replaced")
+        assert (done["host"], done["epoch"]) == ("b", 1)
+        assert b.process.wait(60) == 0
+        assert b.left() == []
+        assert "left: pid" in b.said.read_text()
+        head.finish(1, 64)
+        [left] = head.events(ev.HostLeft)
+        assert left.reason.endswith("its disk is replaced")
+    assert head.events(ev.AttemptFailed, ev.HostLost) == []
+
+
+def test_a_runner_of_another_host_is_restarted(start_head: StartHead) -> None:
+    head = start_head()
+    with host_joins(head.url, "b", head.folder):
+        ready(head.client, "b")
+        [before] = [r for r in head.client.status()["runners"] if r["host"] == "b"]
+        begun = head.client.restart_runner("runner-0@b")
+        assert begun["incarnation"] > before["incarnation"]
+        ready(head.client, "b")
+        head.submit(1, 32, 0.1)
+        head.finish(1, 32)
+
+
+def test_a_second_head_is_refused_and_one_that_stands_by_takes_over(
+    start_head: StartHead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here as on another host: one of this store does not see the other's processes."""
+    head = start_head()
+    port = free_port()
+    second = scripted(
+        tmp_path / "second", store={"url": head.url}, hosts={"address": f"127.0.0.1:{port}", "timeout": TIMEOUT})
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("trinity_es.system.launch.find_head", lambda config: None)
+        with pytest.raises(AlreadyRunning, match=r"take part with .*join.*--standby"):
+            lifecycle.start(second)
+    with host_joins(head.url, "b", head.folder):
+        ready(head.client, "b")
+        head.submit(1, 96, 0.5)
+        waits = threading.Thread(target=wait_until_led_by_nobody, args=(head.url, TIMEOUT))
+        waits.start()
+        psutil.Process(pid_of(head.client, "coordinator")).kill()  # comes back on its own host
+        wait_until(lambda: head.settled() >= 16, "16 tasks", 30)
+        assert waits.is_alive()
+        kill_system(head.client)
+        waits.join(60)
+        assert not waits.is_alive()
+        lifecycle.start(second)
+        client = trinity_es.connect(second)
+        try:
+            client.wait_ready(60)
+            taken = Head(client, head.url, tmp_path, port)
+            wait_until(lambda: bool(client.status()["hosts"][0]["connected"]), "b finds the new head", 60)
+            taken.finish(1, 96)
+            assert [e.epoch for e in taken.events(ev.HostJoined)] == [1]
+        finally:
+            end(client)
 
 
 def join_says(url: str, *options: str) -> str:

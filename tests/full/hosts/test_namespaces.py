@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import trinity_es
-from tests.helpers.hosts import KEY, Head, free_port, host_joins, ready
+from tests.helpers.hosts import KEY, Head, JoinedHost, free_port, host_joins, ready
 from tests.helpers.namespaces import Network, Postgres, lacks, made_network, made_postgres
+from tests.helpers.paths import ROOT
 from tests.helpers.systems import end, scripted
 from trinity_es.events import vocabulary as ev
 from trinity_es.system import lifecycle
@@ -50,6 +53,26 @@ def head(network: Network, database: Postgres, tmp_path: Path, monkeypatch: pyte
         end(client)
 
 
+CLIENT = """
+import sys
+import trinity_es
+from tests.helpers.systems import scripted, sleepers
+
+config = scripted(sys.argv[1], store={"url": sys.argv[2]})
+with trinity_es.connect(config) as client:
+    client.submit_batch(batch_id=100, tasks=sleepers(8), batch_type="train")
+    done = client.finalize_train_batch(100, timeout=60)
+    print(done["finished_task_count"], len(list(client.experiences(100))))
+"""
+
+
+def client_on(host: JoinedHost, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Have a client on this host play a batch."""
+    command = [*host.inside(), sys.executable, "-c", CLIENT, str(folder / "client"), host.url]
+    env = {**host.env, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
 def test_f1_nothing_is_lost_or_doubled_whatever_happens_to_hosts_network_and_database(
     network: Network, database: Postgres, head: Head, tmp_path: Path
 ) -> None:
@@ -62,13 +85,16 @@ def test_f1_nothing_is_lost_or_doubled_whatever_happens_to_hosts_network_and_dat
     spaces = {host: network.add(host) for host in ("b", "c", "d")}
     with (
         host_joins(database.url, "b", tmp_path, inside=spaces["b"]) as b,
-        host_joins(database.url, "c", tmp_path, inside=spaces["c"]),
+        host_joins(database.url, "c", tmp_path, inside=spaces["c"]) as c,
     ):
         for host in ("b", "c"):
             ready(head.client, host)
         there = {h["host"]: h["address"] for h in head.client.status()["hosts"]}
         assert len(set(there.values())) == 2
         assert network.head not in there.values()
+
+        done = client_on(c, tmp_path)  # it asks the system of its own host, and that the head
+        assert done.stdout.split() == ["8", "8"], done.stderr
 
         head.submit(1, 320, 0.5)  # a host joins in the middle, one dies
         with host_joins(database.url, "d", tmp_path, inside=spaces["d"]):

@@ -74,22 +74,44 @@ def join(
         raise failed[0]
 
 
-def hosts(config: ConfigOption = None, log: LogOption = None, as_json: JsonOption = False) -> None:
-    """Show the hosts that take part in a run besides the head's own, and how they are.
+def hosts(
+    action: Annotated[
+        str | None, typer.Argument(metavar="[drain", help="Have a host leave.", show_default=False)
+    ] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME]", help="Which host.", show_default=False)
+    ] = None,
+    config: ConfigOption = None,
+    log: LogOption = None,
+    reason: Annotated[str, typer.Option("--reason", help="Why: recorded with who asked.")] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Show the hosts that take part in a run besides the head's own, and how they are; have one leave.
+
+    One that is drained gets no more tasks, ends those that it has, and its `trinity-es join` ends: nothing is lost.
 
     \b
-    Example:
+    Examples:
       trinity-es hosts --config config.yaml
+      trinity-es hosts drain gpu-7 --config config.yaml --reason "its disk is replaced"
     """
+    if action not in (None, "drain") or (action is None) != (name is None):
+        raise typer.BadParameter("say `hosts` to list them, or `hosts drain NAME`")
     with connect(settings_of(config, log)) as client:
-        there = client.status()["hosts"]
+        done = None if name is None else client.drain_host(name, reason=reason)
+        there = [] if done else client.status()["hosts"]
     if as_json:
-        print_json({"hosts": there})
+        print_json(done or {"hosts": there})
+        return
+    if done:
+        print(plain(f"host {done['host']} gets no more tasks, and leaves when it has ended the {done['units']} units "
+                    "that it has"))
         return
     for h in there:
-        state = h["state"] if h["connected"] else f"not heard of for {h['away_for']:.0f} s ({h['why_away']})"
+        away = "" if h["connected"] or h["state"] == "lost" else f", not heard of for {h['away_for']:.0f} s"
+        why = f": {h['reason']}" if h["reason"] else f": {h['why_away']}" if away else ""
         had = ", ".join(f"{count} {what}" for what, count in h["places"].items())
-        print(plain(f"{h['host']} #{h['epoch']}  {state}  {h['address']}  {had}  {len(h['runners'])} runners, "
-                    f"{h['units']} units"))
+        print(plain(f"{h['host']} #{h['epoch']}  {h['state']}{away}{why}  {h['address']}  {had}  "
+                    f"{len(h['runners'])} runners, {h['units']} units"))
     if not there:
         print("no other host takes part: `trinity-es join STORE_URL` on each, with the run's key")

@@ -24,6 +24,8 @@ from trinity_es.cli.common import (
 from trinity_es.cli.which_config import settings_of
 from trinity_es.client.rollout_client import connect
 from trinity_es.client.teardown import end_system
+from trinity_es.config.config import Config
+from trinity_es.events.errors import ConfigError
 from trinity_es.system import lifecycle, running_system
 from trinity_es.text import does, plain
 
@@ -117,10 +119,24 @@ def redo(
               f"{'is' if one else 'are'} run again")
 
 
+def wait_to_lead(settings: Config) -> None:
+    """Wait until nobody has led this run for `hosts.timeout` s. Raises ConfigError where no other host can lead it."""
+    from trinity_es.events.store.leader_lock import wait_until_led_by_nobody
+
+    if not settings.hosts.address:
+        raise ConfigError("--standby is for a run of several hosts: set hosts.address, to an address of this host")
+    note(f"waiting to lead the run of {settings.masked()['store']['url']}: nobody may have led it for "
+         f"{settings.hosts.timeout:.0f} s")
+    wait_until_led_by_nobody(settings.store.url, settings.hosts.timeout)
+
+
 def up(
     config: ConfigArgument,
     overrides: SetOption = None,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Don't wait for the engines.")] = False,
+    standby: Annotated[
+        bool, typer.Option("--standby", help="Wait until nobody leads this run, then lead it (docs/DEPLOY.md).")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Start the actor system of a config and wait for its engines; it then serves any trainer that connects.
@@ -132,6 +148,8 @@ def up(
       trinity-es up config.yaml --set explorer.rollout_model.engine_num=2
     """
     settings = read_config(config, overrides)
+    if standby:
+        wait_to_lead(settings)
     started = time.monotonic()
     admin = lifecycle.start(settings, detach=True)
     try:

@@ -1,0 +1,111 @@
+"""Whether anybody leads the run of a store in PostgreSQL now: an advisory lock, held while a coordinator lives.
+
+The lease says whose word counts, and an epoch keeps all others out; it does not say whether its holder is alive, which
+nobody on another host can see. This lock does: the server lets go of it when the holder's connection ends, a few
+seconds after the host itself is gone (keepalives). So who waits to take over looks here, and nobody compares clocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from sqlalchemy import Connection, text
+from sqlalchemy.exc import DBAPIError
+
+from trinity_es.events.errors import TrinityError
+from trinity_es.events.store.database import Database
+from trinity_es.events.store.retry import Backoff
+
+__all__ = ["LeaderLock", "is_led", "wait_until_led_by_nobody"]
+
+_KEY = 0x7472696E6573
+"""The lock's number; locks are a database's own, and so is a log."""
+LOOK_SECONDS = 1.0
+"""Interval between two looks: of the holder at its connection, of who waits at the lock."""
+_KEEPALIVE = (
+    "SET tcp_keepalives_idle = 3; SET tcp_keepalives_interval = 2; SET tcp_keepalives_count = 3; "
+    "SET tcp_user_timeout = '10s'; SET statement_timeout = 0; SET lock_timeout = 0"
+)
+_log = logging.getLogger(__name__)
+
+
+class LeaderLock:
+    """The lock, held by a thread for as long as this process lives and reaches the database."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._over = url, threading.Event()
+        self.held = threading.Event()
+        """Set while it is held."""
+        threading.Thread(target=self._run, name="leader-lock", daemon=True).start()
+
+    def stop(self) -> None:
+        """Let go of it."""
+        self._over.set()
+
+    def _run(self) -> None:
+        pauses = Backoff(0.2, 5.0)
+        while not self._over.is_set():
+            database = Database(self._url, patience=0.0)
+            try:
+                with database.engine.connect() as connection:
+                    self._hold(connection, pauses)
+            except (DBAPIError, TrinityError) as e:
+                _log.warning("the lock that says who leads is not held: %s", str(e).splitlines()[0])
+            finally:
+                self.held.clear()
+                with suppress(DBAPIError):
+                    database.close()
+            self._over.wait(pauses.next(0.5))
+
+    def _hold(self, connection: Connection, pauses: Backoff) -> None:
+        connection = connection.execution_options(isolation_level="AUTOCOMMIT")
+        connection.exec_driver_sql(_KEEPALIVE)
+        while not self._over.is_set() and not _taken(connection):
+            self._over.wait(LOOK_SECONDS)  # a predecessor's, whose connection the server still believes in
+        pauses.reset()
+        self.held.set()
+        while not self._over.wait(LOOK_SECONDS):
+            connection.exec_driver_sql("SELECT 1")  # raises where the connection ended, and the lock with it
+
+
+def _taken(connection: Connection) -> bool:
+    return bool(connection.execute(text("SELECT pg_try_advisory_lock(:key)"), {"key": _KEY}).scalar())
+
+
+def is_led(url: str) -> bool:
+    """Return True if somebody holds the lock of the store at this URL, which is PostgreSQL's. Raises LogUnavailable."""
+    database = Database(url, patience=5.0)
+    try:
+        def look(connection: Connection) -> bool:
+            if not _taken(connection):
+                return True
+            connection.execute(text("SELECT pg_advisory_unlock(:key)"), {"key": _KEY})
+            return False
+
+        return database.read(look)
+    finally:
+        database.close()
+
+
+def wait_until_led_by_nobody(url: str, seconds: float, *, over: Callable[[], bool] = lambda: False) -> bool:
+    """Wait until nobody has led for so many seconds; returns False where `over` ended the wait.
+
+    A coordinator that is started again on its own host is back sooner. A database that does not answer is waited for.
+    """
+    free: float | None = None
+    while not over():
+        try:
+            led = is_led(url)
+        except TrinityError as e:
+            _log.warning("the database can't say who leads: %s", e)
+            led = True
+        now = time.monotonic()
+        free = None if led else (now if free is None else free)
+        if free is not None and now - free >= seconds:
+            return True
+        time.sleep(LOOK_SECONDS / 2)
+    return False
