@@ -22,10 +22,12 @@ from trinity_es.actors.messages import HostLeaves
 from trinity_es.actors.settings import HostSettings
 from trinity_es.client.connection import Connection
 from trinity_es.config.config import Config
+from trinity_es.config.interpolation import escaped
 from trinity_es.config.yaml_file import apply_overrides
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, LogError, NotRunning, TrinityError, WrongKey
 from trinity_es.events.processes import process_lives
+from trinity_es.events.secrets import masked_keys
 from trinity_es.events.store.database import masked, parse_url
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads import open_payloads
@@ -88,12 +90,16 @@ def config_of(url: str, name: str, overrides: Sequence[str], log_dir: Path, key_
         last = log.last(ev.SystemConfigured.stream, "SystemConfigured")
     if last is None:
         raise NotRunning(f"nobody has led the run of {masked(url)} yet: start its head with `trinity-es up` or `run`")
-    given: dict[str, Any] = dict(cast(ev.SystemConfigured, last.event).config)
+    given: dict[str, Any] = escaped(cast(ev.SystemConfigured, last.event).config)
     given["store"] = {**given["store"], "url": url}
     given["hosts"] = {**given.get("hosts", {}), "address": ""}
     system = {**given["system"], "log_dir": str(log_dir), "port": 0, "address": "127.0.0.1"}
     given["system"] = {**system, "key_file": key_file or system.get("key_file", "")}
     apply_overrides(given, list(overrides))
+    if hidden := masked_keys({key: value for key, value in given.items() if key != "store"}):
+        raise ConfigError(
+            f"the config in {masked(url)} has no secrets in it ({', '.join(hidden)}): give each to this host with --set"
+        )
     return Config.from_dict(given, source=f"the run's config, for host {name}")
 
 
