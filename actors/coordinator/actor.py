@@ -161,7 +161,7 @@ class Coordinator(BaseActor):
             in_hand=RequestsInHand(Path(config.system.log_dir) / f"in-hand-{store}.json", life), end=session.end,
             releases=LeaseReleases(self.post), alive=self.alive, epoch=session.lease.epoch,
             trouble=lambda: session.trouble, refuses=lambda: session.failure is not None,
-            guardian_of=self.guardian_of, hosts=lambda: self.hosts,
+            hosts=lambda: self.hosts,
         )
         self.unwritten.router = self.handlers.router
         self.fleet = self.handlers.fleet
@@ -200,10 +200,6 @@ class Coordinator(BaseActor):
         self.after(HOSTS_SECONDS, "hosts", self.look_at_hosts)
         if self.running and self.hosts is not None:
             self.hosts.look()
-
-    def guardian_of(self, runner: str) -> Any:
-        """Return the guardian of a runner, be it of another host."""
-        return self.guardian if self.hosts is None else self.hosts.guardian_of(runner, self.guardian)
 
     def send(self, to: Any, message: Any) -> None:
         """Send to an actor here, or to a process of another host."""

@@ -43,10 +43,9 @@ class Handlers:
 
     def __init__(
         self, config: Settings, live: LiveState, pipeline: PipelineThread, retention: Retention, outputs: Outputs,
-        actor: TimerHost, *, guardian: Any, guardian_of: Callable[[str], Any], in_hand: RequestsInHand,
-        releases: Releases, end: Callable[[], Mark | None] = lambda: None, alive: Iterable[str] = (),
-        epoch: int = 0, trouble: Callable[[], str | None] = lambda: None,
-        refuses: Callable[[], bool] = lambda: False,
+        actor: TimerHost, *, guardian: Any, in_hand: RequestsInHand, releases: Releases,
+        end: Callable[[], Mark | None] = lambda: None, alive: Iterable[str] = (), epoch: int = 0,
+        trouble: Callable[[], str | None] = lambda: None, refuses: Callable[[], bool] = lambda: False,
         hosts: Callable[[], HostFleet | None] = lambda: None,
     ) -> None:
         """`releases`: releases leases. `end`: the end of the log, as it may be told. `alive`: runners that have a
@@ -78,6 +77,7 @@ class Handlers:
         self.answers = AnswerHandlers(live, outputs, router, self.batches.run_job)
         self.weights = WeightHandlers(self.fleet.weights, router, actor)
         self.adapters = AdapterHandlers(self.fleet.adapters, router, actor)
+        guardian_of = lambda name: guardian if (fleet := hosts()) is None else fleet.guardian_of(name, guardian)  # noqa: E731
         self.runners = RunnerHandlers(router, registry, actor, guardian_of)
         self.servers = ServerFleet(config.rollout.servers, registry, guardian, proxied=config.mode == "serve")
         self.status = StatusHandlers(
