@@ -6,6 +6,7 @@ import logging
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -116,7 +117,14 @@ def wire(own_server: Server) -> Iterator[Wire]:
 def _own_loggers_speak() -> None:
     """Undo what tests before this one, and packages that they imported, did to our loggers in this process."""
     logging.disable(logging.NOTSET)
-    for name, logger in logging.root.manager.loggerDict.items():
-        if name.partition(".")[0] == "trinity_es" and isinstance(logger, logging.Logger):
+    logging.root.setLevel(logging.WARNING)
+    ours = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "trinity_es"]
+    for logger in [v for module in ours for v in list(vars(module).values()) if isinstance(v, logging.Logger)]:
+        logger.manager.disable = logging.NOTSET  # where somebody put another root in the place of theirs
+        while True:
             logger.disabled, logger.propagate = False, True
             logger.setLevel(logging.NOTSET)
+            if logger.parent is None or not logger.parent.name.startswith("trinity_es"):
+                break
+            logger = logger.parent
+        logger.parent = logging.root

@@ -40,7 +40,7 @@ def test_show_takes_task_and_run_as_words_and_says_how_where_there_are_more(log:
 
 
 def test_show_says_that_finished_tasks_are_settled_ones_failed_ones_too(log: Path) -> None:
-    line = r"rollout/finished_task_count \(settled: failed ones too\) +2"
+    line = r"rollout/finished_task_count \(failed ones too\) +2"
     assert re.search(line, cli("show", "3", "--log", log).stdout)
     assert re.search(line, cli("replay", "3", "--log", log).stdout)
 

@@ -262,7 +262,7 @@ def test_a_dead_runs_file_and_one_that_goes_away(browser: Browser, tmp_path: Pat
         assert "no actor system runs on this store" in browser.text("table.opens")
         browser.click("table.opens td.id a")
         browser.wait(lambda: browser.path == "/batch?id=3", "the batch that was open")
-        assert "trinity-es up" in browser.text(".waits")
+        assert "trinity-es resume" in browser.text(".waits")
         moved = [(p, p.with_name(p.name + "-away")) for p in tmp_path.glob("log.sqlite*") if p.is_file()]
         for there, away in moved:
             there.rename(away)

@@ -43,7 +43,9 @@ def test_nothing_of_a_system_is_left_whoever_dies_first(
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pids[who] or 0, sig)
         wait_until(lambda: not leftovers.leftovers(config), "everything to end", timeout=10)
-        assert not kept or not psutil.pid_exists(pids["keeper"] or 0) or keeper_lock.running(config) is None
+        keeper = pids["keeper"] or 0
+        wait_until(lambda: not kept or not psutil.pid_exists(keeper) or keeper_lock.running(config) is None,
+                   "the keeper to end", timeout=10)
     finally:
         keeper_lock.stop(config)
         leftovers.end_all_leftovers(config)

@@ -193,7 +193,7 @@ def metrics_table(metrics: dict[str, float]) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(justify="right")
     for name in sorted(metrics):
-        counts = " (settled: failed ones too)" if name.endswith("/finished_task_count") else ""
+        counts = " (failed ones too)" if name.endswith("/finished_task_count") else ""
         table.add_row(Text(plain(name)) + Text(counts, style="dim"), f"{metrics[name]:.6g}")
     return table
 
