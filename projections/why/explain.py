@@ -180,7 +180,7 @@ def _machine(
         return gone(cause="ending", text=f"the actor system ends: {facts['ends']}", person=True)
     if facts.get("up") is False:
         pid = f" (coordinator pid {facts['pid']} on {facts.get('host', 'this host')})" if facts.get("pid") else ""
-        ended = "it was ended in order (guardian.log says why)"
+        ended = "it has ended (guardian.log says why)"
         how = ended if facts.get("released") else f"its processes are gone{pid}"
         last = "" if situation.last_at is None else f"; the last event was at {moment(situation.last_at)}"
         text = f"no actor system runs on this store: {how}{last}"

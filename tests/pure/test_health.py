@@ -205,3 +205,32 @@ def test_a_batch_that_is_not_there_may_come_when_the_system_has_started(
 ])
 def test_all_is_well_where_an_engine_serves(state: str, says: str) -> None:
     assert shown([{"runner": "runner-0", "state": state, "pid": 2}]).endswith(f"{says}\n")
+
+
+@pytest.mark.parametrize(("run", "way"), [
+    ({"step": 3, "total_steps": None, "complete": None}, "`trinity-es resume CONFIG` generates it anew"),
+    (None, "start its trainer again"),
+])
+def test_a_last_batch_of_which_every_run_failed_is_a_problem(run: dict[str, Any] | None, way: str) -> None:
+    last = {"batch_id": 3, "failed_whole": True}
+    [line] = health.problems(Config.model_validate({}), DOWN | {"run": run, "last_batch": last}, None, [])
+    assert line == ("batch 3, the last, gave nothing: each of its runs failed; `trinity-es why 3` tells how: mend "
+                    f"that, then {way}")
+    for other in (DOWN | {"last_batch": last | {"failed_whole": False}}, DOWN | {"last_batch": last, "batches": [{}]}):
+        assert list(health.problems(Config.model_validate({}), other | {"run": run}, None, [])) == []
+
+
+def test_a_host_that_is_away_or_lost_is_a_problem() -> None:
+    config = Config.model_validate({})
+    host = {"host": "b", "state": "joined", "connected": True, "reason": "", "away_for": None, "why_away": ""}
+
+    def told(**changes: Any) -> list[str]:
+        live = {"system": {"children": []}, "runners": [], "batches": [], "weights_version": 0, "hosts": [host | changes]}
+        up = DOWN | {"up": True, "admin": {"pid": 1}, "coordinator": {"pid": 2, "epoch": 1}}
+        return list(health.problems(config, up, live, []))
+
+    assert told() == []
+    [away] = told(connected=False, away_for=3.0, why_away="it ended the connection")
+    assert away.startswith("host b has not been heard of for 3.0 s (it ended the connection): after 15")
+    [lost] = told(state="lost", connected=False, away_for=20.0, reason="not heard of for 15 s")
+    assert lost.startswith("host b was lost: not heard of for 15 s; what it had is attempted elsewhere")

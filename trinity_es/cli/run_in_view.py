@@ -105,7 +105,9 @@ def in_view(
         with view:
             try:
                 returned = asyncio.run(_take_part(part, work))
-            except BaseException:
+            except BaseException as e:
+                if isinstance(e, KeyboardInterrupt):
+                    note("interrupted: `trinity-es resume` with the same config goes on where it was")
                 if part.owns_system:  # a thread that was starting it when Ctrl-C came ends before what atexit calls
                     atexit.register(end_system, settings)
                 raise

@@ -118,6 +118,7 @@ class RolloutCoordinator:
     status = _in_thread(RolloutClient.status)
     restart_runner = _in_thread(RolloutClient.restart_runner)
     scale_servers = _in_thread(RolloutClient.scale_servers)
+    drain_host = _in_thread(RolloutClient.drain_host)
     get_all_state = _in_thread(RolloutClient.get_all_state)
     get_runner_state = _in_thread(RolloutClient.get_runner_state)
     get_key_state = _in_thread(RolloutClient.get_key_state)

@@ -223,8 +223,9 @@ def _last_batch(log: Log) -> dict[str, Any] | None:
     """Return the batch that ended last, of a log where one has."""
     for b in log.batches(sort="ended", descending=True, limit=1):
         if b.ended_at is not None:
+            state = log.current(b.batch_id)
             return {"batch_id": b.batch_id, "batch_type": b.batch_type, "state": b.state, "ended_at": b.ended_at,
-                    "trained_step": b.trained_step}
+                    "trained_step": b.trained_step, "failed_whole": state is not None and state.failed_whole}
     return None
 
 
@@ -247,6 +248,11 @@ def _run(log: Log) -> dict[str, Any] | None:
 def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, whys: list[Why]) -> Iterator[str]:
     """Yield what is wrong, a line each. `out`: `look`'s; `live`: what the system says, None where it does not."""
     logs = config.system.log_dir
+    last = out.get("last_batch") or {}
+    if last.get("failed_whole") and not out["batches"]:
+        way = "`trinity-es resume CONFIG` generates it anew" if out.get("run") else "start its trainer again"
+        yield (f"batch {plain(last['batch_id'])}, the last, gave nothing: each of its runs failed; "
+               f"`trinity-es why {plain(last['batch_id'])}` tells how: mend that, then {way}")
     if not out["up"]:
         way = go_on(bool(out.get("run")))
         if out.get("ends"):

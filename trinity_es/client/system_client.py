@@ -140,7 +140,8 @@ class SystemClient:
         Returns its epoch, and how many units it has now. Raises HostNotFound.
         """
         asked = f"pid {os.getpid()} on {socket.gethostname()} asked for it"
-        return dict(self._link.call(DrainHost(host=name, reason=f"{asked}: {reason}" if reason else asked)))
+        done = self._link.call(DrainHost(host=name, reason=f"{asked}: {reason}" if reason else asked))
+        return dict(done)
 
     def get_all_state(self) -> dict[str, dict[str, Any]]:
         """Return what every runner does right now, by its name: `actors.activity` says what a state holds."""

@@ -203,7 +203,7 @@ class RunProcess:
             raise ConfigError(
                 f"the store {self.config.masked()['store']['url']} already holds a run, and it is complete (step "
                 f"{self.step}): choose another `name` (or `--set name=...`), so that its log stays what it is, or "
-                "raise total_steps"
+                "raise total_steps, or the `epochs` of its tasksets where those end it"
             )
 
     # --- start and end ----------------------------------------------------------------------------------------------

@@ -69,7 +69,8 @@ def test_there_are_commands_of_each_file() -> None:
 def test_what_kubernetes_is_told_fits_together() -> None:
     found = {(d["kind"], d["metadata"]["name"]): d for d in documents()}
     assert set(found) == {
-        ("Service", "trinity-es-head"), ("PersistentVolumeClaim", "trinity-es"), ("Job", "trinity-es-head"),
+        ("Service", "trinity-es-head"), ("Service", "trinity-es-host"), ("PersistentVolumeClaim", "trinity-es"),
+        ("Job", "trinity-es-head"),
         ("StatefulSet", "trinity-es-host")}
     head, host = found["Job", "trinity-es-head"]["spec"], found["StatefulSet", "trinity-es-host"]["spec"]
     service = found["Service", "trinity-es-head"]["spec"]
@@ -83,7 +84,8 @@ def test_what_kubernetes_is_told_fits_together() -> None:
     [container] = head["template"]["spec"]["containers"]
     assert container["ports"] == [{"name": "hosts", "containerPort": 7700}]
     assert service["ports"] == [{"name": "hosts", "port": 7700, "targetPort": "hosts"}]
-    drain = int(host["template"]["spec"]["containers"][0]["args"][6])
+    words = host["template"]["spec"]["containers"][0]["args"]
+    drain = int(words[words.index("--drain") + 1])
     assert host["template"]["spec"]["terminationGracePeriodSeconds"] > drain + 20
 
 
@@ -114,7 +116,7 @@ def test_docker_reads_the_compose_file() -> None:
 @pytest.mark.timeout(200)
 def test_the_commands_of_the_compose_file_play_a_run(postgres: Callable[[], str], tmp_path: Path) -> None:
     url, port = postgres(), free_port()
-    (tmp_path / "tasks.jsonl").write_text("".join('{"question": "1 + 1", "answer": "2"}\n' for _ in range(16)))
+    (tmp_path / "tasks.jsonl").write_text("".join('{"prompt": "1 + 1", "response": "2"}\n' for _ in range(16)))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({
         "mode": "explore", "total_steps": 4,
         "explorer": {"max_concurrency": 2, "rollout_model": {

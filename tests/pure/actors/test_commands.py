@@ -41,6 +41,7 @@ EXAMPLES: list[Command[Any]] = [
     commands.JoinWeightGroup(address="::1", port=65_535, workers=1, engines=0, timeout=1),
     commands.RestartRunner(runner="x" * NAME_LENGTH, incarnation=1, reason="r"),
     commands.ScaleServers(add=["http://a:1"], remove=[]),
+    commands.DrainHost(host="gpu-7", reason="r"),
     commands.GetRunnerStates(names=["a", ""]),
     commands.ScheduleTasks(batch_id=1, tasks=Parcel(None, "a" * 64)),
     commands.PollBatch(batch_id=1, at_least=2**31 - 1, seconds=-1.0, resume=True),
@@ -161,6 +162,6 @@ def test_these_are_refused_at_once_while_the_log_can_not_be_written() -> None:
     """All others read, or wait for runners or for other clients anyway: those ask again."""
     refused = {name for name, command in COMMANDS.items() if command.writes and not command.waits}
     assert refused == {
-        "abort", "acknowledge", "deliver_answers", "drop_rest", "pause", "process_experiences", "record_answers",
-        "redo", "remove_adapter", "resume", "reward_answers", "scale", "schedule", "submit", "take",
+        "abort", "acknowledge", "deliver_answers", "drain_host", "drop_rest", "pause", "process_experiences",
+        "record_answers", "redo", "remove_adapter", "resume", "reward_answers", "scale", "schedule", "submit", "take",
     }

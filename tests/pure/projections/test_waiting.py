@@ -295,7 +295,7 @@ def test_a_system_that_ends_with_its_owner_is_neither_silent_nor_started_again(o
 
 
 def test_a_system_that_was_ended_in_order_is_told_from_one_that_died(one_left: Story) -> None:
-    assert "ended in order" in one_left.why(100, system={"up": False, "released": True}).sentence
+    assert "it has ended (guardian.log says why)" in one_left.why(100, system={"up": False, "released": True}).sentence
 
 
 def test_a_system_with_a_keeper_needs_no_person(one_left: Story) -> None:

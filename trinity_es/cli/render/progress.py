@@ -126,8 +126,9 @@ class RunView:
         kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(batch.failed_by_kind.items()))
         failed = f"  failed attempts: {kinds}; the last: {error_line(batch.last_failure, 160)}" if kinds else ""
         ended = "  ABORTED" if batch.state == "aborted" else ""
+        version = "" if batch.model_version is None else f"  version {batch.model_version}"
         return (f"{self._name(batch)}  {batch.finished}/{batch.tasks} tasks{reward}  {batch.response_tokens:,} tokens  "
-                f"{self._rate():,.0f} tokens/s  version {batch.model_version or 0}  {seconds:.2f} s{failed}{ended}")
+                f"{self._rate():,.0f} tokens/s{version}  {seconds:.2f} s{failed}{ended}")
 
     def _rate(self) -> float:
         if not self._tokens:
