@@ -225,7 +225,8 @@ def test_a_host_that_is_away_or_lost_is_a_problem() -> None:
     host = {"host": "b", "state": "joined", "connected": True, "reason": "", "away_for": None, "why_away": ""}
 
     def told(**changes: Any) -> list[str]:
-        live = {"system": {"children": []}, "runners": [], "batches": [], "weights_version": 0, "hosts": [host | changes]}
+        live = {"system": {"children": []}, "runners": [], "batches": [], "weights_version": 0}
+        live["hosts"] = [host | changes]
         up = DOWN | {"up": True, "admin": {"pid": 1}, "coordinator": {"pid": 2, "epoch": 1}}
         return list(health.problems(config, up, live, []))
 
