@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -103,6 +104,9 @@ def test_j2_the_example_of_openenv_ends_each_step_though_its_server_is_killed_an
             "explorer.max_concurrency": 2,  # two tasks at once: most of the step is still to come when the server dies
         }) as store:
             wait_until(lambda: runs_of(store, 1) >= RUNS, "a part of the first step", 240)
+            server.kill()
+            server.start()
+            time.sleep(0.4)  # what had just begun has waited for it, and is in the middle of its episodes now
             server.kill()
             server.start()
     with trinity_es.open_log(store) as log:
