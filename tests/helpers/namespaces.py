@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,16 @@ def _ip(*words: str) -> None:
         raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
 
 
+@cache
 def lacks() -> str:
-    """Say what is missing to make namespaces here; empty where nothing is."""
-    if shutil.which("ip") is None:
-        return "there is no `ip` here"
-    name = f"tes{random.randrange(10**8)}"
+    """Say what is missing to make such hosts here; empty where nothing is."""
+    for tool in ("ip", "unshare", "nsenter"):
+        if shutil.which(tool) is None:
+            return f"there is no `{tool}` here"
     try:
-        _ip("netns", "add", name)
-        _ip("netns", "del", name)
-    except OSError as e:
+        with made_network() as network:
+            subprocess.run([*network.add("x"), "true"], check=True, capture_output=True, text=True)
+    except (OSError, subprocess.SubprocessError) as e:
         return f"no right to make network namespaces: {e}"
     return ""
 
