@@ -118,8 +118,8 @@ def _own_loggers_speak() -> None:
     """Undo what tests before this one, and packages that they imported, did to our loggers in this process."""
     logging.disable(logging.NOTSET)
     logging.root.setLevel(logging.WARNING)
-    ours = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "trinity_es"]
-    for logger in [v for module in ours for v in list(vars(module).values()) if isinstance(v, logging.Logger)]:
+    ours = [module for name, module in sys.modules.copy().items() if name.partition(".")[0] == "trinity_es"]
+    for logger in [v for module in ours for v in vars(module).copy().values() if isinstance(v, logging.Logger)]:
         if not logger.name.startswith("trinity_es"):
             continue
         logger.manager.disable = logging.NOTSET  # where somebody put another root in the place of theirs

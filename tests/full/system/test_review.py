@@ -310,7 +310,7 @@ def test_nothing_is_left_of_a_system_that_did_not_come_up(tmp_path: Path, monkey
     from trinity_es.system.leftovers import leftovers
 
     config = scripted(tmp_path)
-    monkeypatch.setattr(launch, "find", lambda config: None)  # as if it had ended at once
+    monkeypatch.setattr(launch, "find_head", lambda config: None)  # as if it had ended at once
     with pytest.raises(trinity_es.TrinityError, match="died while it started"):
         lifecycle.start(config)
     assert leftovers(config) == []
