@@ -110,7 +110,7 @@ class HostRun:
                  tell: Callable[[str], None]) -> None:
         self._url, self._name, self._overrides, self._log_dir = url, name, overrides, log_dir
         self._key_file, self._tell = key_file, tell
-        self._ends: str = ""
+        self._ends = self._life = ""
         self._until = 0.0
 
     def leave(self, reason: str, within: float) -> None:
@@ -137,6 +137,9 @@ class HostRun:
                 raise
             except TrinityError as e:  # nobody leads yet, the database is away, the system did not come up
                 why = e.message
+            if not self.is_leaving() and (left := self._has_left()):  # a system that ends may be asked in vain before
+                self._tell(f"host {self._name} left: {left}")
+                return
             if self.is_leaving():
                 return
             if time.monotonic() - born > STEADY_SECONDS:
@@ -145,8 +148,8 @@ class HostRun:
             self._tell(f"{why}; once more in {pause:.0f} s")
             self._sleep(pause)
 
-    def _has_left(self, life: str) -> str:
-        """Return why this life of the host left in order; empty where it did not, or nobody can say."""
+    def _has_left(self) -> str:
+        """Return why the last life of the host left in order; empty where it did not, or nobody can say."""
         hosts: Hosts = {}
         try:
             with EventLog.open(self._url, read_only=True) as log:
@@ -155,7 +158,8 @@ class HostRun:
         except LogError:
             return ""
         known = hosts.get(self._name)
-        return known.reason if known is not None and known.life == life and known.state in ("draining", "left") else ""
+        gone = known is not None and known.life == self._life and known.state in ("draining", "left")
+        return known.reason if known is not None and gone else ""
 
     def _sleep(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -164,8 +168,8 @@ class HostRun:
 
     def _one_life(self, config: Config) -> str:
         """Start the system and wait for its end; returns why it ended."""
-        life = uuid.uuid4().hex
-        admin = launch_host(config, HostSettings(self._name, life))
+        self._life = uuid.uuid4().hex
+        admin = launch_host(config, HostSettings(self._name, self._life))
         self._tell(f"joined: the actor system of host {self._name} is up (pid {admin['pid']}), its engines are "
                    f"loading; text logs are in {config.system.log_dir}")
         drained = False
@@ -183,10 +187,6 @@ class HostRun:
                         if self._ends and time.monotonic() > self._until:
                             link.retire(END_SECONDS)
                             return self._ends
-                left = self._has_left(life)
-                if left:
-                    self._tell(f"host {self._name} left: {left}")
-                    self.leave(left, 0.0)
                 return "its actor system ended"
             finally:
                 link.close()
