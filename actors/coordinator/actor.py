@@ -86,8 +86,6 @@ EXIT_FENCED, EXIT_CRASHED = 3, 4
 """Exit statuses, for the guardian's log."""
 BEAT_SECONDS = 2.0
 """Interval between two heartbeats."""
-LISTEN_SECONDS = 1.0
-"""Pause before it is tried again to listen for other hosts: the port may still be a predecessor's."""
 STALL_CHECK_SECONDS = 5.0
 """Interval between two looks for stalls."""
 LAST_WORDS_SECONDS = 0.5
@@ -177,18 +175,12 @@ class Coordinator(BaseActor):
         self.recover()
 
     def take_hosts(self) -> None:
-        """Begin to listen for other hosts, where the config says so; again and again until it can."""
+        """Begin to listen for other hosts, where the config says so."""
         settings = self.config.hosts
         if not settings.address:
             return
-        if self.leader_lock is None:
-            self.leader_lock = LeaderLock(self.config.store.url)
-        try:
-            end = listening(settings, lambda: [read_key()], self.post, lambda: self.hosts if self.running else None)
-        except OSError as e:
-            self.log.error("can't listen for hosts at %s: %s", settings.address, e)
-            self.after(LISTEN_SECONDS, "listen", self.take_hosts)
-            return
+        self.leader_lock = LeaderLock(self.config.store.url)
+        end = listening(settings, lambda: [read_key()], self.post, lambda: self.hosts if self.running else None)
         self.hosts = HostFleet(
             settings, self.fleet.registry, end, epoch=self.opened().lease.epoch,
             handle=self._handle, died=lambda death: self.on_RunnerDied(death, None),

@@ -93,8 +93,8 @@ class Guardian(BaseActor):
             self.urls |= {f"{model}-{n}{at}": url for n, url in enumerate(how.servers.urls if how.servers else ())}
         sizes = [(name, how.engine.tensor_parallel_size) for name, _, how in slots if name not in self.urls]
         self.first_place, self.places = placed(sizes), sum(size for _, size in sizes)
-        folder, printed = system.log_dir, printed_to()
-        self.logs = [f"{folder}/{name}.log" for name in ("guardian", "coordinator", *(name for name, *_ in slots))]
+        folder, printed, leader = system.log_dir, printed_to(), "coordinator" if host is None else "host"
+        self.logs = [f"{folder}/{name}.log" for name in ("guardian", leader, *(name for name, *_ in slots))]
         self.logs += [printed] if printed is not None else []
         self.cut: set[str] = set()
         for name, model, _ in slots:

@@ -39,7 +39,7 @@ class HostAgent(BaseActor):
         self.guardian = sender
         self.open_log(config.system.log_dir, "host")
         self.start_watch()
-        self.epoch, self.host_epoch = 0, 0
+        self.epoch = 0
         self.addresses: dict[str, Any] = {}
         """Of this host's runners, by their names."""
         self.clients: OrderedDict[str, Any] = OrderedDict()
@@ -74,7 +74,7 @@ class HostAgent(BaseActor):
     def connected(self, epoch: int, leads: int) -> None:
         """Have all runners say who they are and what was not acknowledged."""
         self.log.info("taken in by the head, as epoch %d of this host; the coordinator's is %d", epoch, leads)
-        self.host_epoch, self.epoch, self.said = epoch, leads, ""
+        self.epoch, self.said = leads, ""
         self.send(self.guardian, messages.CoordinatorUp(self.myAddress, leads))
 
     def disconnected(self, why: str) -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ BEAT_SECONDS = 1.0
 HELLO_SECONDS = 5.0
 """How long the other side may take to say who it is, or to take this one in."""
 REDIAL_SECONDS = 0.2, 5.0
-"""Pause before the head is looked for again: the first, and the longest."""
+"""Pause before the head is looked for again, or listens again: the first, and the longest."""
 MAX_WAITING = 20_000
 """Maximum number of messages that wait for a host which takes none; then its connection is ended."""
 FRAME_MESSAGES = 32
@@ -101,6 +102,8 @@ class _Pipe:
                 return "it ended the connection"
             except OSError as e:
                 return f"the connection broke: {e}"
+            except Exception as e:  # a frame of ours that can't be unpickled here
+                return f"it says what is not understood here: {type(e).__name__}"
             self.heard = time.monotonic()
             if items:
                 self._take(items)
@@ -155,7 +158,8 @@ class HeadEnd:
     """The head's end: listens, and has a connection to each host that was taken in.
 
     The callables are called in its thread: `hello(what the host says, its address, answer)`, which calls `answer` with
-    an Admission once, from any thread; `take(host, epoch, items)`; `gone(host, epoch, why)`.
+    an Admission once, from any thread; `take(host, epoch, items)`, first without any, when it is connected;
+    `gone(host, epoch, why)`.
     """
 
     def __init__(
@@ -171,13 +175,21 @@ class HeadEnd:
         self._meetings: set[asyncio.Task[None]] = set()
         self._refused, self._warned = 0, float("-inf")
 
-    def start(self) -> int:
-        """Listen; returns the port. Raises OSError."""
-        work = asyncio.run_coroutine_threadsafe(
-            asyncio.start_server(self._begin, *self._address, limit=1 << 20), self._thread.loop)
-        self._server = work.result(10.0)
-        port: int = self._server.sockets[0].getsockname()[1]
-        return port
+    def start(self) -> Future[int]:
+        """Begin to listen, again and again until it can: a port may still be a predecessor's. Gives the port."""
+        return asyncio.run_coroutine_threadsafe(self._listen(), self._thread.loop)
+
+    async def _listen(self) -> int:
+        pauses = Backoff(*REDIAL_SECONDS)
+        while True:
+            try:
+                self._server = await asyncio.start_server(self._begin, *self._address, limit=1 << 20)
+            except OSError as e:
+                _log.error("can't listen for hosts at %s:%d: %s", *self._address, e)
+                await asyncio.sleep(pauses.next(0.0))
+            else:
+                port: int = self._server.sockets[0].getsockname()[1]
+                return port
 
     def send(self, host: str, to: str, message: Any) -> None:
         """Send to a host; from any thread. Dropped where it has no connection now."""
@@ -199,8 +211,11 @@ class HeadEnd:
 
     def stop(self) -> None:
         """Hear nobody any more."""
-        if self._server is not None:
-            self._thread.call(self._server.close)
+        def close() -> None:
+            if self._server is not None:
+                self._server.close()
+
+        self._thread.call(close)
         self._thread.stop()
 
     def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -235,6 +250,7 @@ class HeadEnd:
             before[1].stream.close()
         try:
             await answer.take(epoch=epoch, coordinator_epoch=admission.coordinator_epoch)
+            self._take(host, epoch, [])  # it is connected
             why = await pipe.run()
         except OSError as e:
             why = f"it can't be answered: {e}"

@@ -27,11 +27,10 @@ from typing import Any
 
 from trinity_es.actors.frames import MAX_FRAME
 
-__all__ = ["PROTOCOL", "NotOurs", "Refused", "SealedStream", "accept", "key_id", "open_to_head"]
+__all__ = ["NotOurs", "Refused", "SealedStream", "accept", "key_id", "open_to_head"]
 
-PROTOCOL = 1
-"""Number of this format; head and host have to be of one."""
-MAGIC = b"trinity-es hosts\n"
+MAGIC = b"trinity-es hosts 1\n"
+"""What a head begins with; the number is that of this format."""
 NONCE = 32
 """Size of the random number of each side, in bytes."""
 HELLO_BYTES = 64 * 1024
@@ -45,12 +44,6 @@ class NotOurs(ConnectionError):
 
 class Refused(ConnectionError):
     """The head, which has the key, does not take this host: why, in words."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Keys:
-    out: bytes
-    back: bytes
 
 
 def key_id(key: bytes) -> str:
@@ -73,11 +66,6 @@ class SealedStream:
         self._reader, self._writer = reader, writer
         self._out_key, self._in_key = out_key, in_key
         self._sent = self._received = 0
-
-    @property
-    def peer(self) -> str:
-        """Return the address of the other side, as `address:port`."""
-        return _peer(self._writer)
 
     async def send(self, items: Iterable[tuple[str, Any]]) -> None:
         """Send messages, each with a name: to whom, or from whom. Waits while the other side takes none.
@@ -119,7 +107,7 @@ async def accept(
     try:
         hello = json.loads(body)
         host_nonce, named = bytes.fromhex(hello.pop("nonce")), hello.pop("key")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise NotOurs("it says nothing that can be understood") from None
     key = next((k for k in keys if key_id(k) == named), None)
     if key is None:
@@ -210,11 +198,3 @@ async def _read_open(reader: asyncio.StreamReader, most: int = HELLO_BYTES) -> t
     if size > most:
         raise NotOurs(f"it sends a frame of {size} bytes, where {most} are the most")
     return await reader.readexactly(size), seal
-
-
-def _peer(writer: asyncio.StreamWriter) -> str:
-    try:
-        host, port, *_ = writer.get_extra_info("peername")
-    except (TypeError, ValueError):
-        return "a peer that is gone"
-    return f"{host}:{port}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 
 from sqlalchemy import Connection, text
@@ -38,8 +37,6 @@ class LeaderLock:
 
     def __init__(self, url: str) -> None:
         self._url, self._over = url, threading.Event()
-        self.held = threading.Event()
-        """Set while it is held."""
         threading.Thread(target=self._run, name="leader-lock", daemon=True).start()
 
     def stop(self) -> None:
@@ -56,7 +53,6 @@ class LeaderLock:
             except (DBAPIError, TrinityError) as e:
                 _log.warning("the lock that says who leads is not held: %s", str(e).splitlines()[0])
             finally:
-                self.held.clear()
                 with suppress(DBAPIError):
                     database.close()
             self._over.wait(pauses.next(0.5))
@@ -67,7 +63,6 @@ class LeaderLock:
         while not self._over.is_set() and not _taken(connection):
             self._over.wait(LOOK_SECONDS)  # a predecessor's, whose connection the server still believes in
         pauses.reset()
-        self.held.set()
         while not self._over.wait(LOOK_SECONDS):
             connection.exec_driver_sql("SELECT 1")  # raises where the connection ended, and the lock with it
 
@@ -91,13 +86,13 @@ def is_led(url: str) -> bool:
         database.close()
 
 
-def wait_until_led_by_nobody(url: str, seconds: float, *, over: Callable[[], bool] = lambda: False) -> bool:
-    """Wait until nobody has led for so many seconds; returns False where `over` ended the wait.
+def wait_until_led_by_nobody(url: str, seconds: float) -> None:
+    """Wait until nobody has led for so many seconds.
 
     A coordinator that is started again on its own host is back sooner. A database that does not answer is waited for.
     """
     free: float | None = None
-    while not over():
+    while True:
         try:
             led = is_led(url)
         except TrinityError as e:
@@ -106,6 +101,5 @@ def wait_until_led_by_nobody(url: str, seconds: float, *, over: Callable[[], boo
         now = time.monotonic()
         free = None if led else (now if free is None else free)
         if free is not None and now - free >= seconds:
-            return True
+            return
         time.sleep(LOOK_SECONDS / 2)
-    return False

@@ -18,6 +18,7 @@ from trinity_es.events.store.clock import Straightener
 from trinity_es.events.store.log import EventLog, Recorded
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, contiguous, evolve
+from trinity_es.projections.hosts import host_of
 from trinity_es.projections.incremental_fold import KeptFold
 
 __all__ = ["BatchTimes", "Followed", "Key", "RunnerSnapshot", "SystemSnapshot", "observe", "read_situation",
@@ -285,8 +286,9 @@ def with_live(
     rows = {row["runner"]: row for row in told.get("runners", [])}
     servers = {s["runner"]: s for s in told.get("servers", [])}
     children = {c["name"]: c for c in told.get("system", {}).get("children", []) if c["name"] != "coordinator"}
-    # Slots of this system only, and those of the hosts that joined.
-    far = {name: row for name, row in rows.items() if row.get("host")}
+    # Slots of this system only, and those of other hosts: their guardians say nothing here.
+    own = {host_of(name) for name in children}
+    far = {name: row for name, row in rows.items() if host_of(name) not in own}
     names = {**situation.runners, **rows} if not children else {**children, **far}
     for name in sorted(names):
         life = replace(situation.runners.get(name, RunnerSnapshot(name=name)))

@@ -118,6 +118,11 @@ class Config(Section):
         run = folder / "runs" / self.project / self.name
         # A benchmark begins again with the first weights: it has a log of its own.
         beside = run / "bench" if self.mode == "bench" else run
+        if self.hosts.address and self.synchronizer.sync_method != "checkpoint":
+            raise ValueError(
+                f"hosts.address is set, and synchronizer.sync_method is {self.synchronizer.sync_method}: weights in "
+                "the memory of one host reach no other. Set it to checkpoint, checkpoint_root_dir to a folder of all"
+            )
         url = make_url(self.store.url or f"sqlite:///{beside / 'log.sqlite'}")
         if url.get_backend_name() == "sqlite":
             if self.hosts.address:

@@ -7,7 +7,6 @@ has it; what differs on this host is given as overrides.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import select
@@ -47,7 +46,6 @@ STEADY_SECONDS = 60.0
 """How long a system must live until the pause is the first again."""
 END_SECONDS = 20.0
 """How long the system may take to end in order, after its drain."""
-_log = logging.getLogger(__name__)
 
 
 def host_name(given: str | None) -> str:

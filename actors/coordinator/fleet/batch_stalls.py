@@ -110,7 +110,7 @@ class Stalls:
                 trouble=r.trouble,
                 waits_for=r.waits_for,
                 server=urls.get(r.name, ""),
-                leaving=r.name in self.registry.leaving,
+                leaving=self.registry.is_leaving(r.name),
                 model=r.life.model,
             )
             for r in fleet

@@ -50,7 +50,7 @@ def listening(
     settings: HostsSettings, keys: Callable[[], list[bytes]], post: Callable[[Callable[[], None]], None],
     fleet: Callable[[], HostFleet | None],
 ) -> HeadEnd:
-    """Return the end that listens for hosts; what it hears is done in the actor's loop. Raises OSError."""
+    """Return the end that listens for hosts; what it hears is done in the actor's loop."""
     address, _, port = (settings.listen or settings.address).rpartition(":")
 
     def do(call: Callable[[HostFleet], None]) -> None:
@@ -83,7 +83,7 @@ class HostFleet:
         self._settings, self._registry, self._live = settings, registry, registry.live
         self._end, self._epoch, self._handle, self._died = end, epoch, handle, died
         self._connected: dict[str, int] = {}
-        """Host -> epoch, of those that have a connection."""
+        """Host -> epoch, of those that have a connection; one that is only taken in has none yet."""
         self._heard: dict[str, float] = {}
         """When a host was last known to be there, monotonic seconds: it has a connection, or had one then."""
         self._why: dict[str, str] = {}
@@ -116,7 +116,7 @@ class HostFleet:
             else:
                 self._live.record(event)
         epoch = self._live.hosts[asks.name].epoch
-        self._connected[asks.name], self._heard[asks.name] = epoch, self._registry.sender.now()
+        self._heard[asks.name] = self._registry.sender.now()
         self._live.then(lambda: answer(Admission(epoch, self._epoch)))
 
     def take(self, host: str, epoch: int, items: Items) -> None:
@@ -145,7 +145,6 @@ class HostFleet:
     def look(self) -> None:
         """See who was not heard of for too long, and who has nothing any more and may leave."""
         now = self._registry.sender.now()
-        self._registry.leaving = self.leaving()
         for host in self.there():
             if self._is_connected(host):
                 if host.state == "draining" and not self.units_of(host.name):
@@ -160,11 +159,6 @@ class HostFleet:
     def drain(self, name: str, reason: str) -> None:
         """Have a host get nothing new; when its runners have nothing any more it is told, and leaves."""
         self._live.record(*hosts.drained(self._live.hosts, name, reason))
-
-    def leaving(self) -> frozenset[str]:
-        """Return the runners that get nothing new, for their host is to leave."""
-        draining = {h.name for h in self.there() if h.state == "draining"}
-        return frozenset(name for name in self._registry.runners if host_of(name) in draining)
 
     def status(self) -> list[dict[str, Any]]:
         """Return every host that takes part, and those lost not long ago, as plain JSON."""

@@ -95,7 +95,12 @@ class RunnerRegistry:
 
     def staying(self) -> list[RunnerRecord]:
         """Return those of them that may be given something new."""
-        return [r for r in self.ready() if r.name not in self.leaving]
+        return [r for r in self.ready() if not self.is_leaving(r.name)]
+
+    def is_leaving(self, name: str) -> bool:
+        """Return True if a runner gets nothing new: its server was taken away, or its host is to leave."""
+        host = self.live.hosts.get(host_of(name))
+        return name in self.leaving or (host is not None and host.state == "draining")
 
     def send_later(self, address: Any, message: Any) -> None:
         """Send when everything that was recorded so far is durable."""

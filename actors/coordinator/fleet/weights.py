@@ -145,7 +145,7 @@ class WeightLoading:
             return
         for runner in self.registry.ready():
             lacks = runner.loading is None and version not in (runner.model_version, runner.could_not_load)
-            if lacks and runner.name in self.registry.leaving:  # nobody sends it anything: it can always be spared
+            if lacks and self.registry.is_leaving(runner.name):  # nobody sends it anything: it can always be spared
                 self.load(runner)
         turns = [
             rolling_update.EngineStatus(r.name, r.model_version == version, r.loading is not None,

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 import trinity_es
 from tests.helpers.hosts import KEY, Head, free_port, has_settled, host_joins, ready
-from tests.helpers.links import network
+from tests.helpers.links import Network, network
 from tests.helpers.systems import end, kill_system, pid_of, scripted
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
@@ -101,17 +102,25 @@ def test_a_host_that_dies_is_lost_in_time_and_what_it_had_is_attempted_elsewhere
         assert [e.epoch for e in head.events(ev.HostJoined) if e.host == "b"] == [1, 2]
 
 
-def test_a_connection_that_breaks_and_is_made_again_in_time_costs_nothing(start_head: StartHead) -> None:
+@contextmanager
+def over_a_network(start_head: StartHead) -> Iterator[tuple[Head, Network]]:
+    """Give a head, and what is between it and host b, which has begun with 64 tasks."""
     with network(free_port()) as between:
         head = start_head(between.port)
         between.to(head.port)
         with host_joins(head.url, "b", head.folder):
             ready(head.client, "b")
             head.submit(1, 64, 0.5)
-            for settled in (8, 24):
-                wait_until(partial(has_settled, head, settled), f"{settled} tasks", 30)
-                between.cut()
-            head.finish(1, 64)
+            wait_until(partial(has_settled, head, 8), "8 tasks", 30)
+            yield head, between
+
+
+def test_a_connection_that_breaks_and_is_made_again_in_time_costs_nothing(start_head: StartHead) -> None:
+    with over_a_network(start_head) as (head, between):
+        between.cut()
+        wait_until(partial(has_settled, head, 24), "24 tasks", 30)
+        between.cut()
+        head.finish(1, 64)
     assert head.events(ev.AttemptFailed, ev.HostLost) == []
     assert len(head.events(ev.HostJoined)) == 1
 
@@ -121,25 +130,19 @@ def test_a_host_whose_network_is_away_for_long_is_lost_and_comes_back_as_another
     start_head: StartHead, lost: str
 ) -> None:
     """And nothing that its first life says counts any more."""
-    with network(free_port()) as between:
-        head = start_head(between.port)
-        between.to(head.port)
-        with host_joins(head.url, "b", head.folder):
-            ready(head.client, "b")
-            head.submit(1, 64, 0.5)
-            wait_until(lambda: head.settled() >= 8, "8 tasks", 30)
-            if lost == "both ways":
-                between.away()
-            else:
-                between.one_way(lost)
-            wait_until(lambda: bool(head.events(ev.HostLost)), "the loss of b", 3 * TIMEOUT + 5)
-            between.heal()
-            wait_until(lambda: len(head.events(ev.HostJoined)) == 2, "b is back", 60)
-            ready(head.client, "b")
-            head.finish(1, 64)
-            head.submit(2, 64, 0.2)
-            head.finish(2, 64)
-            assert head.ran_on(2)["b"] > 0
+    with over_a_network(start_head) as (head, between):
+        if lost == "both ways":
+            between.away()
+        else:
+            between.one_way(lost)
+        wait_until(lambda: bool(head.events(ev.HostLost)), "the loss of b", 3 * TIMEOUT + 5)
+        between.heal()
+        wait_until(lambda: len(head.events(ev.HostJoined)) == 2, "b is back", 60)
+        ready(head.client, "b")
+        head.finish(1, 64)
+        head.submit(2, 64, 0.2)
+        head.finish(2, 64)
+        assert head.ran_on(2)["b"] > 0
     assert {e.runner for e in head.events(ev.AttemptFailed)} <= {"runner-0@b"}
 
 

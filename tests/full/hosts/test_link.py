@@ -33,7 +33,7 @@ class Heard:
             take=lambda host, epoch, items: self.items.extend(items),
             gone=lambda host, epoch, why: self.gone.append(why),
         )
-        self.port = self.end.start()
+        self.port = self.end.start().result(10)
 
     def _hello(self, said: Mapping[str, Any], where: str, answer: Callable[[Admission], None]) -> None:
         self.hellos.append(said)
@@ -225,7 +225,12 @@ def in_the_middle(port: int, change: Callable[[bytes], bytes]) -> Iterator[int]:
         listening.close()
 
 
-@pytest.mark.parametrize("stranger", [b"GET / HTTP/1.1\r\n\r\n", b"", bytes(36), b"\xff" * 4096], ids=str)
+DEEP = b"[" * 60_000
+
+
+@pytest.mark.parametrize("stranger", [
+    b"GET / HTTP/1.1\r\n\r\n", b"", bytes(36), b"\xff" * 4096, len(DEEP).to_bytes(4, "big") + bytes(32) + DEEP,
+], ids=["http", "nothing", "zeros", "ones", "deep"])
 def test_a_stranger_is_hung_up_on_and_harms_nobody(stranger: bytes) -> None:
     head = Heard([KEY])
     with joined(head) as host:
@@ -239,6 +244,7 @@ def test_a_stranger_is_hung_up_on_and_harms_nobody(stranger: bytes) -> None:
                         break
                 except ConnectionResetError:
                     break
+        assert not head.gone
         host.end.send("runner-0@b", "still there")
         wait_until(lambda: bool(head.items), "the host is heard", 10)
         assert len(host.ups) == 1

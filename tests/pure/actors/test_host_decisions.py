@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from trinity_es.actors.coordinator.decisions.hosts import Hello, Refusal, drained, hello, lost
-from trinity_es.actors.coordinator.fleet.hosts import far_lives
+from trinity_es.actors.coordinator.fleet.hosts import FarProcess, HostFleet, far_lives
+from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
+from trinity_es.actors.hosts.link import Admission
+from trinity_es.actors.messages import HostDrained, RunnerDied
+from trinity_es.actors.settings import HostsSettings
+from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import ConfigError
+from trinity_es.events.software_version import VERSION
 from trinity_es.projections.hosts import Hosts, evolve_hosts, host_of
 from trinity_es.projections.runner import RunnerLife, RunnerState
 
@@ -117,3 +125,131 @@ def test_runners_of_hosts_that_are_there_may_live_when_a_coordinator_takes_over(
              life("runner-1@b", RunnerState.LOST), life("runner-0@c", RunnerState.READY)]
     assert far_lives(hosts, {(it.name, it.incarnation): it for it in lives}) == {"runner-0@b": 3}
     assert [host_of(name) for name in ("runner-0", "runner-0@b")] == ["", "b"]
+
+
+@pytest.mark.parametrize(("section", "said"), [
+    ({"synchronizer": {"sync_method": "memory"}, "store": {"url": "postgresql://db/run"}}, "reach no other"),
+    ({"synchronizer": {"sync_method": "nccl"}, "store": {"url": "postgresql://db/run"}}, "reach no other"),
+    ({}, "SQLite file, which is one host's"),
+    ({"store": {"url": "postgresql://db/run"}, "hosts": {"address": "10.0.0.1"}}, "an address of this host and a port"),
+])
+def test_a_config_that_hosts_can_t_share_is_refused(section: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Config.from_dict({"hosts": {"address": "10.0.0.1:7700"}, **section})
+
+
+# --- the fleet ------------------------------------------------------------------------------------------------------
+class Book:
+    """The live state, as the fleet of hosts needs it; what is recorded is durable at once."""
+
+    def __init__(self) -> None:
+        self.hosts: Hosts = {}
+        self.lives: dict[tuple[str, int], RunnerLife] = {}
+        self.batches: dict[Any, Any] = {}
+
+    def record(self, *events: ev.Event) -> None:
+        fold(self.hosts, list(events))
+
+    def then(self, call: Any) -> None:
+        call()
+
+
+class Around:
+    """What a fleet of hosts sends, and a clock."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+        self.sent: list[tuple[str, str, Any]] = []
+        self.hung_up: list[str] = []
+        self.handled: list[tuple[Any, Any]] = []
+        self.died: list[RunnerDied] = []
+        self.book = Book()
+        self.registry = RunnerRegistry(self.book, self)  # type: ignore[arg-type]  # they have what is used here
+        self.fleet = HostFleet(
+            HostsSettings("10.0.0.1:7700", "", 5.0), self.registry, self, epoch=4,  # type: ignore[arg-type]  # as above
+            handle=lambda message, sender: self.handled.append((message, sender)), died=self.died.append,
+        )
+
+    def now(self) -> float:
+        return self.time
+
+    def send(self, host: str, to: str, message: Any) -> None:
+        self.sent.append((host, to, message))
+
+    def hang_up(self, host: str) -> None:
+        self.hung_up.append(host)
+
+    def hello(self, life: str = "1") -> Admission:
+        told: list[Admission] = []
+        said = {"name": "b", "life": life, "pid": 7, "places": {"gpus": 8}, "build": VERSION}
+        self.fleet.hello(said, "10.0.0.2", told.append)
+        return told[0]
+
+    def runner(self, name: str, state: RunnerState = RunnerState.READY) -> None:
+        life = self.book.lives[name, 3] = RunnerLife(name=name, incarnation=3, state=state)
+        self.registry.runners[name] = RunnerRecord(life)
+
+    def look_at(self, seconds: float) -> None:
+        self.time = seconds
+        self.fleet.look()
+
+
+def test_a_host_that_is_taken_in_and_never_connects_is_lost_with_its_runners() -> None:
+    it = Around()
+    assert it.hello() == Admission(1, 4)
+    it.runner("runner-0@b")
+    it.runner("runner-1@b", RunnerState.RETIRED)
+    it.runner("runner-0")
+    it.look_at(4.9)
+    assert it.died == []
+    it.look_at(5.0)
+    assert [(d.name, d.asked) for d in it.died] == [("runner-0@b", True)]
+    assert it.book.hosts["b"].state == "lost"
+
+
+def test_a_host_is_there_while_it_is_connected_and_for_some_seconds_after() -> None:
+    it = Around()
+    it.hello()
+    it.fleet.take("b", 1, [])
+    it.look_at(100.0)
+    it.fleet.gone("b", 1, "the connection broke")
+    it.look_at(104.0)
+    assert it.book.hosts["b"].there
+    it.look_at(105.0)
+    assert "the connection broke" in it.book.hosts["b"].reason
+    assert it.hung_up == ["b"]
+
+
+def test_what_an_earlier_epoch_says_is_dropped_and_its_connection_ended() -> None:
+    it = Around()
+    it.hello()
+    it.fleet.take("b", 1, [("runner-0@b", "its word")])
+    it.look_at(0.0)
+    it.fleet.gone("b", 1, "gone")
+    it.look_at(6.0)
+    assert it.hello("2") == Admission(2, 4)
+    it.hung_up.clear()
+    it.fleet.take("b", 1, [("runner-0@b", "its late word")])
+    assert it.handled == [("its word", FarProcess("b", "runner-0@b"))]
+    assert it.hung_up == ["b"]
+
+
+def test_a_host_speaks_for_its_own_processes_alone() -> None:
+    it = Around()
+    it.hello()
+    it.fleet.take("b", 1, [("runner-0", "x"), ("runner-0@c", "x"), ("", "a"), ("runner-0@b", "b"), ("client 7", "c")])
+    assert [message for message, _ in it.handled] == ["a", "b", "c"]
+
+
+def test_a_host_that_is_drained_gets_nothing_new_at_once_and_is_told_when_it_has_nothing() -> None:
+    it = Around()
+    it.hello()
+    it.fleet.take("b", 1, [])
+    it.runner("runner-0@b")
+    it.runner("runner-0")
+    it.registry.leaving = frozenset({"runner-9"})  # that its server was taken away is another's word
+    it.fleet.drain("b", "SIGTERM")
+    assert [r.name for r in it.registry.staying()] == ["runner-0"]
+    it.look_at(1.0)
+    assert it.registry.leaving == {"runner-9"}
+    assert it.sent == [("b", "", HostDrained())]
