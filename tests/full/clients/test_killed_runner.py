@@ -49,7 +49,7 @@ def test_i1_a_runner_that_is_killed_during_100_calls_fails_none_of_them(
         os.kill(pid, signal.SIGKILL)
         calls += [threads.submit(one, i) for i in range(len(calls), CALLS)]
         said = [call.result(120) for call in calls]
-        assert victim.failed == CLIENTS // engines if streaming else victim.failed > 0  # they were asked again
+        assert victim.failed > 0  # they were asked again
         wait_until(lambda: pid_of(client, "runner-0") not in (0, pid), "another runner-0", 60)
     assert len({message for message, _ in said}) == CALLS
     assert {message for message, _ in said} <= answers(client).keys()

@@ -18,11 +18,12 @@ from tests.helpers.handmade import cli
 from tests.helpers.systems import StartSystem, kill_system, pid_of
 from trinity_es import Task
 from trinity_es.actors.coordinator.fleet.batch_stalls import Stalls
-from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
+from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState, evolve, fold
+from trinity_es.projections.hosts import Hosts
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.runner import RunnerLife, RunnerState
 from trinity_es.projections.servers import Server
@@ -239,11 +240,13 @@ class Memory:
         self.batches: dict[BatchId, BatchState] = {}
         self.recorded: list[ev.StallDetected] = []
         ready = RunnerLife(name="runner-0", incarnation=1, pid=7, state=RunnerState.READY, places=4)
-        self.runners = {"runner-0": RunnerRecord(ready)}
         self.servers: dict[str, Server] = {}
-        self.leaving: frozenset[str] = frozenset()
+        self.hosts: Hosts = {}
+        self.registry = RunnerRegistry(self, self)  # type: ignore[arg-type]  # they have what is used here
+        self.runners = self.registry.runners
+        self.runners["runner-0"] = RunnerRecord(ready)
         self.clock = ManualClock(1000.0)
-        self.stalls = Stalls(self, self, 10.0, self.clock, limit=60.0)  # type: ignore[arg-type]  # all that it looks at
+        self.stalls = Stalls(self, self.registry, 10.0, self.clock, limit=60.0)  # type: ignore[arg-type]  # all that it looks at
         state = fold(events)
         assert state is not None
         self.batches[state.batch_id] = state
@@ -285,7 +288,7 @@ def test_a_stall_names_the_server_that_a_runner_waits_for_and_that_there_is_none
     memory.servers = {url: Server(url, "runner-0", wanted=True, by="list")}
     assert memory.after(15) == 1
     assert memory.recorded[0].waiting_on.endswith(f"runner-0 #1 waits to start its engine: {url} does not answer")
-    runner.life.state, memory.leaving = RunnerState.RETIRED, frozenset({"runner-0"})
+    runner.life.state, memory.registry.leaving = RunnerState.RETIRED, frozenset({"runner-0"})
     assert memory.after(15) == 2
     assert memory.recorded[1].waiting_on.endswith("there is no server any more")
 
