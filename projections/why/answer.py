@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from trinity_es.events.values import BatchId, BatchLifecycleState
 
-__all__ = ["ADD_SERVER", "OF_TRAINER", "Waiting", "Why", "another_life", "counted", "go_on", "mend", "mend_weights",
-           "moment", "span", "start_server", "unread"]
+__all__ = [
+    "ADD_SERVER",
+    "OF_TRAINER",
+    "Waiting",
+    "Why",
+    "another_life",
+    "counted",
+    "go_on",
+    "mend",
+    "mend_weights",
+    "moment",
+    "resume_command",
+    "span",
+    "start_server",
+    "unread",
+]
 
 SHOWN = 5
 """Things told as text; the JSON has them all."""
@@ -46,8 +62,8 @@ class Waiting:
     """Seconds that the attempt may take."""
     server: str = ""
     """URL of the server of others that is its runner's engine, where the system told."""
-    of_run: bool = False
-    """Of a system that is gone: its batches are those of a `trinity-es run`."""
+    resume: str = ""
+    """Of a system that is gone: the command that goes on with the `trinity-es run` that its batches are of."""
     person: bool = False
     """It does not pass without a person."""
 
@@ -63,7 +79,7 @@ class Waiting:
         if self.cause == "quarantined" or (self.cause == "failed" and self.server):
             return mend(self.runner or "NAME", self.server) + "; nothing of the batch is lost"
         if self.cause in ("no_system", "ending"):
-            return go_on(self.of_run)
+            return go_on(self.resume)
         if self.cause == "server":
             return start_server(self.server)
         if self.cause == "refused":
@@ -162,9 +178,22 @@ def start_server(url: str) -> str:
     return f"start the server {url}, or take it away: `trinity-es scale CONFIG --remove {url}`"
 
 
-def go_on(of_run: bool) -> str:
-    """Return how what a dead system left open is gone on with. `of_run`: it was submitted by `trinity-es run`."""
-    way = ("`trinity-es resume CONFIG` goes on with the run where it stopped" if of_run else
+def resume_command(store: str) -> str:
+    """Return the command that goes on with the `trinity-es run` of a store, by its URL.
+
+    A SQLite log is named itself: the config file may be that of another run, where `--set` gave this one its name. The
+    URL of a database has its password left out here, so its config file is what one has.
+    """
+    path = Path(store.removeprefix("sqlite:///"))
+    if not store.startswith("sqlite:///"):
+        return "trinity-es resume CONFIG"
+    path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"trinity-es resume {shlex.quote(str(path))}"
+
+
+def go_on(resume: str) -> str:
+    """Return how what a dead system left open is gone on with. `resume`: of a `trinity-es run`, its command."""
+    way = (f"`{resume}` goes on with the run where it stopped" if resume else
            "`trinity-es up CONFIG` goes on with what is open (start the trainer of your own again)")
     return f"{way}; finished tasks are not run again"
 
@@ -190,7 +219,7 @@ _WAYS = {
     "training": "nothing where no trainer takes part; a trainer calls acknowledge(batch_id, step) when it has used it, "
                 "TRL's and `trinity-es run` by themselves: one that has ended is started again",
     "all_failed": "mend what failed, end runners that have it loaded (`trinity-es restart-runner`), and go on: "
-                  "`trinity-es resume CONFIG` and TRL's trainer have the batch generated anew",
+                  "`trinity-es resume` and TRL's trainer have the batch generated anew",
 }
 
 

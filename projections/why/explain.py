@@ -20,7 +20,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, said_and_where
 from trinity_es.events.values import BatchId, BatchLifecycleState, sort_batch_id
 from trinity_es.projections.batch import BatchState, Flight
-from trinity_es.projections.why.answer import OF_TRAINER, Waiting, Why, counted, moment, span
+from trinity_es.projections.why.answer import OF_TRAINER, Waiting, Why, counted, moment, resume_command, span
 from trinity_es.projections.why.situation import BatchTimes, RunnerSnapshot, SystemSnapshot, with_live
 
 __all__ = ["why"]
@@ -175,7 +175,8 @@ def _machine(
 ) -> Waiting | None:
     """Return what is wrong with the system as a whole."""
     facts = system or {}
-    gone = partial(Waiting, what="the actor system", since=situation.last_at, of_run=situation.of_run)
+    resume = resume_command(situation.store) if situation.of_run else ""
+    gone = partial(Waiting, what="the actor system", since=situation.last_at, resume=resume)
     if facts.get("ends"):
         return gone(cause="ending", text=f"the actor system ends: {facts['ends']}", person=True)
     if facts.get("up") is False:

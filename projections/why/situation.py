@@ -107,6 +107,8 @@ class SystemSnapshot:
     stall_after: float | None = None
     of_run: bool = False
     """`trinity-es run` submits its batches, and can go on with them."""
+    store: str = ""
+    """URL of the log, without a password, as its config names it."""
     last_at: float | None = None
     """The last event that was observed."""
 
@@ -122,6 +124,7 @@ def observe(situation: SystemSnapshot, recorded: Iterable[Recorded]) -> SystemSn
                 explorer = event.config.get("explorer", {})
                 situation.limit, situation.stall_after = explorer.get("max_timeout"), explorer.get("stall_after")
                 situation.sequential = explorer.get("concurrent_mode") == "sequential"
+                situation.store = event.config.get("store", {}).get("url", "")
                 situation.of_servers = explorer.get("rollout_model", {}).get("engine_type") == "http"
             case ev.TasksetAdvanced():
                 situation.of_run = True

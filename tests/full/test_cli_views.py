@@ -84,9 +84,9 @@ def test_what_was_handed_in_after_the_tasks_that_are_shown_is_not_read(
 
 @pytest.mark.parametrize(("total", "trained", "said"), [
     (2, True, "the run is complete, with step 2"),
-    (2, False, "the run's last step is 2 of 2, and `trinity-es resume CONFIG` goes on with it"),
-    (9, True, "the run's last step is 2 of 9, and `trinity-es resume CONFIG` goes on with it"),
-    (None, True, "`trinity-es resume CONFIG` goes on with it, or says that it is complete"),
+    (2, False, "the run's last step is 2 of 2, and `trinity-es resume {log}` goes on with it"),
+    (9, True, "the run's last step is 2 of 9, and `trinity-es resume {log}` goes on with it"),
+    (None, True, "`trinity-es resume {log}` goes on with it, or says that it is complete"),
 ])
 def test_status_tells_how_far_a_run_is(tmp_path: Path, total: int | None, trained: bool, said: str) -> None:
     config = {"mode": "both", "total_steps": total, "trainer": {"class": "m:Trainer"}}
@@ -101,6 +101,7 @@ def test_status_tells_how_far_a_run_is(tmp_path: Path, total: int | None, traine
     write(path, events)
     done = cli("status", "--log", path)
     assert done.exit_code == 0, done.output
+    said = said.format(log=path)
     assert f"nothing is open: {said}\n" in done.stdout or done.stdout.endswith(f"{said}\n")
     assert "no batch is open: `trinity-es status` tells" in cli("why", "--log", path).stdout
 

@@ -165,6 +165,19 @@ def test_a_system_that_ends_with_its_owner_is_a_problem_where_something_is_left(
         assert line.startswith(f"the actor system ends: {ends}; `trinity-es resume CONFIG` goes on with the run")
 
 
+@pytest.mark.parametrize(("run", "way"), [
+    (None, "start it again, and it goes on where the log ends"),
+    ({"step": 5, "total_steps": None, "complete": None}, "`trinity-es resume /runs/log.sqlite` goes on with it"),
+    ({"step": 9, "total_steps": 9, "complete": True}, None),
+])
+def test_a_trainer_that_was_killed_between_two_batches_is_told(run: dict[str, Any] | None, way: str | None) -> None:
+    found = DOWN | {"store": "sqlite:////runs/log.sqlite", "run": run, "killed": {"trainer": 7}}
+    said = "the run was not ended in order: its trainer (pid 7) ended in the middle of it; "
+    told = list(health.problems(Config.model_validate({}), found, None, []))
+    assert told == ([] if way is None else [said + way])
+    assert list(health.problems(Config.model_validate({}), found | {"killed": {}}, None, [])) == []
+
+
 @pytest.mark.parametrize(("step", "said"), [(None, ", and no trainer has acknowledged it"), (7, "")])
 def test_since_when_nobody_asks_for_anything_is_told(step: int | None, said: str) -> None:
     last = {"batch_id": 7, "batch_type": "train", "state": "finalized", "ended_at": time.time() - 200.5,

@@ -24,6 +24,7 @@ from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, LogNotFound
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.run import RunState, fold_run
+from trinity_es.projections.why.answer import resume_command
 from trinity_es.run.explorer import Explorer
 from trinity_es.run.run_process import RunProcess
 from trinity_es.run.trainer_loop import TrainerProcess
@@ -107,7 +108,8 @@ def in_view(
                 returned = asyncio.run(_take_part(part, work))
             except BaseException as e:
                 if isinstance(e, KeyboardInterrupt):
-                    note("interrupted: `trinity-es resume` with the same config goes on where it was")
+                    resume = resume_command(settings.masked()["store"]["url"])
+                    note(f"interrupted: `{resume}` goes on where it was")
                 if part.owns_system:  # a thread that was starting it when Ctrl-C came ends before what atexit calls
                     atexit.register(end_system, settings)
                 raise

@@ -35,6 +35,7 @@ from trinity_es.projections.why.answer import (
     go_on,
     mend,
     mend_weights,
+    resume_command,
     span,
     start_server,
     unread,
@@ -126,14 +127,15 @@ def look(config: Config) -> dict[str, Any]:
     """Health as plain JSON: `up`, `coordinator`, `runners`, `batches` (open ones), `problems` ([]: none).
 
     `ends`: why what is left of a system ends; `last_batch`: the one that ended last; `run`: the `trinity-es run` that
-    the log holds. None, or "", where there is none.
+    the log holds; `killed`: the explorer and trainer that ended in the middle on this machine, by their pids. None, ""
+    or {} where there is none.
     """
-    from trinity_es.system import keeper_lock, running_system
+    from trinity_es.system import keeper_lock, run_lock, running_system
 
     out: dict[str, Any] = {
         "store": config.masked()["store"]["url"], "up": False, "keeper": keeper_lock.running(config),
         "coordinator": None, "weights_version": None, "runners": [], "hosts": [], "batches": [], "problems": [],
-        "ends": "", "last_batch": None, "run": None,
+        "ends": "", "last_batch": None, "run": None, "killed": run_lock.killed(config),
     }
     admin = running_system.find(config)
     try:
@@ -249,12 +251,13 @@ def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, w
     """Yield what is wrong, a line each. `out`: `look`'s; `live`: what the system says, None where it does not."""
     logs = config.system.log_dir
     last = out.get("last_batch") or {}
+    resume = resume_command(out["store"]) if out.get("run") else ""
     if last.get("failed_whole") and not out["batches"]:
-        way = "`trinity-es resume CONFIG` generates it anew" if out.get("run") else "start its trainer again"
+        way = f"`{resume}` generates it anew" if resume else "start its trainer again"
         yield (f"batch {plain(last['batch_id'])}, the last, gave nothing: each of its runs failed; "
                f"`trinity-es why {plain(last['batch_id'])}` tells how: mend that, then {way}")
     if not out["up"]:
-        way = go_on(bool(out.get("run")))
+        way = go_on(resume)
         if out.get("ends"):
             if whys or _unfinished(out):
                 yield f"the actor system ends: {out['ends']}; {way}"
@@ -264,6 +267,8 @@ def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, w
         elif whys:
             at = f"the run is at step {out['run']['step']} and " if out.get("run") else ""
             yield f"no actor system runs on this store, though {at}{_count(len(whys), 'batch', 'batches')} open: {way}"
+        elif not (out.get("run") and out["run"]["complete"]):
+            yield from _killed(out.get("killed") or {}, resume)
         return
     if live is None:
         yield (f"the actor system (pid {out['admin']['pid']}) does not answer: guardian.log and coordinator.log in "
@@ -305,6 +310,14 @@ def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, w
     for told in whys:
         if told.stalled and told.cause not in _WHOLE:
             yield f"batch {told.batch_id} is stalled: {told.sentence}; `trinity-es why {told.batch_id}` tells more"
+
+
+def _killed(killed: dict[str, int], resume: str) -> Iterator[str]:
+    """Yield a line where an explorer or a trainer was killed and nothing else tells of it."""
+    if killed:
+        who = " and ".join(f"its {role} (pid {pid})" for role, pid in killed.items())
+        way = f"`{resume}` goes on with it" if resume else "start it again, and it goes on where the log ends"
+        yield f"the run was not ended in order: {who} ended in the middle of it; {way}"
 
 
 def _wrong_host(config: Config, host: dict[str, Any]) -> str | None:
@@ -368,7 +381,7 @@ def _count(n: int, one: str, many: str) -> str:
     return f"{n} {one} is" if n == 1 else f"{n} {many} are"
 
 
-def _of_run(run: dict[str, Any] | None) -> str:
+def _of_run(run: dict[str, Any] | None, store: str) -> str:
     """Return how far a run is of which nothing runs."""
     if run is None:
         return ""
@@ -376,7 +389,7 @@ def _of_run(run: dict[str, Any] | None) -> str:
         return f": the run is complete, with step {run['step']}"
     of = "" if run["total_steps"] is None else f" of {run['total_steps']}"
     end = ", or says that it is complete" if run["complete"] is None else ""
-    return f": the run's last step is {run['step']}{of}, and `trinity-es resume CONFIG` goes on with it{end}"
+    return f": the run's last step is {run['step']}{of}, and `{resume_command(store)}` goes on with it{end}"
 
 
 def _idle(last: dict[str, Any]) -> str:
@@ -426,7 +439,7 @@ def show(out: Console, found: dict[str, Any]) -> None:
     if found["problems"]:
         return
     if not found["up"]:
-        line(f"nothing runs, and nothing is open{_of_run(found.get('run'))}")
+        line(f"nothing runs, and nothing is open{_of_run(found.get('run'), found['store'])}")
     elif not found["batches"] and found.get("last_batch"):
         line(_idle(found["last_batch"]))
     elif any(r["state"] == "ready" for r in found["runners"]):

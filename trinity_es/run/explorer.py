@@ -27,6 +27,7 @@ from trinity_es.projections.batch import BatchState
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.reading.pass_rates import pass_rates, submitted_tasks
 from trinity_es.projections.reading.resume_point import ResumePoint, resume_point, was_dropped_stale
+from trinity_es.projections.why.answer import resume_command
 from trinity_es.run.checkpoint_eval import BenchRow, batch_id_of, read_results, steps_wanted
 from trinity_es.run.checkpointing import Checkpoints
 from trinity_es.run.run_process import RunProcess
@@ -240,7 +241,8 @@ class Explorer(RunProcess):
             elif not (self.has_trainer and batch.failed_whole and batch.trained_step is None):
                 break
             elif step in self._begun:
-                raise _failed_whole(batch, system_goes_on=not self.owns_system)
+                resume = resume_command(self.config.masked()["store"]["url"])
+                raise _failed_whole(batch, resume, system_goes_on=not self.owns_system)
             async with self._reads:
                 tasks = await asyncio.to_thread(self._same_tasks, step)
             await self._submit(step, tasks, [])  # on the weights that are current
@@ -366,13 +368,13 @@ class Explorer(RunProcess):
         return metrics
 
 
-def _failed_whole(batch: BatchState, *, system_goes_on: bool) -> WorkflowError:
+def _failed_whole(batch: BatchState, resume: str, *, system_goes_on: bool) -> WorkflowError:
     """Return what to say of a step that gave nothing to train on, because each of its runs failed."""
     errors = [error_line(message, 200) for task in batch.tasks for message in task.failed.values()]
     [(error, times)] = Counter(errors).most_common(1)
     first = " (`trinity-es restart-runner` first, where runners have your code loaded)" if system_goes_on else ""
     return WorkflowError(
         f"step {batch.batch_id} gave nothing to train on: each of its {len(errors)} runs failed, {times} of them with "
-        f"{error}. See `trinity-es why {batch.batch_id}`, mend it, and `trinity-es resume CONFIG` generates the step "
+        f"{error}. See `trinity-es why {batch.batch_id}`, mend it, and `{resume}` generates the step "
         f"anew{first}"
     )

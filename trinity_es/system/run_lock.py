@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, get_args
 
 from trinity_es.config.config import Config
 from trinity_es.events.errors import AlreadyRunning
 from trinity_es.events.private_files import make_private_folder, open_private, take_lock
 from trinity_es.system import keeper_lock, running_system
 
-__all__ = ["Role", "RunLock", "hold"]
+__all__ = ["Role", "RunLock", "hold", "killed"]
 
 Role = Literal["explorer", "trainer"]
 
@@ -73,10 +75,10 @@ class RunLock:
         self._file.flush()
 
     def release(self) -> None:
+        if self._file.closed:  # in a child of who has it
+            return
         self.write(" ".join(["-", *self._its_system]) if self._its_system else "")
         self._file.close()
-
-
 
 
 def hold(config: Config, role: Role) -> None:
@@ -84,6 +86,19 @@ def hold(config: Config, role: Role) -> None:
     file = running_system.lock_file(config, role)
     if file not in _held:
         _held[file] = RunLock(config, role)
+        atexit.register(_held[file].release)
+
+
+def killed(config: Config) -> dict[Role, int]:
+    """Return who had a lock of this store on this machine and ended without releasing it, by their pids."""
+    out: dict[Role, int] = {}
+    role: Role
+    for role in get_args(Role):
+        with suppress(OSError, ValueError, IndexError):  # there was none, or it ended in order
+            pid = int(running_system.lock_file(config, role).read_text().split()[0])
+            if not RunLock.held(config, role):
+                out[role] = pid
+    return out
 
 
 _held: dict[Path, RunLock] = {}

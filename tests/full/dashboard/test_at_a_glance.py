@@ -57,7 +57,7 @@ def test_the_overview_says_first_how_the_run_is(tmp_path: Path, how: str, word: 
     with showing(path) as client:
         seen = said(client, "/")
         assert verdict(seen) == word
-        assert ("what to do: `trinity-es resume CONFIG`" in seen.text) == (how == "dead")
+        assert ("what to do: `trinity-es resume" in seen.text) == (how == "dead")
         assert ("s-gone" in client.get("/runners").text) == (how == "dead"), "no runner of a dead system is running"
         assert ("s-gone" in client.get(f"/runner?name={name}").text) == (how == "dead")
         assert ("waits trouble" in client.get("/batch?id=3").text) == (how == "dead")

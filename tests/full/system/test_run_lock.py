@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.paths import ROOT
 from tests.helpers.systems import scripted
 from trinity_es.errors import AlreadyRunning
-from trinity_es.system.run_lock import RunLock, hold
+from trinity_es.system.run_lock import RunLock, hold, killed
 
 HOLD = """
 import os, sys, time
@@ -27,24 +27,36 @@ for _ in range(2):
 child = os.fork()
 if child:
     print(child, flush=True)
-time.sleep(600)
+    sys.stdin.readline()
+else:
+    time.sleep(600)
 """
 
 
-def test_a_process_holds_a_lock_once_and_until_it_is_killed_whatever_it_forked(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["killed", "in order"])
+def test_a_process_holds_a_lock_once_and_until_it_ends_whatever_it_forked(tmp_path: Path, how: str) -> None:
     config = scripted(tmp_path)
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT, start_new_session=True)
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT,
+        start_new_session=True)
+    assert holder.stdin is not None
     assert holder.stdout is not None
     try:
         child = int(holder.stdout.readline())
+        assert killed(config) == {}
         with pytest.raises(AlreadyRunning, match=rf"a trainer runs on sqlite://\S+ already \(process {holder.pid} "):
             hold(config, "trainer")
-        holder.kill()
+        if how == "killed":
+            holder.kill()
+        else:
+            holder.stdin.close()
         holder.wait()
         assert psutil.Process(child).is_running()
+        assert killed(config) == ({"trainer": holder.pid} if how == "killed" else {})
         RunLock(config, "trainer").release()
+        assert killed(config) == {}
     finally:
         os.killpg(holder.pid, signal.SIGKILL)
         holder.wait()
+        holder.stdin.close()
         holder.stdout.close()
