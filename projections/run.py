@@ -40,6 +40,8 @@ class BatchProgress:
     """The newest weights that made any of its tokens."""
     submitted_at: float = 0.0
     ended_at: float | None = None
+    away_seconds: float = 0.0
+    """For which there was no coordinator meanwhile: until its next one, from the last event of the one before."""
     trained_step: int | None = None
 
 
@@ -65,7 +67,7 @@ class RunState:
     open: set[str] = field(default_factory=set)
     """Streams of the batches that have not ended."""
     busy_seconds: float = 0.0
-    """In which there were such."""
+    """In which there were such, a runner of the rollout model that served, and a coordinator."""
     response_tokens: int = 0
     prompt_tokens: int = 0
     failed_attempts: int = 0
@@ -92,8 +94,12 @@ def fold_run(recorded: Iterable[Recorded]) -> RunState:
 
 def evolve_run(state: RunState, item: Recorded) -> RunState:
     """Return the state after one more event; the state is taken over and changed."""
-    if state.last_at is not None and state.open:
-        state.busy_seconds += item.recorded_at - state.last_at
+    passed = item.recorded_at - (item.recorded_at if state.last_at is None else state.last_at)
+    if isinstance(item.event, ev.CoordinatorStarted):
+        for stream in state.open:
+            state.batches[stream].away_seconds += passed
+    elif state.open and state.serving:
+        state.busy_seconds += passed
     state.position, state.last_at = item.position, item.recorded_at
     if state.started_at is None:
         state.started_at = item.recorded_at

@@ -102,8 +102,10 @@ def _ended(course: BatchTimes) -> Ranked:
         task, status = failed[0]
         if cause == "training" and state.failed_whole:
             cause = "all_failed"
-        text += (f"; {counted(len(failed), 'task')} of {state.expected_task_count} failed at least in part, the first "
-                 f"is task {task}: {_short(status.message or '')}")
+        what = f"{counted(len(failed), 'task')} of {state.expected_task_count} failed at least in part, the first is"
+        if state.failed_whole:
+            what = "each of its runs failed, the first of"
+        text += f"; {what} task {task}: {_short(status.message or '')}"
     return (0.0, 0.0), Waiting(cause=cause, what="the trainer", text=text, since=course.moved_at)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from benchmarks.sample_ground import TimedLog
 from trinity_es.cli.render.progress import RunView
@@ -23,6 +25,9 @@ from trinity_es.projections.tables.read_models import projectors
 START = 1_772_352_000.0
 LIFE: dict[str, Any] = {"runner": "runner-0", "incarnation": 1}
 OTHER: dict[str, Any] = {"runner": "runner-1", "incarnation": 2}
+
+
+READY = ev.RunnerReady(**LIFE, places=1, model_version=0, load_seconds=1.0)
 
 
 def submitted(batch_id: BatchId, kind: Any = "train") -> ev.Event:
@@ -57,7 +62,7 @@ def test_what_a_run_says_at_its_end(tmp_path: Path) -> None:
     path = tmp_path / "log.sqlite"
     config = Config.from_dict({"store": {"url": f"sqlite:///{path}"}}, folder=tmp_path)
     write(path, [
-        *evaluated(0, "0/letters", 0.1), *evaluated(0, "0/digits", 0.7),
+        (0, "runner/runner-0", READY), *evaluated(0, "0/letters", 0.1), *evaluated(0, "0/digits", 0.7),
         (10, "batch/1", submitted(1)), (12, "batch/2", submitted(2)),  # two at once
         (18, "batch/1", done(300, 3)), (19, "batch/2", done(300, 2)),
         (20, "batch/1", finalized(1, "train", "rollout/reward/mean", 0.5)),
@@ -75,6 +80,28 @@ def test_what_a_run_says_at_its_end(tmp_path: Path) -> None:
     assert (told["weight_versions"], told["model_version"]) == (3, 2)
     assert (told["eval_reward_before"], told["eval_reward_after"]) == (0.1, 0.4)
     assert state.batches["batch/2"].model_version == 3
+
+
+def test_the_time_that_a_system_was_down_or_loaded_engines_makes_no_step_slower(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    began = [ev.CoordinatorStarted(epoch=epoch, pid=1, host="h", version="1") for epoch in (1, 2)]
+    write(path, [
+        (0, "system", began[0]), (5, "runner/runner-0", READY), (10, "batch/1", submitted(1)),
+        (14, "batch/1", done(300)),  # and all is killed
+        (100, "system", began[1]), (100, "runner/runner-0", ev.RunnerLost(**LIFE, reason="its system is gone")),
+        (112, "runner/runner-1", ev.RunnerReady(**OTHER, places=1, model_version=0, load_seconds=12.0)),
+        (116, "batch/1", done(500)), (116, "batch/1", finalized(1, "train", "rollout/reward/mean", 0.5)),
+    ])
+    with open_log(str(path)) as log:
+        state = fold_run(log.events())
+    assert state.busy_seconds == pytest.approx(4 + 4)
+    assert state.batches["batch/1"].away_seconds == pytest.approx(86)
+    out = io.StringIO()
+    with RunView(str(path), Console(file=out, width=160)):
+        pass
+    [line] = [line for line in out.getvalue().splitlines() if line.startswith("step 1")]
+    assert "  100 tokens/s" in line
+    assert line.endswith("  20.00 s")
 
 
 def test_the_weights_of_a_run_are_those_that_every_runner_has(tmp_path: Path) -> None:
@@ -98,7 +125,7 @@ def test_the_weights_of_a_run_are_those_that_every_runner_has(tmp_path: Path) ->
 
 def test_tokens_that_come_at_once_after_a_silence_were_not_made_at_once(tmp_path: Path) -> None:
     path = tmp_path / "log.sqlite"
-    write(path, [(0, "batch/1", submitted(1)), (100, "batch/1", done(6000))])
+    write(path, [(0, "runner/runner-0", READY), (0, "batch/1", submitted(1)), (100, "batch/1", done(6000))])
     with open_log(str(path)) as log:
         assert look(log, now=START + 100.5).tokens_per_second == pytest.approx(6000 / 30)
     view = RunView(str(path), console())
@@ -106,6 +133,6 @@ def test_tokens_that_come_at_once_after_a_silence_were_not_made_at_once(tmp_path
         pass
     assert view._rate() == pytest.approx(6000 / 10)
     young = tmp_path / "young.sqlite"
-    write(young, [(0, "batch/1", submitted(1)), (5, "batch/1", done(6000))])
+    write(young, [(0, "runner/runner-0", READY), (0, "batch/1", submitted(1)), (5, "batch/1", done(6000))])
     with open_log(str(young)) as log:
         assert look(log, now=START + 5).tokens_per_second == pytest.approx(6000 / 5)

@@ -24,7 +24,7 @@ from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, LogNotFound
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.run import RunState, fold_run
-from trinity_es.projections.why.answer import resume_command
+from trinity_es.projections.why.answer import counted, resume_command
 from trinity_es.run.explorer import Explorer
 from trinity_es.run.run_process import RunProcess
 from trinity_es.run.trainer_loop import TrainerProcess
@@ -195,18 +195,23 @@ def print_summary(told: dict[str, Any]) -> None:
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:.3f}"
 
-    print(f"\nbatches          {told['batches']} ({told['train_batches']} to train on, {len(told['evals'])} evals)")
+    evals = counted(len(told["evals"]), "eval")
+    print(f"\nbatches          {told['batches']} ({told['train_batches']} to train on, {evals})")
     print(f"tokens           {told['response_tokens']:,} generated, {told['tokens_per_second']:,.0f} a second "
           "while batches ran")
-    print(f"weights          {told['weight_versions'] or 1} versions, the last is {told['model_version']}")
+    versions = counted(told["weight_versions"] or 1, "version")
+    print(f"weights          {versions}, the last is {told['model_version']}")
     print(f"failed attempts  {told['failed_attempts']}")
     print(f"time             {told['seconds']:.0f} s")
     if told["rewards"]:
-        print(f"reward           {number(told['rewards'][0])} to {number(told['rewards'][-1])}  "
-              f"{sparkline(told['rewards'])}")
+        first, last = number(told["rewards"][0]), number(told["rewards"][-1])
+        of = f", {last} in the last" if len(told["rewards"]) > 1 else ""
+        print(f"reward           {first} in the first step{of}  {sparkline(told['rewards'])}")
     if told["evals"]:
-        before, after = number(told["eval_reward_before"]), number(told["eval_reward_after"])
-        print(f"eval reward      {before} before, {after} after")
+        of = f"{number(told['eval_reward_before'])} in the first eval"
+        if told["eval_reward_after"] is not None:
+            of += f", {number(told['eval_reward_after'])} in the last"
+        print(f"eval reward      {of}")
     if told.get("picture"):
         print(f"picture          {told['picture']}")
     print(f"log              {told['log']}")

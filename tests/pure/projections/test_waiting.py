@@ -247,7 +247,7 @@ def test_of_a_batch_that_failed_whole_the_way_out_is_told_without_frames(story: 
     told = story.why(100)
     assert (told.cause, told.stalled) == ("all_failed", False)
     assert told.sentence.endswith(
-        "1 task of 1 failed at least in part, the first is task 0: 0/4 runs completed. First error: workflow: "
+        "each of its runs failed, the first of task 0: 0/4 runs completed. First error: workflow: "
         "KeyError: 'stok' (mine.py:9 in run)")
     assert any("restart-runner" in line for line in told.sentences())
 

@@ -47,6 +47,7 @@ class RunView:
         """What kept the view from the log; the run itself goes on."""
         self._out, self._total, self._after = out, total_steps, after
         self._tokens: deque[tuple[float, int]] = deque()
+        """Busy seconds of the run, and what was made then: while nothing generates the rate stands."""
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=look_again, name="progress", daemon=True,
@@ -88,7 +89,7 @@ class RunView:
 
     def _take(self, recorded: Recorded) -> list[str]:
         """Note what a view needs beyond the fold; returns the lines that a pipe gets."""
-        event, at = recorded.event, recorded.recorded_at
+        event = recorded.event
         match event:
             case ev.RunnerStarted():
                 return [f"{plain(event.runner)}: loading engine {plain(event.engine)} (pid {event.pid})"]
@@ -103,8 +104,9 @@ class RunView:
                 return [f"{plain(event.runner)}: version {event.version} of adapter {event.adapter} not loaded: "
                         f"{error_line(event.error, 300)}"]
             case ev.RunsFinished():
+                at = self.state.busy_seconds
                 self._tokens.append((at, event.response_tokens))
-                while self._tokens and self._tokens[0][0] < at - RATE_SECONDS:
+                while self._tokens[0][0] < at - RATE_SECONDS:
                     self._tokens.popleft()
             case ev.TaskReopened():
                 return [f"{recorded.stream}: task {event.task} is run again: {error_line(event.reason, 300)}"]
@@ -122,7 +124,7 @@ class RunView:
 
     def _line(self, batch: BatchProgress) -> str:
         reward = "" if batch.reward is None else f"  reward {batch.reward:.3f}"
-        seconds = (batch.ended_at or batch.submitted_at) - batch.submitted_at
+        seconds = (batch.ended_at or batch.submitted_at) - batch.submitted_at - batch.away_seconds
         kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(batch.failed_by_kind.items()))
         failed = f"  failed attempts: {kinds}; the last: {error_line(batch.last_failure, 160)}" if kinds else ""
         ended = "  ABORTED" if batch.state == "aborted" else ""
@@ -133,9 +135,8 @@ class RunView:
     def _rate(self) -> float:
         if not self._tokens:
             return 0.0
-        newest = self._tokens[-1][0]
-        seconds = max(1.0, min(RATE_SECONDS, newest - (self.state.started_at or newest)))
-        return sum(n for at, n in self._tokens if at > newest - RATE_SECONDS) / seconds
+        seconds = max(1.0, min(RATE_SECONDS, self._tokens[-1][0]))
+        return sum(n for _, n in self._tokens) / seconds
 
     # --- the terminal -----------------------------------------------------------------------------------------------
     def _render(self) -> RenderableType:
