@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -348,6 +349,34 @@ def test_what_can_t_be_served_is_refused(tmp_path: Path, client: StandInClient) 
     trainer.use_vllm, trainer.tools = False, [print]
     with pytest.raises(ConfigError, match="has tools"):
         rollouts(tmp_path)(ASKED, trainer)
+    assert client.submitted == {}
+
+
+def exact(completions: list[str], answr: list[str], *, strict: bool = True) -> list[float]:
+    return [1.0 for _ in completions]
+
+
+def of_all(prompts: list[str], completions: list[str], answer: list[str], rollout_id: list[str], log_metric: Any,
+           level: int = 3, **columns: Any) -> list[float]:
+    return [1.0 for _ in completions]
+
+
+def test_a_reward_that_asks_for_what_no_row_has_is_refused_before_engines_load(
+    tmp_path: Path, client: StandInClient
+) -> None:
+    rows = [{"prompt": "a=", "answer": "b"}, {"prompt": "c=", "answer": "d"}]
+    said = ("the reward exact asks for 'answr', which no row has: the data has the columns answer, prompt; did you "
+            "mean answer?")
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        rollouts(tmp_path).check(StandInTrainer(rows, reward_funcs=[rollout_reward, exact]))
+    own = rollouts(tmp_path, reward_fn=f"{__name__}:exact")
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        own.check(StandInTrainer(rows, reward_funcs=[rollout_reward]))
+    with pytest.raises(ConfigError, match=r"asks for 'answer', .*: the data has the columns prompt"):
+        rollouts(tmp_path, reward_fn=f"{__name__}:of_all", columns=[], reward_fn_args={"rollout_id": ["x"]}).check(
+            StandInTrainer(rows, reward_funcs=[rollout_reward]))
+    rollouts(tmp_path, reward_fn=f"{__name__}:exact", reward_fn_args={"answr": ["b"]}).check(
+        StandInTrainer(rows, reward_funcs=[rollout_reward, of_all]))
     assert client.submitted == {}
 
 

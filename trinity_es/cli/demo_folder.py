@@ -60,14 +60,12 @@ class Verdict:
 
 
 def find_examples() -> Path:
-    """Return the folder of the demo's code. Raises TrinityError."""
-    package = Path(__file__).parents[1]
-    places = (package.parent / "examples" / "grpo", package / "_demo", package / "_examples" / "grpo")
-    for place in places:
-        if (place / "tiny_model.py").is_file():
-            return place
-    raise TrinityError(f"the demo's code is not in this installation (looked in {', '.join(map(str, places))}): "
-                       "install trinity-es again, or run from a checkout")
+    """Return the folder of the demo's code: of a checkout it is examples/grpo. Raises TrinityError."""
+    place = Path(__file__).parents[1] / "_demo"
+    if not (place / "tiny_model.py").is_file():
+        raise TrinityError(f"the demo's code is not in this installation (looked in {place}): install trinity-es "
+                           "again, or run from a checkout")
+    return place
 
 
 def make(

@@ -14,12 +14,14 @@ and the others get their part of it from there.
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -30,6 +32,7 @@ from accelerate.data_loader import get_sampler
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_utils import has_length
+from transformers.utils import logging as logs
 
 from trinity_es.client.progress import tell
 from trinity_es.client.rollout_client import RolloutClient, connect
@@ -39,10 +42,11 @@ from trinity_es.events.values import Task
 from trinity_es.integrations.answers import ANSWERS, PROMPTS, require_no_format
 from trinity_es.integrations.step_batches import Mode, PromptRows, find_batch, has_result, play_batch, prompt_key
 from trinity_es.integrations.step_weights import missing_version, publish_tensors
-from trinity_es.integrations.trl_rows import COLUMNS, result_rows, sparing
+from trinity_es.integrations.trl_rows import COLUMNS, require_columns, result_rows, sparing
 from trinity_es.integrations.trl_settings import sampling_args, template_args
 from trinity_es.system.run_lock import hold
 from trinity_es.workflows.registry import REWARD_FUNCTIONS
+from trinity_es.workflows.rewards import has_trl_form
 
 __all__ = ["Rollouts", "last_checkpoint", "resume", "rollout_reward"]
 
@@ -83,6 +87,8 @@ def resume(trainer: Any) -> None:
         if state.global_step >= _last_step(trainer):
             trainer._load_from_checkpoint(checkpoint)
             trainer.state = state
+            tell(_log, f"the trainer is complete: its newest checkpoint is of step {state.global_step}, its last; "
+                       "raise max_steps or num_train_epochs to go on from it")
             return
     trainer.train(resume_from_checkpoint=checkpoint)
 
@@ -135,9 +141,10 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
             "format_args": dict(format_args or {}),
         }
         require_no_format(self._task["workflow"], self._task["format_args"])
+        self._reward: Any = None
         if reward_fn is not None:
             try:
-                REWARD_FUNCTIONS.get(reward_fn)
+                self._reward = REWARD_FUNCTIONS.get(reward_fn)
             except UnknownWorkflow as e:  # runners may have it all the same; else every run would fail, minutes later
                 if isinstance(e.__cause__, AttributeError):  # its module is here, and has no such function
                     raise
@@ -205,7 +212,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
     def check(self, trainer: Any) -> None:
         """Look whether this can serve the trainer and its data, as its first step does; before engines load, say.
 
-        Raises ConfigError, DataError.
+        Raises ConfigError, DataError; AlreadyRunning where another process trains on this store.
         """
         if self._trainer is trainer:
             return
@@ -223,10 +230,24 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         template, sampling = template_args(self._task["workflow"], trainer.args), sampling_args(trainer.args)
         for mode in get_args(Mode):
             self._rows_of(mode, trainer)
+        self._require_columns(trainer)
+        if trainer.accelerator.is_main_process:
+            hold(self.config, "trainer")
         self._task["workflow_args"] |= template
         self._sampling = sampling
         trainer.reward_funcs = [sparing(fn) for fn in trainer.reward_funcs]
         self._trainer = trainer
+
+    def _require_columns(self, trainer: Any) -> None:
+        """Refuse rewards that ask for what no row has. Raises ConfigError."""
+        there = getattr(trainer.train_dataset, "column_names", None)
+        if there is None:  # a stream may not know
+            return
+        for fn in trainer.reward_funcs:
+            require_columns(fn, there)
+        own, arguments = self._reward, self._task["reward_fn_args"]
+        if self._task["workflow"] == PROMPTS and inspect.isfunction(own) and has_trl_form(own, arguments):
+            require_columns(own, there if self._columns is None else ["prompt", *self._columns], given=arguments)
 
     def _on_main(self, work: Callable[[], T]) -> T:
         """Have the first process do this; all get what came of it, or raise what it raised."""
@@ -306,7 +327,8 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
             shutil.rmtree(path, ignore_errors=True)
         model = self._trainer.accelerator.unwrap_model(self._trainer.model)
         try:
-            model.save_pretrained(half, state_dict=dict(state))
+            with _no_progress_bar():  # one for each version
+                model.save_pretrained(half, state_dict=dict(state))
             self._trainer.processing_class.save_pretrained(half)
             half.rename(target)
         except OSError as e:
@@ -368,6 +390,17 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
             step = int(state.global_step)
             if (wanted := self._on_main(lambda: missing_version(self.client, step))) is not None:
                 self._serve(wanted)
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    shown = logs.is_progress_bar_enabled()
+    logs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logs.enable_progress_bar()
 
 
 def _require_whole_generations(args: Any, per_generation: int, per_step: int) -> None:

@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from trinity_es.events.errors import ConfigError
 from trinity_es.events.experience import Experience
 from trinity_es.integrations.step_batches import Runs
 
-__all__ = ["COLUMNS", "result_rows", "sparing"]
+__all__ = ["COLUMNS", "require_columns", "result_rows", "sparing"]
 
 COLUMNS = ("prompt_ids", "completion_ids", "logprobs", "env_mask", "reward", "rollout_failed", "rollout_version",
            "rollout_id")
 """What a row has: the first three go into the trainer, the fourth masks the loss, the others reach reward functions."""
+
+
+_OF_TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""What a reward function gets beside the columns of its rows (trl 1.16, `GRPOTrainer._calculate_rewards`)."""
+
+
+def require_columns(fn: Callable[..., Any], columns: Iterable[str], *, given: Iterable[str] = COLUMNS) -> None:
+    """Refuse a reward function that asks for what no row has. Raises ConfigError.
+
+    `columns`: of the data; `given`: what else it gets. What has no signature is not looked at.
+    """
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return
+    there = {*columns, *given, *_OF_TRL}
+    for p in parameters:
+        named = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        if named and p.default is p.empty and p.name not in there:
+            near = difflib.get_close_matches(p.name, there, n=1, cutoff=0.7)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(
+                f"the reward {getattr(fn, '__name__', fn)} asks for {p.name!r}, which no row has: the data has the "
+                f"columns {', '.join(sorted(columns))}{meant}"
+            )
 
 
 def result_rows(batch_id: str, runs: Runs, tasks: int, group: int, eos: int) -> list[dict[str, Any]]:

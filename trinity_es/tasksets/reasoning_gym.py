@@ -7,6 +7,7 @@ The package is imported when one is used: `pip install 'trinity-es[reasoning-gym
 from __future__ import annotations
 
 import ast
+import dataclasses
 import difflib
 import functools
 import importlib
@@ -72,21 +73,47 @@ def system_prompt() -> str:
 
 @functools.lru_cache(maxsize=64)
 def _dataset(family: str, args: str) -> Any:
-    gym = _package()
     given: dict[str, Any] = {"seed": 0, **json.loads(args)}
+    if family == "composite":
+        _package()
+        spec = importlib.import_module("reasoning_gym.composite").DatasetSpec
+        parts = given.get("datasets") or []
+        given["datasets"] = [spec(**_part(part)) for part in (parts if isinstance(parts, list) else [parts])]
+    return _made(family, given)
+
+
+def _made(family: str, given: Mapping[str, Any]) -> Any:
+    """Return a family's dataset. Raises DataError for a family that there is not, and what it does not take."""
+    gym = _package()
     known = importlib.import_module("reasoning_gym.factory").DATASETS
     if family not in known:
         near = difflib.get_close_matches(family, known, n=3) or sorted(known)[:3]
         raise DataError(f"reasoning-gym {installed_version()} has no family {family!r}: {', '.join(near)} are some of "
                         f"its {len(known)}")
+    _require_names(f"reasoning_gym:{family}", given, [field.name for field in dataclasses.fields(known[family][1])])
     try:
-        if family == "composite":
-            spec = importlib.import_module("reasoning_gym.composite").DatasetSpec
-            parts = given.get("datasets") or []
-            given["datasets"] = [spec(**{"weight": 1.0, "config": {}, **part}) for part in parts]
         return gym.create_dataset(family, **given)
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as e:
-        raise DataError(f"reasoning_gym:{family} refuses its args {args}: {e}") from e
+        told = ", ".join(f"{name} = {value!r}" for name, value in given.items() if name != "datasets")
+        raise DataError(f"reasoning_gym:{family} refuses {told}: {e}") from e
+
+
+def _part(part: Any) -> dict[str, Any]:
+    """Return a family of a composite as its `DatasetSpec` takes it. Raises DataError for what can be none."""
+    if not isinstance(part, dict) or not isinstance(part.get("config", {}), dict) or type(part.get("name")) is not str:
+        raise DataError(f"reasoning_gym:composite has {part!r} among its datasets: give {{name: FAMILY}}, and weight "
+                        "and config where these are not 1 and {}")
+    _require_names("a family of reasoning_gym:composite", part, ["name", "weight", "config"])
+    _made(part["name"], part.get("config", {}))  # says which family refuses what
+    return {"weight": 1.0, "config": {}, **part}
+
+
+def _require_names(what: str, given: Mapping[str, Any], known: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            meant = f"did you mean {near[0]}? it" if near else "it"
+            raise DataError(f"{what} has no parameter {name!r}: {meant} has {', '.join(known)}")
 
 
 def _package() -> Any:

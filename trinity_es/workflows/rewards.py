@@ -32,7 +32,7 @@ from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task, class_path, task_to_dict
 from trinity_es.workflows.registry import REWARD_FUNCTIONS
 
-__all__ = ["Reward", "RewardFn", "as_parts", "call_of", "known_of", "reward_of", "rewarded", "value_of"]
+__all__ = ["Reward", "RewardFn", "as_parts", "call_of", "has_trl_form", "known_of", "reward_of", "rewarded", "value_of"]
 
 _NO_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 """Keys of a row that TRL passes on under other names."""
@@ -117,6 +117,11 @@ class _Form:
     def of_trl(self) -> bool:
         asked = self.names - self.set_already
         return bool(asked & {"completions", "prompts"}) or ("completion_ids" in asked and "response" not in asked)
+
+
+def has_trl_form(reward: Any, arguments: Mapping[str, Any]) -> bool:
+    """Return True if a reward is called as TRL calls its own. `arguments`: its `reward_fn_args`."""
+    return _form(reward, arguments).of_trl
 
 
 def _form(found: Any, arguments: Mapping[str, Any]) -> _Form:
