@@ -67,6 +67,19 @@ def test_a_pipe_gets_a_line_a_step_and_a_runner_that_changes(tmp_path: Path) -> 
     assert view.state.position == last
 
 
+def test_a_run_that_goes_on_says_what_is_trained_without_being_generated(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    append(path, "runner/runner-0", [STARTED, READY])
+    before = append(path, batch_stream(1), step(1))
+    out = io.StringIO()
+    with RunView(str(path), Console(file=out, width=160), total_steps=2, after=before):
+        append(path, batch_stream(1), [ev.BatchTrained(step=1)])
+        append(path, batch_stream(2), [*step(2), ev.BatchTrained(step=2)])
+    first, second = out.getvalue().splitlines()
+    assert first == "step 1/2  trained on what the log had of it"
+    assert second.startswith("step 2/2  1/1 tasks")
+
+
 def test_a_terminal_shows_the_engine_that_loads_and_then_the_step(tmp_path: Path) -> None:
     path = tmp_path / "log.sqlite"
     view, out = view_of(path, terminal=True)

@@ -48,6 +48,8 @@ class RunView:
         self._out, self._total, self._after = out, total_steps, after
         self._tokens: deque[tuple[float, int]] = deque()
         """Busy seconds of the run, and what was made then: while nothing generates the rate stands."""
+        self._told = set[str]()
+        """Streams of the batches that ended while this view was there."""
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=look_again, name="progress", daemon=True,
@@ -114,7 +116,12 @@ class RunView:
                 return [f"{recorded.stream}: finalize failed: {error_line(event.error, 300)}"]
             case ev.BatchFinalized() | ev.BatchAborted():
                 batch = self.state.batches.get(recorded.stream)
+                if recorded.position > self._after:
+                    self._told.add(recorded.stream)
                 return [] if batch is None else [self._line(batch)]
+            case ev.BatchTrained() if recorded.stream not in self._told:
+                batch = self.state.batches.get(recorded.stream)
+                return [] if batch is None else [f"{self._name(batch)}  trained on what the log had of it"]
         return []
 
     def _name(self, batch: BatchProgress) -> str:
