@@ -60,7 +60,8 @@ def test_a_pipe_gets_a_line_a_step_and_a_runner_that_changes(tmp_path: Path) -> 
         last = append(path, batch_stream(2), step(2))
     lines = out.getvalue().splitlines()
     assert lines[:2] == ["runner-0: loading engine vllm (pid 2)", "runner-0: ready after 12.5 s"]
-    assert lines[2].startswith("step 1/2  1/1 tasks  reward 0.250  700 tokens  700 tokens/s  version 0")
+    assert lines[2].startswith("step 1/2  1/1 tasks  reward 0.250  700 tokens  ")
+    assert "  version 0  " in lines[2]
     assert lines[3] == "runner-0: lost: \\x1b[2J[red]killed[/red]"
     assert lines[4].startswith("step 2/2")
     assert len(lines) == 5

@@ -176,6 +176,10 @@ def test_a_trainer_that_was_killed_between_two_batches_is_told(run: dict[str, An
     told = list(health.problems(Config.model_validate({}), found, None, []))
     assert told == ([] if way is None else [said + way])
     assert list(health.problems(Config.model_validate({}), found | {"killed": {}}, None, [])) == []
+    for killed, who in (({"explorer": 7, "trainer": 7}, "its explorer and trainer (pid 7)"),
+                        ({"explorer": 7, "trainer": 8}, "its explorer (pid 7) and its trainer (pid 8)")):
+        for line in health.problems(Config.model_validate({}), found | {"killed": killed}, None, []):
+            assert f": {who} ended in the middle of it; " in line
 
 
 @pytest.mark.parametrize(("step", "said"), [(None, ", and no trainer has acknowledged it"), (7, "")])

@@ -315,7 +315,10 @@ def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, w
 def _killed(killed: dict[str, int], resume: str) -> Iterator[str]:
     """Yield a line where an explorer or a trainer was killed and nothing else tells of it."""
     if killed:
-        who = " and ".join(f"its {role} (pid {pid})" for role, pid in killed.items())
+        if len(set(killed.values())) == 1:  # of a run in one process
+            who = f"its {' and '.join(killed)} (pid {next(iter(killed.values()))})"
+        else:
+            who = " and ".join(f"its {role} (pid {pid})" for role, pid in killed.items())
         way = f"`{resume}` goes on with it" if resume else "start it again, and it goes on where the log ends"
         yield f"the run was not ended in order: {who} ended in the middle of it; {way}"
 

@@ -140,10 +140,9 @@ class RunView:
                 f"{self._rate():,.0f} tokens/s{version}  {seconds:.2f} s{failed}{ended}")
 
     def _rate(self) -> float:
-        if not self._tokens:
-            return 0.0
-        seconds = max(1.0, min(RATE_SECONDS, self._tokens[-1][0]))
-        return sum(n for _, n in self._tokens) / seconds
+        busy = self.state.busy_seconds
+        tokens = sum(n for at, n in self._tokens if at >= busy - RATE_SECONDS)
+        return tokens / min(RATE_SECONDS, busy) if busy > 0 else 0.0
 
     # --- the terminal -----------------------------------------------------------------------------------------------
     def _render(self) -> RenderableType:
