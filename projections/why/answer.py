@@ -181,14 +181,15 @@ def start_server(url: str) -> str:
 def resume_command(store: str) -> str:
     """Return the command that goes on with the `trinity-es run` of a store, by its URL.
 
-    A SQLite log is named itself: the config file may be that of another run, where `--set` gave this one its name. The
-    URL of a database has its password left out here, so its config file is what one has.
+    The log is named itself: the config file may be that of another run, where `--set` gave this one its name. Where a
+    password is left out of a database's URL, its config file is what one has.
     """
-    path = Path(store.removeprefix("sqlite:///"))
-    if not store.startswith("sqlite:///"):
+    if "***" in store:
         return "trinity-es resume CONFIG"
-    path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return f"trinity-es resume {shlex.quote(str(path))}"
+    if store.startswith("sqlite:///"):
+        path = Path(store.removeprefix("sqlite:///"))
+        store = str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    return f"trinity-es resume {shlex.quote(store)}"
 
 
 def go_on(resume: str) -> str:

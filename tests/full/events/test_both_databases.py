@@ -93,6 +93,7 @@ def same(said: str, url: str) -> str:
     for name in sorted({url, masked(url), escape(url), escape(masked(url))}, key=len, reverse=True):
         said = said.replace(name, "URL")
     said = re.sub("&#39;URL&#39;|'URL'", "URL", said)  # where a shell needs it
+    said = said.replace("resume CONFIG", "resume URL")  # where a password is left out of the URL
     said = re.sub(r'(?<=title="URL">)[^<]*|postgresql\+psycopg://\S*…', "URL", said)  # cut to what has room
     return re.sub(r'"seconds": [0-9.e-]+|in [0-9.]+ s \([0-9,]+ events/s\)', "SECONDS", said)
 
