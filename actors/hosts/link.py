@@ -34,6 +34,9 @@ MAX_WAITING = 20_000
 """Maximum number of messages that wait for a host which takes none; then its connection is ended."""
 FRAME_MESSAGES = 32
 """Maximum number of messages in a frame: each is some 256 KiB at most."""
+SILENCE = 1 / 3, 3.0
+"""A connection on which nothing was heard for this share of the timeout, or so many seconds where that is more, is made
+anew: a link that is back is of use at once, where TCP waits as long again as the link was away."""
 WARN_SECONDS = 10.0
 """Interval between two warnings of strangers."""
 _log = logging.getLogger(__name__)
@@ -55,10 +58,12 @@ class _Pipe:
     """One connection at work: a queue out, a beat, and who hears what comes."""
 
     def __init__(self, stream: SealedStream, take: Callable[[Items], None], timeout: float) -> None:
-        self.stream, self._take, self._timeout = stream, take, timeout
+        self.stream, self._take = stream, take
+        self._timeout = min(timeout, max(SILENCE[0] * timeout, SILENCE[1]))
         self._out: deque[tuple[str, Any]] = deque()
         self._wake, self._full = asyncio.Event(), asyncio.Event()
         self.heard = time.monotonic()
+        """When something last came."""
 
     def put(self, items: Sequence[tuple[str, Any]]) -> None:
         """In the event loop: have these sent, in this order."""
@@ -97,14 +102,14 @@ class _Pipe:
     async def _receive(self) -> str:
         while True:
             try:
-                items = await self.stream.receive()
+                items = await self.stream.receive(self._hears)
             except asyncio.IncompleteReadError:
                 return "it ended the connection"
             except OSError as e:
                 return f"the connection broke: {e}"
             except Exception as e:  # a frame of ours that can't be unpickled here
                 return f"it says what is not understood here: {type(e).__name__}"
-            self.heard = time.monotonic()
+            self._hears()  # a frame without a payload, too
             if items:
                 self._take(items)
 
@@ -116,6 +121,9 @@ class _Pipe:
         while (silent := time.monotonic() - self.heard) < self._timeout:
             await asyncio.sleep(min(BEAT_SECONDS, self._timeout - silent))
         return f"nothing was heard of it for {self._timeout:.0f} s"
+
+    def _hears(self) -> None:
+        self.heard = time.monotonic()
 
 
 class _LoopThread:
@@ -159,13 +167,13 @@ class HeadEnd:
 
     The callables are called in its thread: `hello(what the host says, its address, answer)`, which calls `answer` with
     an Admission once, from any thread; `take(host, epoch, items)`, first without any, when it is connected;
-    `gone(host, epoch, why)`.
+    `gone(host, epoch, why, when it was last heard, monotonic seconds)`.
     """
 
     def __init__(
         self, address: tuple[str, int], keys: Callable[[], Sequence[bytes]], timeout: float, *,
         hello: Callable[[Mapping[str, Any], str, Callable[[Admission], None]], None],
-        take: Callable[[str, int, Items], None], gone: Callable[[str, int, str], None],
+        take: Callable[[str, int, Items], None], gone: Callable[[str, int, str, float], None],
     ) -> None:
         self._address, self._keys, self._timeout = address, keys, timeout
         self._hello, self._take, self._gone = hello, take, gone
@@ -257,7 +265,7 @@ class HeadEnd:
             writer.transport.abort()
         if self._pipes.get(host) == (epoch, pipe):  # else another connection of it took this one's place
             del self._pipes[host]
-            self._gone(host, epoch, why)
+            self._gone(host, epoch, why, pipe.heard)
 
     def _warn(self, writer: asyncio.StreamWriter, why: str) -> None:
         self._refused += 1

@@ -21,7 +21,7 @@ import json
 import os
 import pickle
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,12 +79,12 @@ class SealedStream:
         self._sent += 1
         await self._writer.drain()
 
-    async def receive(self) -> list[tuple[str, Any]]:
-        """Return the messages of the next frame; none of them is a sign of life alone.
+    async def receive(self, heard: Callable[[], None]) -> list[tuple[str, Any]]:
+        """Return the messages of the next frame; none of them is a sign of life alone. Calls `heard` for all that comes.
 
         Raises NotOurs for a frame whose seal does not fit, OSError, EOFError where the other side ended.
         """
-        payload = await _read(self._reader, self._in_key, self._received, MAX_FRAME)
+        payload = await _read(self._reader, self._in_key, self._received, MAX_FRAME, heard)
         self._received += 1
         items: list[tuple[str, Any]] = pickle.loads(payload)
         return items
@@ -185,16 +185,27 @@ def _seal(key: bytes, number: int, payload: bytes) -> bytes:
     return hmac.digest(key, number.to_bytes(8, "big") + payload, "sha256")
 
 
-async def _read(reader: asyncio.StreamReader, key: bytes, number: int, most: int) -> bytes:
-    payload, seal = await _read_open(reader, most)
+async def _read(
+    reader: asyncio.StreamReader, key: bytes, number: int, most: int, heard: Callable[[], None]
+) -> bytes:
+    payload, seal = await _read_open(reader, most, heard)
     if not hmac.compare_digest(seal, _seal(key, number, payload)):
         raise NotOurs("the seal of a frame does not fit")
     return payload
 
 
-async def _read_open(reader: asyncio.StreamReader, most: int = HELLO_BYTES) -> tuple[bytes, bytes]:
+async def _read_open(
+    reader: asyncio.StreamReader, most: int = HELLO_BYTES, heard: Callable[[], None] = lambda: None
+) -> tuple[bytes, bytes]:
     """Return payload and seal of a frame. Raises NotOurs for one that is too large, EOFError."""
     size, seal = _HEAD.unpack(await reader.readexactly(_HEAD.size))
     if size > most:
         raise NotOurs(f"it sends a frame of {size} bytes, where {most} are the most")
-    return await reader.readexactly(size), seal
+    payload = bytearray()
+    while len(payload) < size:  # a large frame on a slow link is no silence
+        part = await reader.read(size - len(payload))
+        if not part:
+            raise asyncio.IncompleteReadError(bytes(payload), size)
+        payload += part
+        heard()
+    return bytes(payload), seal

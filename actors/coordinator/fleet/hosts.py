@@ -65,7 +65,7 @@ def listening(
         (address.strip("[]"), int(port)), keys, settings.timeout,
         hello=lambda said, where, answer: do(lambda fleet: fleet.hello(said, where, answer)),
         take=lambda host, epoch, items: do(lambda fleet: fleet.take(host, epoch, items)),
-        gone=lambda host, epoch, why: do(lambda fleet: fleet.gone(host, epoch, why)),
+        gone=lambda host, epoch, why, heard: do(lambda fleet: fleet.gone(host, epoch, why, heard)),
     )
     end.start()
     return end
@@ -85,7 +85,7 @@ class HostFleet:
         self._connected: dict[str, int] = {}
         """Host -> epoch, of those that have a connection; one that is only taken in has none yet."""
         self._heard: dict[str, float] = {}
-        """When a host was last known to be there, monotonic seconds: it has a connection, or had one then."""
+        """When a host without a connection was last heard, monotonic seconds."""
         self._why: dict[str, str] = {}
         """Why a connection ended."""
         self._lost: dict[str, float] = {}
@@ -134,11 +134,11 @@ class HostFleet:
             else:
                 _log.error("host %s speaks for %s, which is not its own", host, name)
 
-    def gone(self, host: str, epoch: int, why: str) -> None:
-        """Take note that a connection ended: its host has some seconds to come back."""
+    def gone(self, host: str, epoch: int, why: str, heard: float) -> None:
+        """Take note that a connection ended: its host, last heard then, has some seconds to come back."""
         if self._connected.get(host) == epoch:
             del self._connected[host]
-            self._heard[host], self._why[host] = self._registry.sender.now(), why
+            self._heard[host], self._why[host] = heard, why
             _log.warning("the connection to host %s #%d ended: %s", host, epoch, why)
 
     # --- time -------------------------------------------------------------------------------------------------------

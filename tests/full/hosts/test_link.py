@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,12 +29,13 @@ class Heard:
     def __init__(self, keys: list[bytes], timeout: float = 5.0) -> None:
         self.hellos: list[Mapping[str, Any]] = []
         self.items: list[tuple[str, Any]] = []
-        self.gone: list[str] = []
+        self.gone: list[tuple[str, float]] = []
+        """Why a connection ended, and when its host was last heard."""
         self.keys, self.refuses = keys, Admission(1, 1)
         self.end = HeadEnd(
             ("127.0.0.1", 0), lambda: self.keys, timeout, hello=self._hello,
             take=lambda host, epoch, items: self.items.extend(items),
-            gone=lambda host, epoch, why: self.gone.append(why),
+            gone=lambda host, epoch, why, heard: self.gone.append((why, heard)),
         )
         self.port = self.end.start().result(10)
 
@@ -176,7 +180,7 @@ def test_what_somebody_in_the_middle_sends_ends_the_connection_before_it_is_unpi
         host.end.send("runner-0@b", "once")
         wait_until(lambda: bool(head.gone), "the head hangs up", 10)
         assert head.items in ([], [("runner-0@b", "once")])
-        assert "seal" in head.gone[0]
+        assert "seal" in head.gone[0][0]
 
 
 @contextmanager
@@ -266,6 +270,48 @@ def test_a_silent_network_is_noticed_by_both_and_the_connection_made_again(lost:
         wait_until(lambda: head.items[-1:] == [("runner-0@b", "again")], "the host is heard", 10)
 
 
+def test_a_host_that_is_gone_was_last_heard_before_its_silence() -> None:
+    """By which its loss is known in `hosts.timeout`, and not twice that."""
+    head = Heard([KEY], timeout=3.0)
+    with network(head.port) as between, joined(head, between.port, timeout=3.0) as host:
+        wait_until(lambda: len(host.ups) == 1, "the host is taken in", 10)
+        between.away()
+        away = time.monotonic()
+        wait_until(lambda: bool(head.gone), "the head notices", 20)
+        assert head.gone[0][1] <= away + 1.0  # what was under way
+
+
+def test_a_connection_is_made_anew_long_before_its_host_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a link that comes back is of use at once."""
+    monkeypatch.setattr(link, "SILENCE", (0.02, 2.0))
+    head = Heard([KEY], timeout=100.0)
+    with network(head.port) as between, joined(head, between.port, timeout=100.0) as host:
+        wait_until(lambda: len(host.ups) == 1, "the host is taken in", 10)
+        between.away()
+        wait_until(lambda: bool(host.downs and head.gone), "both make it anew", 20)
+        between.heal()
+        wait_until(lambda: len(host.ups) == 2, "it is taken in again", 30)
+
+
+def test_a_frame_that_comes_slowly_is_no_silence() -> None:
+    async def slowly() -> tuple[int, Any]:
+        sent = bytearray()
+        writer: Any = SimpleNamespace(write=sent.extend, drain=lambda: asyncio.sleep(0))
+        reader = asyncio.StreamReader()
+        await sealed_stream.SealedStream(reader, writer, KEY, OTHER).send([("b", "x" * 100_000)])
+        heard: list[None] = []
+        stream = sealed_stream.SealedStream(reader, writer, OTHER, KEY)
+        received = asyncio.ensure_future(stream.receive(lambda: heard.append(None)))
+        for n in range(0, len(sent), 10_000):
+            reader.feed_data(bytes(sent[n : n + 10_000]))
+            await asyncio.sleep(0)
+        return len(heard), await received
+
+    often, items = asyncio.run(slowly())
+    assert items == [("b", "x" * 100_000)]
+    assert often >= 10
+
+
 def test_one_host_that_takes_nothing_keeps_nobody_else_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head's queue to it grows to its limit, then it is hung up on; sends never wait."""
     monkeypatch.setattr(link, "MAX_WAITING", 2000)
@@ -288,7 +334,7 @@ def test_one_host_that_takes_nothing_keeps_nobody_else_waiting(monkeypatch: pyte
                     head.end.send("c", "runner-0@c", n)
             wait_until(lambda: len(items) == 250, "all that the other is sent", 20)
             wait_until(lambda: bool(head.gone), "the one is hung up on", 20)
-            assert "takes nothing" in head.gone[0]
+            assert "takes nothing" in head.gone[0][0]
         finally:
             other.stop()
 
