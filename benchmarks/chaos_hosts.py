@@ -1,12 +1,13 @@
 """Does anything get lost when hosts die and networks fail? Several hosts, random faults, then an account from the log.
 
-Each host is a network namespace of this machine with an address and processes of its own (`tests/helpers/namespaces.py`),
-PostgreSQL is reached over TCP. Two can lead: their launcher says `trinity-es up --standby` again and again; the others
-`trinity-es join`. A trainer on one of these keeps batches in flight on the ScriptedEngine, and goes on elsewhere when its
-host dies. Faults come one after the other, seeded: a host killed, with its network or without, and started again later;
-a link away for up to 20 s, or packets lost one way; hosts that join, are drained, get SIGTERM; a runner, a guardian, a
-host agent, a coordinator killed; the host of the head killed, or its link away, so that the other leads; PostgreSQL
-stopped as by a crash and started. Now and then one comes while another goes on.
+Each host is a network namespace of this machine with an address and processes of its own, made by
+`tests/helpers/namespaces.py`; PostgreSQL is reached over TCP. Two can lead: their launcher says `trinity-es up
+--standby` again and again; the others say `trinity-es join`. A trainer on one of these keeps batches in flight on the
+ScriptedEngine, and goes on elsewhere when its host dies. Faults come one after the other, seeded: a host killed, with
+its network or without, and started again later; a link away for up to 20 s, or packets lost one way; hosts that join,
+are drained, get SIGTERM; a runner, a guardian, a host agent, a coordinator killed; the host of the head killed, or its
+link away, so that the other leads; PostgreSQL stopped as by a crash and started. Now and then one comes while another
+goes on.
 
 At the end the log is compared with what the trainer was told, as `benchmarks.chaos` does, and asked for more: was
 anything accepted of an epoch that was over, was an attempt blamed for the loss of a host, was each loss known in 20 s
@@ -56,13 +57,13 @@ SHORT = ("runner of a host killed", "host agent killed", "coordinator killed", "
 """Those that may come while another goes on."""
 PLACES = 6
 """Units that each host runs at once."""
-SECONDS = 1.0
+SECONDS = 1.5
 """How long a task sleeps."""
 MEND_SECONDS = 120.0
 """How long the run may take, after a fault is over, until all hosts work again; after that it needs a person."""
 DISTURBED = 0.25
 """How often something else happens while a host is away."""
-CALM_SECONDS = 10.0
+CALM_SECONDS = 8.5
 """How long all is well before a fault during which the work of the others is measured."""
 
 
@@ -88,9 +89,8 @@ class Watch:
             event = item.event
             if isinstance(event, ev.RunnerReady) and event.runner == f"runner-0@{host}":
                 ready = item.recorded_at
-            elif isinstance(event, ev.RunnerLost | ev.RunnerRetired) and event.runner == f"runner-0@{host}":
-                ready = 0.0
-            elif isinstance(event, ev.HostLost | ev.HostLeft) and event.host == host:
+            gone = isinstance(event, ev.RunnerLost | ev.RunnerRetired) and event.runner == f"runner-0@{host}"
+            if gone or (isinstance(event, ev.HostLost | ev.HostLeft) and event.host == host):
                 ready = 0.0
         return ready > since
 
@@ -110,10 +110,8 @@ class HostsChaos:
         tasks: int = 200,
     ) -> None:
         self.network, self.database, self.random, self.folder = network, database, random.Random(seed), folder
-        config = {
-            "mode": "explore", "store": {"url": database.url},
-            "explorer": {"max_concurrency": PLACES, "max_retry_times": 20, "rollout_model": {"engine_type": "scripted"}},
-        }
+        explorer = {"max_concurrency": PLACES, "max_retry_times": 20, "rollout_model": {"engine_type": "scripted"}}
+        config = {"mode": "explore", "store": {"url": database.url}, "explorer": explorer}
         port = _free_port(network.head)
         self.heads = [HeadMachine(name, network, folder, config, port) for name in ("head1", "head2")]
         self.hosts = {
@@ -208,7 +206,8 @@ class HostsChaos:
         fault = Fault(kind, host, time.time(), **more)
         self.faults.append(fault)
         self.account.faults[kind] += 1
-        print(f"  {time.time() - self.began:5.0f} s  {len(self.faults):>3}  {kind}: {host}", file=sys.stderr, flush=True)
+        at = time.time() - self.began
+        print(f"  {at:5.0f} s  {len(self.faults):>3}  {kind}: {host}", file=sys.stderr, flush=True)
         return fault
 
     # --- the faults -------------------------------------------------------------------------------------------------
@@ -326,7 +325,7 @@ class HostsChaos:
         with trinity_es.open_log(self.database.url) as log:
             seen = {item.position: item.recorded_at - offset for item in log.events()}
             account.settle_hosts(log, self.faults, self.killed)
-            account.settle_work(Work(log.events()), self.faults, quiet, busy)
+            account.settle_work(Work(log.events()), self.faults, quiet, busy, PLACES)
         faults = [(fault.at - offset, f"{fault.kind} {fault.host}") for fault in self.faults]
         Evidence(self.database.url, self.tasks, trainer.submitted, trainer.finalized, self.notes / "ran", seen,
                  faults).settle(account)

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import trinity_es
 from benchmarks.chaos_account import BAD, Account
@@ -15,7 +14,9 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.recorded import Recorded
 from trinity_es.projections.hosts import Hosts, evolve_hosts, host_of
 
-__all__ = ["KNOWN_SECONDS", "LEAST_SECONDS", "PROMISES", "SHARE", "Fault", "HostsAccount", "Work", "hosts_report", "slept"]
+__all__ = [
+    "KNOWN_SECONDS", "LEAST_SECONDS", "PROMISES", "SHARE", "Fault", "HostsAccount", "Work", "hosts_report", "slept",
+]
 
 KNOWN_SECONDS = 20.0
 """How long the loss of a host may take to be known, with `hosts.timeout` as it is by default."""
@@ -70,11 +71,16 @@ class Work:
 
     def rate(self, host: str, begin: float, end: float) -> float:
         """Return units per second; one that was under way at the edge of the time counts by the part that is in it."""
-        return sum(_part(unit, begin, end) for unit in self.units[host]) / (end - begin)
+        parts = (_within(unit, begin, end) / max(unit[1] - unit[0], 1e-6) for unit in self.units[host])
+        return sum(parts) / (end - begin)
+
+    def full(self, host: str, places: int, begin: float, end: float) -> float:
+        """Return the share of its places that the coordinator had given away."""
+        return sum(_within(unit, begin, end) for unit in self.units[host]) / (places * (end - begin))
 
 
-def _part(unit: tuple[float, float], begin: float, end: float) -> float:
-    return max(0.0, min(unit[1], end) - max(unit[0], begin)) / max(unit[1] - unit[0], 1e-6)
+def _within(unit: tuple[float, float], begin: float, end: float) -> float:
+    return max(0.0, min(unit[1], end) - max(unit[0], begin))
 
 
 def slept(notes: Path, places: int, begin: float, end: float) -> dict[str, float]:
@@ -82,8 +88,8 @@ def slept(notes: Path, places: int, begin: float, end: float) -> dict[str, float
     found: dict[str, float] = defaultdict(float)
     for line in notes.read_text().splitlines():
         host, start, stop = line.split()
-        found[host] += max(0.0, min(float(stop), end) - max(float(start), begin)) / (places * (end - begin))
-    return found
+        found[host] += _within((float(start), float(stop)), begin, end) / (places * (end - begin))
+    return {host: share for host, share in sorted(found.items()) if share}
 
 
 @dataclass
@@ -103,7 +109,9 @@ class HostsAccount(Account):
     spread: dict[str, float] = field(default_factory=dict)
     """Tasks per second of each host before any fault."""
     busy: dict[str, float] = field(default_factory=dict)
-    """Share of each host's places in which tasks were, before any fault."""
+    """Share of each host's places in which tasks slept before any fault; what is missing is time between two tasks."""
+    given: dict[str, float] = field(default_factory=dict)
+    """Share of each host's places that were given away then."""
     epochs: int = 0
     """Of all hosts."""
     coordinators: int = 0
@@ -163,7 +171,7 @@ class HostsAccount(Account):
             self.late.append(f"{name}: after {seconds:.1f} s")
 
     def settle_work(
-        self, work: Work, faults: Sequence[Fault], quiet: tuple[float, float], busy: Mapping[str, float]
+        self, work: Work, faults: Sequence[Fault], quiet: tuple[float, float], busy: Mapping[str, float], places: int
     ) -> None:
         """Compare what hosts did before and while another was away, and with each other in the `quiet` time."""
         for fault in faults:
@@ -183,7 +191,9 @@ class HostsAccount(Account):
         mean = statistics.fmean(self.spread.values())
         self.shares += [f"{host}: {rate:.2f} tasks/s, the mean is {mean:.2f}" for host, rate in self.spread.items()
                         if abs(rate / mean - 1) > SHARE]
-        self.idle += [f"{host}: {share:.0%} of its places were busy" for host, share in busy.items()
+        self.given = {host or "the head": share for host in sorted(work.units)
+                      if (share := work.full(host, places, *quiet))}
+        self.idle += [f"{host}: {share:.0%} of its places were given away" for host, share in self.given.items()
                       if share < 1 - SHARE]
 
 
@@ -209,12 +219,11 @@ def hosts_report(account: HostsAccount) -> str:
                              ("a fault to HostLost", account.known, False),
                              ("tasks/s of a host while another is away, of its own before", account.away, True)):
         if times:
-            worst, cause = min(times) if low else max(times)
-            unit = "" if low else " s"
+            (worst, cause), most, unit = (min(times), "least", "") if low else (max(times), "most", " s")
             middle = statistics.median(value for value, _ in times)
-            lines.append(f"  {what}: median {middle:.2f}{unit}, {'least' if low else 'most'} {worst:.2f}{unit} ({cause}); "
-                         f"{len(times)} measured")
+            lines.append(f"  {what}: median {middle:.2f}{unit}, {most} {worst:.2f}{unit} ({cause}), of {len(times)}")
     for what, shares, form in (("tasks/s before any fault", account.spread, ".2f"),
-                               ("places busy then", account.busy, ".1%")):
+                               ("places given away then", account.given, ".1%"),
+                               ("places in which tasks slept then", account.busy, ".1%")):
         lines.append(f"  {what}: " + ", ".join(f"{host} {value:{form}}" for host, value in shares.items()))
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The machines of `benchmarks.chaos_hosts`: network namespaces with processes of their own, and what is done to them."""
+"""The machines of `benchmarks.chaos_hosts`: network namespaces with processes of their own, and how they are ended."""
 
 from __future__ import annotations
 

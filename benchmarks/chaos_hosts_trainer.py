@@ -55,7 +55,10 @@ class _Trainer:
     def __init__(self, given: argparse.Namespace) -> None:
         self.given, self.over, self._printing = given, threading.Event(), threading.Lock()
         self.config = trinity_es.Config.from_dict(
-            {"mode": "explore", "explorer": {"rollout_model": {"engine_type": "scripted"}}, "store": {"url": given.url}},
+            {
+                "mode": "explore", "explorer": {"rollout_model": {"engine_type": "scripted"}},
+                "store": {"url": given.url},
+            },
             folder=given.folder,
         )
 

@@ -80,7 +80,7 @@ class SealedStream:
         await self._writer.drain()
 
     async def receive(self, heard: Callable[[], None]) -> list[tuple[str, Any]]:
-        """Return the messages of the next frame; none of them is a sign of life alone. Calls `heard` for all that comes.
+        """Return the messages of the next frame; none of them is a sign of life alone. Calls `heard` as they come.
 
         Raises NotOurs for a frame whose seal does not fit, OSError, EOFError where the other side ended.
         """

@@ -97,7 +97,7 @@ class HostFleet:
 
     # --- what the connection tells ----------------------------------------------------------------------------------
     def hello(self, said: Mapping[str, Any], address: str, answer: Callable[[Admission], None]) -> None:
-        """Decide on a host that wants to take part; it is told when that is in the log."""
+        """Decide on a host that wants to take part; it is told when that, and what it rests on, is in the log."""
         try:
             asks = hosts.Hello(
                 str(said["name"]), str(said["life"]), address, int(said["pid"]),
@@ -108,7 +108,9 @@ class HostFleet:
             return
         decided = hosts.hello(self._live.hosts, asks, build=VERSION, connected=asks.name in self._connected)
         if isinstance(decided, hosts.Refusal):
-            answer(Admission(refused=decided.reason, for_good=decided.for_good))
+            # Durable first: a head that was cut off believes all hosts lost, while another leads and has them.
+            refusal = Admission(refused=decided.reason, for_good=decided.for_good)
+            self._live.then(lambda: answer(refusal))
             return
         for event in decided:
             if isinstance(event, ev.HostLost):
