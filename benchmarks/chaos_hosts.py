@@ -30,7 +30,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -107,13 +107,14 @@ class HostsChaos:
 
     def __init__(
         self, network: Network, database: Postgres, folder: Path, seed: int, *, hosts: int = 4, lanes: int = 6,
-        tasks: int = 200,
+        tasks: int = 200, timeout: float = 15.0,
     ) -> None:
+        """`timeout`: of hosts; `lanes`: batches in flight, of `tasks` each."""
         self.network, self.database, self.random, self.folder = network, database, random.Random(seed), folder
         explorer = {"max_concurrency": PLACES, "max_retry_times": 20, "rollout_model": {"engine_type": "scripted"}}
         config = {"mode": "explore", "store": {"url": database.url}, "explorer": explorer}
         port = _free_port(network.head)
-        self.heads = [HeadMachine(name, network, folder, config, port) for name in ("head1", "head2")]
+        self.heads = [HeadMachine(name, network, folder, config, port, timeout) for name in ("head1", "head2")]
         self.hosts = {
             name: HostMachine(name, network, folder, database.url) for name in [f"h{n}" for n in range(1, hosts + 1)]
         }
@@ -124,7 +125,7 @@ class HostsChaos:
         self.account = HostsAccount("hosts")
         self.faults: list[Fault] = []
         self.killed: set[str] = set()
-        self.tasks, self.calm_since = tasks, 0.0
+        self.tasks, self.timeout, self.calm, self.calm_since = tasks, timeout, CALM_SECONDS, 0.0
 
     # --- what is waited for -----------------------------------------------------------------------------------------
     def wait(self, condition: Callable[[], T], what: str, seconds: float) -> T | None:
@@ -169,8 +170,8 @@ class HostsChaos:
         self.calm_since = time.time()
 
     # --- the run ----------------------------------------------------------------------------------------------------
-    def run(self, count: int) -> HostsAccount:
-        """Start, break and settle."""
+    def run(self, deck: Sequence[str], *, measured: bool = True) -> HostsAccount:
+        """Start, do these faults and settle. `measured`: also count the work of hosts when all is well."""
         started, self.began = time.monotonic(), time.time()
         self.heads[0].start()
         self.wait(self.leading, "somebody leads", 90)
@@ -182,21 +183,26 @@ class HostsChaos:
             self.wait(lambda h=host: self.watch.serves(h.name, 0.0), f"host {host.name} works", 120)  # type: ignore[misc]
         self.trainer.run_on(list(self.hosts.values()))
         self.mended()
-        time.sleep(3)
-        quiet, clock = time.time(), time.monotonic()
-        time.sleep(2 * CALM_SECONDS)
-        quiet_time, clock_time = (quiet, time.time()), (clock, time.monotonic())
-        deck = self.deck(count)
-        while deck:
-            self.one(deck.pop(), deck)
+        if measured:
+            time.sleep(3)
+        else:
+            self.calm = 0.0
+        quiet, offset = time.time(), time.time() - time.monotonic()
+        time.sleep(2 * self.calm)
+        quiet_time = quiet, time.time()
+        todo = list(deck)
+        while todo:
+            self.one(todo.pop(0), todo)
         self.trainer.end(MEND_SECONDS + 120)
         self.account.seconds = time.monotonic() - started
         self.watch.close()
-        self.settle(quiet_time, slept(self.notes / "slept", PLACES, *clock_time))
+        self.settle(offset)
+        if measured:
+            self.settle_work(quiet_time, offset)
         return self.account
 
     def deck(self, count: int) -> list[str]:
-        """Return so many faults in their order; of few the first kinds in a random order."""
+        """Return so many faults in a random order."""
         every = [kind for kind, often in KINDS.items() for _ in range(often)]
         self.random.shuffle(every)
         return [every[n % len(every)] for n in range(count)]
@@ -230,13 +236,14 @@ class HostsChaos:
 
     def away(self, kind: str, host: HostMachine, deck: list[str]) -> Fault:
         """Have a host be away for some time, in which now and then something else happens."""
-        time.sleep(max(0.0, self.calm_since + CALM_SECONDS - time.time()))
+        time.sleep(max(0.0, self.calm_since + self.calm - time.time()))
         disturbing = next((k for k in deck if k in SHORT), None) if self.random.random() < DISTURBED else None
         others = ["", *(h.name for h in self.here() if h is not host)]
         off = kind in ("host killed", "host without power")
-        seconds = self.random.uniform(3, 12) if self.random.random() < 0.4 else 20.0
+        for_good = self.random.random() < 0.6
+        seconds = self.timeout + 5 if for_good else self.timeout * self.random.uniform(0.2, 0.8)
         fault = self.begin(kind, f"{host.name}", others=others, calm=time.time() - self.calm_since,
-                           loses=off or seconds == 20.0, restarts=off)
+                           loses=off or for_good, restarts=off)
         with contextlib.ExitStack() as healed:
             if kind == "packets lost one way":
                 healed.enter_context(self.network.one_way(host.name, self.random.choice(["to head", "to host"])))
@@ -316,19 +323,23 @@ class HostsChaos:
         return fault
 
     # --- the account ------------------------------------------------------------------------------------------------
-    def settle(self, quiet: tuple[float, float], busy: dict[str, float]) -> None:
-        """Compare the log with what was seen beside it."""
+    def settle(self, offset: float) -> None:
+        """Compare the log with what was seen beside it. `offset`: unix seconds at zero of the monotonic clock."""
         account, trainer = self.account, self.trainer
         account.person += trainer.trouble
         account.trainers = trainer.starts
-        offset = time.time() - time.monotonic()
         with trinity_es.open_log(self.database.url) as log:
             seen = {item.position: item.recorded_at - offset for item in log.events()}
-            account.settle_hosts(log, self.faults, self.killed)
-            account.settle_work(Work(log.events()), self.faults, quiet, busy, PLACES)
+            account.settle_hosts(log, self.faults, self.killed, self.timeout)
         faults = [(fault.at - offset, f"{fault.kind} {fault.host}") for fault in self.faults]
         Evidence(self.database.url, self.tasks, trainer.submitted, trainer.finalized, self.notes / "ran", seen,
                  faults).settle(account)
+
+    def settle_work(self, quiet: tuple[float, float], offset: float) -> None:
+        """Compare what hosts did, in the `quiet` time and around the faults."""
+        busy = slept(self.notes / "slept", PLACES, quiet[0] - offset, quiet[1] - offset)
+        with trinity_es.open_log(self.database.url) as log:
+            self.account.settle_work(Work(log.events()), self.faults, quiet, busy, PLACES)
 
     def close(self) -> None:
         """Switch everything off."""
@@ -345,8 +356,10 @@ def _free_port(address: str) -> int:
         return port
 
 
-def chaos_hosts(*, faults: int, seed: int, **more: Any) -> HostsAccount:
-    """One run, in a folder of its own."""
+def chaos_hosts(
+    *, seed: int, faults: int = 0, kinds: Sequence[str] = (), measured: bool = True, **more: Any
+) -> HostsAccount:
+    """One run, in a folder of its own: of so many random faults, or of these `kinds`."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-hosts-")))
         folder.chmod(0o755)  # the server of PostgreSQL has a user of its own
@@ -354,7 +367,7 @@ def chaos_hosts(*, faults: int, seed: int, **more: Any) -> HostsAccount:
         database = stack.enter_context(made_postgres(network.head, _free_port(network.head), network.all))
         run = HostsChaos(network, database, folder, seed, **more)
         try:
-            return run.run(faults)
+            return run.run(kinds or run.deck(faults), measured=measured)
         finally:
             run.close()
             if os.environ.get("KEEP_CHAOS"):

@@ -18,8 +18,8 @@ __all__ = [
     "KNOWN_SECONDS", "LEAST_SECONDS", "PROMISES", "SHARE", "Fault", "HostsAccount", "Work", "hosts_report", "slept",
 ]
 
-KNOWN_SECONDS = 20.0
-"""How long the loss of a host may take to be known, with `hosts.timeout` as it is by default."""
+KNOWN_SECONDS = 5.0
+"""How much longer than `hosts.timeout` the loss of a host may take to be known: 20 s in all by default."""
 SHARE = 0.1
 """Share by which hosts may do less while another is away, and be off their share of the work."""
 LEAST_SECONDS = 8.0
@@ -27,7 +27,8 @@ LEAST_SECONDS = 8.0
 PROMISES = {
     **{name: label for name, label in BAD.items() if name not in ("ended", "not_told", "left")},
     "over": "results of an epoch that was over", "blamed": "attempts blamed for the loss of a host",
-    "late": f"losses that were not known within {KNOWN_SECONDS:.0f} s", "slower": "hosts slower while another was away",
+    "late": "losses that were not known in time", "needless": "hosts lost that were away for a moment",
+    "slower": "hosts slower while another was away",
     "shares": "hosts without their share of the work", "idle": "hosts with places idle while work waited",
 }
 """The lists of an account that are to be empty, and their labels."""
@@ -99,6 +100,7 @@ class HostsAccount(Account):
     over: list[str] = field(default_factory=list)
     blamed: list[str] = field(default_factory=list)
     late: list[str] = field(default_factory=list)
+    needless: list[str] = field(default_factory=list)
     slower: list[str] = field(default_factory=list)
     shares: list[str] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)
@@ -122,10 +124,10 @@ class HostsAccount(Account):
     def clean(self) -> bool:
         return not any(getattr(self, name) for name in PROMISES)
 
-    def settle_hosts(self, log: trinity_es.Log, faults: Sequence[Fault], killed: set[str]) -> None:
+    def settle_hosts(self, log: trinity_es.Log, faults: Sequence[Fault], killed: set[str], timeout: float) -> None:
         """Read the log: was anything taken of an epoch that was over, who was blamed, when was each loss known.
 
-        `killed`: runners whose own process was killed, for which units may be blamed.
+        `killed`: runners whose own process was killed, for which units may be blamed. `timeout`: of hosts.
         """
         hosts: Hosts = {}
         lives: dict[tuple[str, int], int] = {}
@@ -157,9 +159,12 @@ class HostsAccount(Account):
                     self.blamed.append(f"task {event.task} for {event.runner}: {event.kind}: {event.message}")
         for fault in faults:
             if fault.loses:
-                self._known(fault, losses[fault.host])
+                self._known(fault, losses[fault.host], timeout + KNOWN_SECONDS)
+            elif fault.others and not fault.disturbed and fault.until - fault.at < timeout / 2:
+                self.needless += [f"{fault.kind} of {fault.host} for {fault.until - fault.at:.1f} s"
+                                  for at in losses[fault.host] if fault.at <= at <= fault.until + timeout]
 
-    def _known(self, fault: Fault, losses: Sequence[float]) -> None:
+    def _known(self, fault: Fault, losses: Sequence[float], limit: float) -> None:
         after = [at for at in losses if at >= fault.at]
         name = f"{fault.kind} of {fault.host}"
         if not after or min(after) > fault.until + 60:
@@ -167,7 +172,7 @@ class HostsAccount(Account):
             return
         seconds = min(after) - fault.at
         self.known.append((seconds, f"{name}{', with another fault' if fault.disturbed else ''}"))
-        if seconds > KNOWN_SECONDS and not fault.disturbed:
+        if seconds > limit and not fault.disturbed:
             self.late.append(f"{name}: after {seconds:.1f} s")
 
     def settle_work(

@@ -129,10 +129,12 @@ class HostMachine(Machine):
 class HeadMachine(Machine):
     """A machine that leads the run, or waits to: its launcher says `up --standby` whenever that has ended."""
 
-    def __init__(self, name: str, network: Network, folder: Path, config: dict[str, Any], port: int) -> None:
+    def __init__(
+        self, name: str, network: Network, folder: Path, config: dict[str, Any], port: int, timeout: float
+    ) -> None:
         super().__init__(name, network, folder)
         self.address = f"{network.address(name)}:{port}"
-        given = {**config, "hosts": {"address": self.address},
+        given = {**config, "hosts": {"address": self.address, "timeout": timeout},
                  "system": {**config.get("system", {}), "log_dir": str(self.folder / "logs")}}
         self.config = self.folder / "config.yaml"
         self.config.write_text(json.dumps(given))

@@ -16,7 +16,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.projections.hosts import host_of
 from trinity_es.system import lifecycle
 
-pytestmark = [pytest.mark.postgres, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.postgres, pytest.mark.slow, pytest.mark.timeout(280)]
 HOSTS = ("b", "c", "d")
 PLACES = 8
 """Of each host, as of the head."""
