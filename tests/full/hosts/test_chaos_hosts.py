@@ -1,4 +1,4 @@
-"""The short form of `make chaos-hosts`, with what `test_namespaces.py` leaves out: another host takes over from the head."""
+"""The short form of `make chaos-hosts`, with what `test_namespaces.py` leaves out: another host becomes the head."""
 
 from __future__ import annotations
 
