@@ -14,7 +14,7 @@ from trinity_es.actors import messages
 from trinity_es.actors.base import BaseActor
 from trinity_es.actors.engines.devices import counted
 from trinity_es.actors.hosts.link import HostEnd, Items
-from trinity_es.actors.system_key import read_key
+from trinity_es.actors.system_key import HostKeys
 from trinity_es.events.software_version import VERSION
 from trinity_es.events.store.log import EventLog
 
@@ -48,7 +48,7 @@ class HostAgent(BaseActor):
         self.end_ = HostEnd(
             {"name": config.host.name, "life": config.host.life, "pid": message.admin["pid"], "build": VERSION,
              "places": counted()},
-            read_key, config.hosts.timeout, find=self.find_head,
+            HostKeys(config.hosts.key_file), config.hosts.timeout, find=self.find_head, tls=config.hosts.tls,
             up=lambda epoch, leads: self.post(lambda: self.connected(epoch, leads)),
             take=lambda items: self.post(lambda: self.take(items)),
             down=lambda why: self.post(lambda: self.disconnected(why)),
