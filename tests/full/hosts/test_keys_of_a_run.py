@@ -4,56 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import trinity_es
 from tests.helpers.certificates import Authority
-from tests.helpers.hosts import Head, free_port, has_settled, host_joins, ready
-from tests.helpers.systems import end, scripted
+from tests.helpers.hosts import Head, KeyFile, has_settled, head_of, host_joins, log_of, ready
 from trinity_es.actors.hosts.sealed_stream import Refused, open_to_head
 from trinity_es.actors.hosts.tls import begin_at_host
 from trinity_es.actors.settings import TlsSettings
 from trinity_es.events import vocabulary as ev
-from trinity_es.system import lifecycle
 from trinity_es.testing import wait_until
 
 pytestmark = [pytest.mark.postgres, pytest.mark.timeout(240)]
-
-
-class KeyFile:
-    """The file with the keys between hosts, as each host has a copy."""
-
-    def __init__(self, path: Path, *keys: str) -> None:
-        self.path = path
-        self.holds(*keys)
-
-    def holds(self, *keys: str) -> None:
-        self.path.touch(0o600)
-        self.path.write_text("\n".join(keys) + "\n")
-
-
-@contextmanager
-def head_of(url: str, folder: Path, **hosts: Any) -> Iterator[Head]:
-    port = free_port()
-    config = scripted(folder / "head", store={"url": url}, system={"log_dir": str(folder / "head-logs")},
-                      hosts={"address": f"127.0.0.1:{port}", "timeout": 10.0, **hosts})
-    lifecycle.start(config)
-    client = trinity_es.connect(config)
-    try:
-        client.wait_ready(60)
-        yield Head(client, url, folder, port)
-    finally:
-        end(client)
-
-
-def log_of(head: Head) -> str:
-    return (head.folder / "head-logs" / "coordinator.log").read_text()
 
 
 def made() -> str:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.full.hosts.test_link import KEY, OTHER, Heard, joined
 from tests.helpers.certificates import Authority, Files
-from tests.helpers.links import network
+from tests.helpers.links import KEY, OTHER, Heard, joined, network
 from trinity_es.actors.hosts import sealed_stream
 from trinity_es.actors.hosts.link import NO_TLS
 from trinity_es.actors.settings import TlsSettings
