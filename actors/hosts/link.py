@@ -248,7 +248,8 @@ class HeadEnd:
         try:
             said, answer = await asyncio.wait_for(self._hear(reader, writer), HELLO_SECONDS)
         except (NotOurs, OSError, EOFError, TimeoutError, WrongKey) as e:
-            self._warn(writer, str(e) or "it said nothing in time")
+            if not isinstance(e, asyncio.IncompleteReadError) or e.partial:  # else a probe of a launcher's
+                self._warn(writer, str(e) or "it said nothing in time")
             writer.transport.abort()
             return
         asked: asyncio.Future[Admission] = asyncio.get_running_loop().create_future()

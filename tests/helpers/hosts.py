@@ -155,8 +155,10 @@ class KeyFile:
 @contextmanager
 def head_of(url: str, folder: Path, system: Mapping[str, Any] | None = None, **hosts: Any) -> Iterator[Head]:
     port = free_port()
-    config = scripted(folder / "head", store={"url": url}, system={"log_dir": str(folder / "head-logs"), **(system or {})},
-                      hosts={"address": f"127.0.0.1:{port}", "timeout": 10.0, **hosts})
+    config = scripted(
+        folder / "head", store={"url": url}, system={"log_dir": str(folder / "head-logs"), **(system or {})},
+        hosts={"address": f"127.0.0.1:{port}", "timeout": 10.0, **hosts},
+    )
     lifecycle.start(config)
     client = trinity_es.connect(config)
     try:

@@ -70,7 +70,7 @@ def test_a_certificate_that_is_not_believed_is_named_with_the_way_out(
         wait_until(lambda: bool(host.downs), "a try", 20)
         assert "the head's certificate is not believed" in host.downs[0]
         assert "hosts.tls.ca has to name the CA that signed it, and it has to be one for 127.0.0.1" in host.downs[0]
-        assert head.hellos == host.ups == []
+        assert (head.hellos, host.ups) == ([], [])
 
 
 def test_one_side_alone_that_speaks_tls_is_told_so(authority: Authority, caplog: pytest.LogCaptureFixture) -> None:
