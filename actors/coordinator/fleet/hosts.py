@@ -18,6 +18,7 @@ from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.hosts.link import Admission, HeadEnd, Items
 from trinity_es.actors.messages import HostDrained, HostLeaves, RunnerDied
 from trinity_es.actors.settings import HostsSettings
+from trinity_es.actors.system_key import HostKeys
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.software_version import VERSION
 from trinity_es.projections.hosts import Host, Hosts, host_of
@@ -47,8 +48,7 @@ def far_lives(known: Hosts, lives: Lives) -> dict[str, int]:
 
 
 def listening(
-    settings: HostsSettings, keys: Callable[[], list[bytes]], post: Callable[[Callable[[], None]], None],
-    fleet: Callable[[], HostFleet | None],
+    settings: HostsSettings, post: Callable[[Callable[[], None]], None], fleet: Callable[[], HostFleet | None]
 ) -> HeadEnd:
     """Return the end that listens for hosts; what it hears is done in the actor's loop."""
     address, _, port = (settings.listen or settings.address).rpartition(":")
@@ -62,7 +62,7 @@ def listening(
         post(now)
 
     end = HeadEnd(
-        (address.strip("[]"), int(port)), keys, settings.timeout,
+        (address.strip("[]"), int(port)), HostKeys(settings.key_file), settings.timeout, tls=settings.tls,
         hello=lambda said, where, answer: do(lambda fleet: fleet.hello(said, where, answer)),
         take=lambda host, epoch, items: do(lambda fleet: fleet.take(host, epoch, items)),
         gone=lambda host, epoch, why, heard: do(lambda fleet: fleet.gone(host, epoch, why, heard)),

@@ -7,66 +7,17 @@ import pickle
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.helpers.links import network
+from tests.helpers.links import HELLO, KEY, OTHER, Heard, Told, joined, network
 from trinity_es.actors.hosts import link, sealed_stream
-from trinity_es.actors.hosts.link import Admission, HeadEnd, HostEnd
+from trinity_es.actors.hosts.link import Admission, HostEnd
 from trinity_es.testing import wait_until
-
-KEY, OTHER = b"k" * 40, b"o" * 40
-HELLO = {"name": "b", "life": "1", "pid": 7, "build": "0", "places": {}}
-
-
-class Heard:
-    """A head that takes everybody in, or says why not, and what it heard."""
-
-    def __init__(self, keys: list[bytes], timeout: float = 5.0) -> None:
-        self.hellos: list[Mapping[str, Any]] = []
-        self.items: list[tuple[str, Any]] = []
-        self.gone: list[tuple[str, float]] = []
-        """Why a connection ended, and when its host was last heard."""
-        self.keys, self.refuses = keys, Admission(1, 1)
-        self.end = HeadEnd(
-            ("127.0.0.1", 0), lambda: self.keys, timeout, hello=self._hello,
-            take=lambda host, epoch, items: self.items.extend(items),
-            gone=lambda host, epoch, why, heard: self.gone.append((why, heard)),
-        )
-        self.port = self.end.start().result(10)
-
-    def _hello(self, said: Mapping[str, Any], where: str, answer: Callable[[Admission], None]) -> None:
-        self.hellos.append(said)
-        answer(self.refuses)
-
-
-class Told:
-    """A host, and what it was told."""
-
-    def __init__(self, port: int, key: bytes = KEY, timeout: float = 5.0) -> None:
-        self.ups: list[tuple[int, int]] = []
-        self.items: list[tuple[str, Any]] = []
-        self.downs: list[str] = []
-        self.refused: list[str] = []
-        self.end = HostEnd(
-            HELLO, lambda: key, timeout, find=lambda: ("127.0.0.1", port), up=lambda *epochs: self.ups.append(epochs),
-            take=self.items.extend, down=self.downs.append, refused=self.refused.append,
-        )
-        self.end.start()
-
-
-@contextmanager
-def joined(head: Heard, port: int | None = None, **args: Any) -> Iterator[Told]:
-    host = Told(port or head.port, **args)
-    try:
-        yield host
-    finally:
-        host.end.stop()
-        head.end.stop()
 
 
 def test_messages_come_both_ways_once_and_in_their_order() -> None:
@@ -83,7 +34,7 @@ def test_messages_come_both_ways_once_and_in_their_order() -> None:
 
 def test_who_has_another_key_is_not_heard(caplog: pytest.LogCaptureFixture) -> None:
     head = Heard([KEY])
-    with joined(head, key=OTHER) as host:
+    with joined(head, keys=[OTHER]) as host:
         wait_until(lambda: len(host.downs) >= 2, "two tries", 20)
         assert host.ups == []
         assert head.hellos == []
@@ -91,15 +42,38 @@ def test_who_has_another_key_is_not_heard(caplog: pytest.LogCaptureFixture) -> N
     assert "refused who wanted to join from 127.0.0.1: it has another key" in caplog.text
 
 
-def test_a_key_is_exchanged_without_a_stop() -> None:
-    """The head knows both for a while; then the old one is refused."""
-    head = Heard([OTHER, KEY])
+def test_a_key_is_replaced_without_a_stop(caplog: pytest.LogCaptureFixture) -> None:
+    """Both have the new one beside the old for a while; then the connections of the old one end and are made again."""
+    head, keys = Heard([KEY]), [OTHER, KEY]
+    with joined(head, keys=keys) as host:
+        wait_until(lambda: len(host.ups) == 1, "taken in with the old key, though the new one is tried first", 10)
+        head.keys = [OTHER, KEY]
+        host.end.send("runner-0@b", "before")
+        head.keys = [OTHER]
+        wait_until(lambda: len(host.ups) == 2, "taken in with the new key", 20)
+        host.end.send("runner-0@b", "after")
+        wait_until(lambda: head.items == [("runner-0@b", "before"), ("runner-0@b", "after")], "what it says", 10)
+        assert "its key was taken away" in [*(why for why, _ in head.gone), *host.downs]
+    assert "refused who wanted to join" in caplog.text  # with the new key, before the head had it
+
+
+def test_a_host_that_was_not_given_the_new_key_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    head = Heard([KEY])
     with joined(head) as host:
         wait_until(lambda: len(host.ups) == 1, "taken in with the old key", 10)
         head.keys = [OTHER]
-        head.end.hang_up("b")
         wait_until(lambda: any("another key" in why for why in host.downs), "refused with the old key", 20)
+        assert head.gone[0][0] == "its key was taken away"
         assert len(host.ups) == 1
+    assert "one that was taken away, and calls itself 'b': give that host the head's" in caplog.text
+
+
+def test_a_host_whose_own_file_lost_the_key_ends_the_connection() -> None:
+    head, keys = Heard([KEY, OTHER]), [KEY]
+    with joined(head, keys=keys) as host:
+        wait_until(lambda: len(host.ups) == 1, "taken in", 10)
+        keys[:] = [OTHER]
+        wait_until(lambda: len(host.ups) == 2, "taken in with the other key", 20)
 
 
 def test_a_head_without_the_key_is_told_nothing() -> None:
@@ -322,7 +296,7 @@ def test_one_host_that_takes_nothing_keeps_nobody_else_waiting(monkeypatch: pyte
         items: list[tuple[str, Any]] = []
         ups: list[tuple[int, int]] = []
         other = HostEnd(
-            {**HELLO, "name": "c"}, lambda: KEY, 30.0, find=lambda: ("127.0.0.1", head.port),
+            {**HELLO, "name": "c"}, lambda: [KEY], 30.0, find=lambda: ("127.0.0.1", head.port),
             up=lambda *epochs: ups.append(epochs), take=items.extend, down=print, refused=print,
         )
         other.start()

@@ -10,7 +10,7 @@ import pytest
 from trinity_es.actors.coordinator.decisions.hosts import Hello, Refusal, drained, hello, lost
 from trinity_es.actors.coordinator.fleet.hosts import FarProcess, HostFleet, far_lives
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
-from trinity_es.actors.hosts.link import Admission
+from trinity_es.actors.hosts.link import NO_TLS, Admission
 from trinity_es.actors.messages import HostDrained, RunnerDied
 from trinity_es.actors.settings import HostsSettings
 from trinity_es.config.config import Config
@@ -168,7 +168,7 @@ class Around:
         self.book = Book()
         self.registry = RunnerRegistry(self.book, self)  # type: ignore[arg-type]  # they have what is used here
         self.fleet = HostFleet(
-            HostsSettings("10.0.0.1:7700", "", 5.0), self.registry, self, epoch=4,  # type: ignore[arg-type]  # as above
+            HostsSettings("10.0.0.1:7700", "", 5.0, "", NO_TLS), self.registry, self, epoch=4,  # type: ignore[arg-type]  # as above
             handle=lambda message, sender: self.handled.append((message, sender)), died=self.died.append,
         )
 
