@@ -16,13 +16,15 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.hosts.sealed_stream import NotOurs, Refused, SealedStream, accept, open_to_head
+from trinity_es.actors.hosts.folder_sender import FolderSender
+from trinity_es.actors.hosts.sealed_stream import Answer, NotOurs, Refused, SealedStream, accept, open_to_head
 from trinity_es.events.errors import WrongKey
 from trinity_es.events.store.retry import Backoff
 
-__all__ = ["Admission", "HeadEnd", "HostEnd", "Items"]
+__all__ = ["Admission", "HeadEnd", "HostEnd", "Items", "LoopThread", "connected"]
 
 BEAT_SECONDS = 1.0
 """Interval between two frames, where there is nothing to say."""
@@ -49,6 +51,8 @@ class Admission:
     coordinator_epoch: int = 0
     refused: str = ""
     for_good: bool = False
+    folder: str = ""
+    """It does not join: it gets the files of this folder of the head's."""
 
 
 class _Pipe:
@@ -118,7 +122,7 @@ class _Pipe:
         return f"nothing was heard of it for {self._timeout:.0f} s"
 
 
-class _LoopThread:
+class LoopThread:
     """An event loop in a thread."""
 
     def __init__(self, name: str) -> None:
@@ -170,9 +174,10 @@ class HeadEnd:
         self._address, self._keys, self._timeout = address, keys, timeout
         self._hello, self._take, self._gone = hello, take, gone
         self._pipes: dict[str, tuple[int, _Pipe]] = {}
-        self._thread = _LoopThread("hosts")
+        self._thread = LoopThread("hosts")
         self._server: asyncio.Server | None = None
         self._meetings: set[asyncio.Task[None]] = set()
+        self._folders = FolderSender()
         self._refused, self._warned = 0, float("-inf")
 
     def start(self) -> Future[int]:
@@ -243,6 +248,9 @@ class HeadEnd:
         except TimeoutError:  # the log can't be written now
             writer.transport.abort()
             return
+        if admission.folder:
+            await self._send_folder(str(said.get("name")), answer, Path(admission.folder))
+            return
         host, epoch = str(said["name"]), admission.epoch
         pipe = _Pipe(answer.stream(), lambda items: self._take(host, epoch, items), self._timeout)
         before, self._pipes[host] = self._pipes.get(host), (epoch, pipe)
@@ -258,6 +266,14 @@ class HeadEnd:
         if self._pipes.get(host) == (epoch, pipe):  # else another connection of it took this one's place
             del self._pipes[host]
             self._gone(host, epoch, why)
+
+    async def _send_folder(self, host: str, answer: Answer, folder: Path) -> None:
+        """Send a folder to a host, over this connection of its own."""
+        try:
+            await answer.take()
+            await self._folders.send(answer.stream(), folder)
+        except (OSError, EOFError, TimeoutError, ValueError) as e:  # it comes again, and says why to its people
+            _log.warning("host %s did not get all of %s: %s", host, folder, str(e) or type(e).__name__)
 
     def _warn(self, writer: asyncio.StreamWriter, why: str) -> None:
         self._refused += 1
@@ -283,7 +299,7 @@ class HostEnd:
         self._hello, self._key, self._timeout = hello, key, timeout
         self._find, self._up, self._take, self._down, self._refused = find, up, take, down, refused
         self._pipe: _Pipe | None = None
-        self._thread = _LoopThread("head")
+        self._thread = LoopThread("head")
 
     def start(self) -> None:
         """Begin to look for the head."""
@@ -323,17 +339,23 @@ class HostEnd:
         where = await asyncio.to_thread(self._find)
         if where is None:
             return "nobody leads"
-        reader, writer = await asyncio.wait_for(asyncio.open_connection(*where, limit=1 << 20), HELLO_SECONDS)
-        try:
-            said, stream = await asyncio.wait_for(
-                open_to_head(reader, writer, self._key(), self._hello), HELLO_SECONDS + self._timeout)
-        except BaseException:
-            writer.transport.abort()
-            raise
+        said, stream = await connected(where, self._key(), self._hello, self._timeout)
         self._pipe = _Pipe(stream, self._take, self._timeout)
         pauses.reset()
         self._up(int(said["epoch"]), int(said["coordinator_epoch"]))
         return await self._pipe.run()
+
+
+async def connected(
+    where: tuple[str, int], key: bytes, hello: Mapping[str, Any], timeout: float
+) -> tuple[Mapping[str, Any], SealedStream]:
+    """Return what the head says to this hello, and the connection. Raises what `open_to_head` does, TimeoutError."""
+    reader, writer = await asyncio.wait_for(asyncio.open_connection(*where, limit=1 << 20), HELLO_SECONDS)
+    try:
+        return await asyncio.wait_for(open_to_head(reader, writer, key, hello), HELLO_SECONDS + timeout)
+    except BaseException:
+        writer.transport.abort()
+        raise
 
 
 def _settle(asked: asyncio.Future[Admission], found: Admission) -> None:

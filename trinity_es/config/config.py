@@ -118,10 +118,10 @@ class Config(Section):
         run = folder / "runs" / self.project / self.name
         # A benchmark begins again with the first weights: it has a log of its own.
         beside = run / "bench" if self.mode == "bench" else run
-        if self.hosts.address and self.synchronizer.sync_method != "checkpoint":
+        if self.hosts.address and self.synchronizer.sync_method == "nccl":
             raise ValueError(
-                f"hosts.address is set, and synchronizer.sync_method is {self.synchronizer.sync_method}: weights in "
-                "the memory of one host reach no other. Set it to checkpoint, checkpoint_root_dir to a folder of all"
+                "hosts.address is set, and synchronizer.sync_method is nccl: no group is made with engines of other "
+                "hosts. Set it to memory, or to checkpoint: hosts pull from the head what they can't read"
             )
         url = make_url(self.store.url or f"sqlite:///{beside / 'log.sqlite'}")
         if url.get_backend_name() == "sqlite":
@@ -133,6 +133,7 @@ class Config(Section):
             file = _absolute(str(url.database), folder)
             url, beside = url.set(database=file), Path(file).parent
         log_dir = self.system.log_dir or str(beside / "logs")
+        pulled = self.hosts.weights_dir
         key = self.system.key_file
         self.__dict__.update(  # the one place that writes to a frozen config: before anybody has it
             model=model,
@@ -141,6 +142,7 @@ class Config(Section):
             code_path=_absolute(self.code_path or ".", folder),
             explorer=self.explorer.model_copy(update={"rollout_model": rollout, "auxiliary_models": auxiliary}),
             buffer=self.buffer.model_copy(update={"explorer_input": inputs}),
+            hosts=self.hosts.model_copy(update={"weights_dir": pulled and _absolute(pulled, folder)}),
             store=self.store.model_copy(update={"url": url.render_as_string(hide_password=False)}),
             system=self.system.model_copy(update={
                 "log_dir": _absolute(log_dir, folder), "key_file": key and _absolute(key, folder),

@@ -432,6 +432,9 @@ class HostsConfig(Section):
     """Where it listens, as ADDRESS:PORT, if others reach it elsewhere: 0.0.0.0:7700 behind a service's name."""
     timeout: Seconds = 15.0
     """A host that was not heard of for so many seconds is lost: what its runners had is attempted again elsewhere."""
+    weights_dir: str = Field(default="", json_schema_extra={"shown": "/dev/shm"})
+    """Folder in which a host keeps weights and adapters that it pulls from the head, as it can't read them where they
+    were published: room for two versions. Each host may have another: `join --set hosts.weights_dir=...`."""
 
     @model_validator(mode="after")
     def _has_a_port(self) -> Self:
