@@ -60,9 +60,7 @@ class FolderSender:
             while not (await asyncio.wait({found}, timeout=WAIT_SECONDS))[0]:
                 await asyncio.wait_for(stream.send([("wait", None)]), SILENT_SECONDS)
             await stream.send([("digests", found.result())])
-            for number, start in await _asked(stream, "send") or ():
-                if not (0 <= number < len(files) and 0 <= start <= files[number].size):
-                    raise NotOurs(f"it asks for byte {start} of file {number}, which there is not")
+            for number, start in _found(await _asked(stream, "send") or [], files):
                 with (folder / files[number].name).open("rb") as file:
                     file.seek(start)
                     await self._send_rest(stream, file, files[number].size - start)
@@ -106,6 +104,17 @@ def _frame(stream: SealedStream, file: BinaryIO, size: int) -> bytes:
     if len(data) < size:
         raise OSError(f"{file.name} was cut off while it was sent")
     return stream.seal(data)
+
+
+def _found(asked: Any, files: Sequence[FileFacts]) -> list[tuple[int, int]]:
+    """Return (number of a file, from which byte on) as a host asks for them. Raises NotOurs for what there is not."""
+    try:
+        found = [(int(number), int(start)) for number, start in asked]
+        if all(0 <= number < len(files) and 0 <= start <= files[number].size for number, start in found):
+            return found
+    except (TypeError, ValueError):
+        pass
+    raise NotOurs(f"it asks for {str(asked)[:100]!r}, which there is not")
 
 
 async def _asked(stream: SealedStream, what: str) -> Any:

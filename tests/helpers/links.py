@@ -23,6 +23,8 @@ class Network:
         """What went which way, of all connections."""
         self.stalled = ""
         """Which way nothing is even taken any more, so that who sends has to wait."""
+        self.spoils = ""
+        """Which way a bit of the next large piece is changed."""
         self._to = to
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listening.getsockname()[1]
@@ -86,6 +88,8 @@ class Network:
                     if way in self.lost or end in broken:
                         broken.add(end)  # what is lost in the middle of a stream is not made good
                         continue
+                    if way == self.spoils and len(data) > 4096:
+                        self.spoils, data = "", data[:-1] + bytes([data[-1] ^ 1])
                     self.passed[way] += data
                     other.sendall(data)
 
