@@ -55,6 +55,7 @@ class HostAgent(BaseActor):
                 self.find_head, config.hosts.timeout,
             ),
             to_runner=self.to_runner, to_head=lambda name, told: self.end_.send(name, told), post=self.post,
+            log=self.log,
         )
         self.end_ = HostEnd(
             {**me, "places": counted()},

@@ -27,7 +27,6 @@ __all__ = ["PulledLoads"]
 
 Wanted = tuple[FolderName, str]
 """What the head is asked for, and where it lies there."""
-_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -57,10 +56,10 @@ class PulledLoads:
 
     def __init__(
         self, puller: FolderPuller, *, to_runner: Callable[[str, Any], None], to_head: Callable[[str, Any], None],
-        post: Callable[[Callable[[], None]], None],
+        post: Callable[[Callable[[], None]], None], log: logging.Logger,
     ) -> None:
         """`to_runner(name, message)`, `to_head(name, message)`: who is told, as a runner of this name."""
-        self._puller, self._to_runner, self._to_head, self._post = puller, to_runner, to_head, post
+        self._puller, self._to_runner, self._to_head, self._post, self._log = puller, to_runner, to_head, post, log
         self._pulls: dict[Wanted, _Pull] = {}
         self._runners: dict[str, _Runner] = {}
         self._places: dict[Wanted, Path] = {}
@@ -125,9 +124,9 @@ class PulledLoads:
         place, error = _outcome(future)
         seconds, what = time.monotonic() - pull.began, wanted[0]
         if place is not None:
-            _log.info("%s is here after %.1f s: %s", what, seconds, place)
+            self._log.info("%s is here after %.1f s: %s", what, seconds, place)
         elif error:
-            _log.error("%s", error)
+            self._log.error("%s", error)
         if what.kind == "adapter":
             if place is not None:
                 self._places[wanted] = place

@@ -73,7 +73,8 @@ class Host:
 
     def __init__(self, folder: Path, port: int, patience: float = 5.0, key: bytes = KEY) -> None:
         self.folder, self.told = folder, list[str]()
-        self.puller = FolderPuller(folder, {"name": "b", "build": "0"}, lambda: key, lambda: ("127.0.0.1", port), patience)
+        me = {"name": "b", "build": "0"}
+        self.puller = FolderPuller(folder, me, lambda: key, lambda: ("127.0.0.1", port), patience)
 
     def pull(self, own: Path | None = None) -> Path:
         return asyncio.run(self.pulling(own))
@@ -152,7 +153,7 @@ def test_another_life_goes_on_with_what_an_earlier_one_pulled(head: Head, tmp_pa
 
         gone = cut_at(between, 12 * MIB, head_is_away)
         host.puller._patience = 0.3
-        with pytest.raises(SyncError, match="version 3 can't be pulled from the head: .*what came so far is kept"):
+        with pytest.raises(SyncError, match=r"version 3 can't be pulled from the head: .*what came so far is kept"):
             host.pull()
         gone.join()
         between.to(head.port)
@@ -194,7 +195,7 @@ def test_files_that_are_not_what_the_head_said_are_never_used(
 
     host = Host(tmp_path / "host", head.port)
     monkeypatch.setattr(folder_sender, "_frame", rotten)
-    with pytest.raises(SyncError, match="came with other bytes than the head's digest .* twice"):
+    with pytest.raises(SyncError, match=r"came with other bytes than the head's digest .* twice"):
         host.pull()
     assert not [path for path in host.folder.iterdir() if not path.name.startswith(".")]
     monkeypatch.setattr(folder_sender, "_frame", read)
@@ -227,7 +228,7 @@ def test_a_copy_is_looked_at_again_by_another_life_and_made_good(head: Head, tmp
 def test_what_is_refused_says_why_and_is_not_asked_for_again(head: Head, tmp_path: Path) -> None:
     host = Host(tmp_path / "host", head.port)
     head.refuses = "version 3 of the weights is not the current one: version 4 is"
-    with pytest.raises(SyncError, match="version 3 can't be pulled from the head: .*version 4 is") as refused:
+    with pytest.raises(SyncError, match=r"version 3 can't be pulled from the head: .*version 4 is") as refused:
         host.pull()
     assert refused.value.details["refused"]
     assert len(head.asked) == 1

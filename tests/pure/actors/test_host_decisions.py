@@ -139,7 +139,8 @@ def test_a_config_that_hosts_can_t_share_is_refused(section: dict[str, Any], sai
 
 
 def published(adapter: str, version: int) -> ev.AdapterPublished:
-    return ev.AdapterPublished(adapter=adapter, version=version, path=f"/adapters/{adapter}", rank=8, size=9, digest="d")
+    path = f"/adapters/{adapter}"
+    return ev.AdapterPublished(adapter=adapter, version=version, path=path, rank=8, size=9, digest="d")
 
 
 @pytest.mark.parametrize(("asked", "folder"), [
