@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 
 import trinity_es
 from tests.helpers.adapters import make_adapter
+from tests.helpers.engines import largest_difference
 from tests.helpers.hosts import KEY, Head, free_port, host_joins, ready
+from tests.helpers.real_engine import TOLERANCE, letters
 from tests.helpers.systems import end, scripted
 from tests.helpers.weight_files import AskWorkflow, hidden, lacks_mounts, make_weights, said
 from trinity_es import Task
@@ -20,6 +23,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.system import lifecycle
 from trinity_es.testing import wait_until
 from trinity_es.weights.published import current_weights
+from trinity_es.weights.shared_memory import memory_dir
 
 pytestmark = [
     pytest.mark.postgres, pytest.mark.timeout(280), pytest.mark.skipif(bool(lacks_mounts()), reason=lacks_mounts())
@@ -49,6 +53,7 @@ def start_head(
     yield start
     for client in clients:
         end(client)
+        shutil.rmtree(memory_dir(client.config), ignore_errors=True)
 
 
 def play(head: Head, batch_id: int, tasks: int = 48) -> list[tuple[str, int]]:
@@ -144,3 +149,31 @@ def test_a_host_that_can_t_pull_gets_no_work_and_says_why(start_head: StartHead,
         assert head.ran_on(1)["b"] == 0
         [failed] = head.events(ev.WeightsFailed)
         assert failed.runner == "runner-0@b"
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(900)
+def test_vllm_on_a_host_answers_with_the_model_and_weights_that_it_pulled(
+    start_head: StartHead, tiny: Path, other: Path, tmp_path: Path
+) -> None:
+    """The head's own engine is scripted: what came from host b is compared with torch."""
+    from examples.grpo.trainer import GRPOTrainer
+
+    shared = tmp_path / "shared"
+    model, weights = shutil.copytree(tiny, shared / "model"), shutil.copytree(other, shared / "weights")
+    sizes = {"max_model_len": 64, "max_response_tokens": 8, "gpu_memory_utilization": 0.3}
+    head = start_head({"engine_type": "scripted", "engine_args": {}, "model_path": str(model), **sizes})
+    real = "--set", "explorer.rollout_model.engine_type=vllm"
+    with host_joins(head.url, "b", tmp_path, *real, inside=hidden(shared)):
+        ready(head.client, "b", 600)
+        for batch_id, made_from in (1, tiny), (2, other):
+            if batch_id == 2:
+                head.client.sync_weights(1, weights, timeout=300)
+            head.client.submit_batch(batch_id=batch_id, tasks=letters(64), batch_type="train")
+            head.client.finalize_train_batch(batch_id, timeout=300)
+            on_b = {event.task for event in head.ended(batch_id) if event.runner == "runner-0@b"}
+            found = [e for e in head.client.experiences(batch_id) if e.eid.task in on_b]
+            assert {e.info["model_version"] for e in found} == {batch_id - 1}
+            assert largest_difference(GRPOTrainer(str(made_from)), found) < TOLERANCE
