@@ -128,6 +128,8 @@ class HostsSettings:
     timeout: float
     key_file: str
     tls: TlsSettings
+    weights_dir: str = ""
+    """Where a host keeps what it pulls; empty: shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +244,10 @@ class Settings:
     def model(self, name: str) -> ModelSettings:
         """Return the settings of the model `rollout`, or of an auxiliary one."""
         return self.auxiliary.get(name, self.rollout)
+
+    def model_paths(self) -> dict[str, str]:
+        """Return the model path of each model, by its name."""
+        return {name: how.engine.model_path for name, how in {"rollout": self.rollout, **self.auxiliary}.items()}
 
 
 def settings_from(plain: Mapping[str, Any]) -> Settings:

@@ -183,7 +183,7 @@ class Coordinator(BaseActor):
         end = listening(settings, self.post, lambda: self.hosts if self.running else None)
         self.hosts = HostFleet(
             settings, self.fleet.registry, end, epoch=self.opened().lease.epoch,
-            handle=self._handle, died=lambda death: self.on_RunnerDied(death, None),
+            handle=self._handle, died=lambda death: self.on_RunnerDied(death, None), models=self.config.model_paths(),
         )
         self.look_at_hosts()
 

@@ -1,7 +1,8 @@
 """Stands on a host that joined where the coordinator stands on the head: the guardian starts it, and restarts it.
 
 To the host's guardian, runners and clients it is the coordinator. It decides nothing: what they say goes to the head
-over one connection, and what the head says goes to whom it is for. Where the head is, the log's lease says.
+over one connection, and what the head says goes to whom it is for. Where the head is, the log's lease says. An order to
+load what this host can't read waits here until it was pulled from the head (`pulled_loads.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from typing import Any
 from trinity_es.actors import messages
 from trinity_es.actors.base import BaseActor
 from trinity_es.actors.engines.devices import counted
+from trinity_es.actors.hosts.folder_puller import FolderPuller, pulled_dir
+from trinity_es.actors.hosts.head_dialer import HeadDialer
 from trinity_es.actors.hosts.link import HostEnd, Items
+from trinity_es.actors.hosts.pulled_loads import PulledLoads
 from trinity_es.actors.system_key import HostKeys
 from trinity_es.events.software_version import VERSION
 from trinity_es.events.store.log import EventLog
@@ -48,10 +52,15 @@ class HostAgent(BaseActor):
         self.said = ""
         self.shows = Path(config.system.log_dir) / "connected"
         self.show(False)
+        me = {"name": config.host.name, "life": config.host.life, "pid": message.admin["pid"], "build": VERSION}
+        dialer = HeadDialer(HostKeys(config.hosts.key_file), self.find_head, config.hosts.timeout, config.hosts.tls)
+        self.loads = PulledLoads(
+            FolderPuller(pulled_dir(config.hosts.weights_dir, config.store.url, config.system.log_dir), me, dialer),
+            to_runner=self.to_runner, to_head=lambda name, told: self.end_.send(name, told), post=self.post,
+            log=self.log,
+        )
         self.end_ = HostEnd(
-            {"name": config.host.name, "life": config.host.life, "pid": message.admin["pid"], "build": VERSION,
-             "places": counted()},
-            HostKeys(config.hosts.key_file), config.hosts.timeout, find=self.find_head, tls=config.hosts.tls,
+            {**me, "places": counted()}, dialer,
             up=lambda epoch, leads: self.post(lambda: self.connected(epoch, leads)),
             take=lambda items: self.post(lambda: self.take(items)),
             down=lambda why: self.post(lambda: self.disconnected(why)),
@@ -107,19 +116,28 @@ class HostAgent(BaseActor):
                 client = self.clients.pop(message.id, None)
                 if client is not None:
                     self.send(client, message)
+            elif isinstance(message, messages.LoadWeights):
+                self.loads.load_weights(name, message)
+            elif isinstance(message, messages.LoadAdapters):
+                self.loads.load_adapters(name, message)
             else:
-                to = self.addresses.get(name) if name else self.guardian
-                if to is not None:
-                    self.send(to, message)
+                self.to_runner(name, message)
+
+    def to_runner(self, name: str, message: Any) -> None:
+        """Send to a runner of this host, or to the guardian, which has no name."""
+        to = self.addresses.get(name) if name else self.guardian
+        if to is not None:
+            self.send(to, message)
 
     # --- what this host's processes say -----------------------------------------------------------------------------
     def to_head(self, message: Any, sender: Any) -> None:
         """Pass on what a runner, or the guardian, says."""
+        told = self.loads.told(message)
         if sender == self.guardian:
-            self.end_.send("", message)
+            self.end_.send("", told)
         else:
             self.addresses[message.name] = sender
-            self.end_.send(message.name, message)
+            self.end_.send(message.name, told)
 
     on_RunnerStatus = on_Heartbeat = on_RunnerActivity = on_OutcomeReport = on_LeaseReport = to_head  # noqa: N815
     on_WeightsLoadResult = on_AdaptersLoadResult = on_GroupJoinResult = to_head  # noqa: N815
@@ -140,5 +158,6 @@ class HostAgent(BaseActor):
     def on_Retire(self, message: messages.Retire, sender: Any) -> None:
         """Tell the head that this host is gone."""
         self.show(False)
+        self.loads.stop()
         self.end_.send("", messages.HostLeaves("it was ended", final=True))
         self.after(LEFT_SECONDS, "left", lambda: self.send(self.guardian, messages.Retired()))

@@ -16,20 +16,21 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.hosts.sealed_stream import NotOurs, Refused, SealedStream, accept, open_to_head
-from trinity_es.actors.hosts.tls import begin_at_head, begin_at_host
+from trinity_es.actors.hosts.folder_sender import FolderSender
+from trinity_es.actors.hosts.head_dialer import HELLO_SECONDS, NO_TLS, HeadDialer, Keys
+from trinity_es.actors.hosts.sealed_stream import Answer, NotOurs, Refused, SealedStream, accept
+from trinity_es.actors.hosts.tls import begin_at_head
 from trinity_es.actors.settings import TlsSettings
 from trinity_es.events.errors import WrongKey
 from trinity_es.events.store.retry import Backoff
 
-__all__ = ["Admission", "HeadEnd", "HostEnd", "Items"]
+__all__ = ["Admission", "HeadEnd", "HostEnd", "Items", "LoopThread"]
 
 BEAT_SECONDS = 1.0
 """Interval between two frames, where there is nothing to say."""
-HELLO_SECONDS = 5.0
-"""How long the other side may take to say who it is, or to take this one in."""
 REDIAL_SECONDS = 0.2, 5.0
 """Pause before the head is looked for again, or listens again: the first, and the longest."""
 MAX_WAITING = 20_000
@@ -46,9 +47,6 @@ WARN_SECONDS = 10.0
 _log = logging.getLogger(__name__)
 
 Items = list[tuple[str, Any]]
-Keys = Callable[[], Sequence[bytes]]
-"""Gives the keys that hosts and head share now, the newest first; may read a file. Raises WrongKey."""
-NO_TLS = TlsSettings("", "", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +57,8 @@ class Admission:
     coordinator_epoch: int = 0
     refused: str = ""
     for_good: bool = False
+    folder: str = ""
+    """It does not join: it gets the files of this folder of the head's."""
 
 
 class _Pipe:
@@ -145,7 +145,7 @@ class _Pipe:
                     return "its key was taken away"
 
 
-class _LoopThread:
+class LoopThread:
     """An event loop in a thread."""
 
     def __init__(self, name: str) -> None:
@@ -198,9 +198,10 @@ class HeadEnd:
         self._address, self._keys, self._timeout, self._tls = address, keys, timeout, tls
         self._hello, self._take, self._gone = hello, take, gone
         self._pipes: dict[str, tuple[int, _Pipe]] = {}
-        self._thread = _LoopThread("hosts")
+        self._thread = LoopThread("hosts")
         self._server: asyncio.Server | None = None
         self._meetings: set[asyncio.Task[None]] = set()
+        self._folders = FolderSender()
         self._refused, self._warned = 0, float("-inf")
 
     def start(self) -> Future[int]:
@@ -272,6 +273,9 @@ class HeadEnd:
         except TimeoutError:  # the log can't be written now
             writer.transport.abort()
             return
+        if admission.folder:
+            await self._send_folder(str(said.get("name")), answer, Path(admission.folder))
+            return
         host, epoch = str(said["name"]), admission.epoch
         pipe = _Pipe(answer.stream(), lambda items: self._take(host, epoch, items), self._timeout, answer.key,
                      self._keys)
@@ -293,6 +297,14 @@ class HeadEnd:
         await begin_at_head(reader, writer, self._tls)
         return await accept(reader, writer, await asyncio.to_thread(self._keys))
 
+    async def _send_folder(self, host: str, answer: Answer, folder: Path) -> None:
+        """Send a folder to a host, over this connection of its own."""
+        try:
+            await answer.take()
+            await self._folders.send(answer.stream(), folder)
+        except (OSError, EOFError, TimeoutError, ValueError) as e:  # it comes again, and says why to its people
+            _log.warning("host %s did not get all of %s: %s", host, folder, str(e) or type(e).__name__)
+
     def _warn(self, writer: asyncio.StreamWriter, why: str) -> None:
         self._refused += 1
         if time.monotonic() - self._warned >= WARN_SECONDS:
@@ -304,22 +316,18 @@ class HeadEnd:
 class HostEnd:
     """The host's end: looks for the head, connects, and does so again whenever the connection ends.
 
-    The callables are called in its thread: `find()`, which may block, returns where the head takes hosts in,
-    or None while nobody leads; `up(epoch, coordinator epoch)`; `take(items)`; `down(why)`, also for each try that
-    failed; `refused(why)`: the head does not want this host any more, and nothing is tried again.
+    The callables are called in its thread: `up(epoch, coordinator epoch)`; `take(items)`; `down(why)`, also for each
+    try that failed; `refused(why)`: the head does not want this host any more, and nothing is tried again.
     """
 
     def __init__(
-        self, hello: Mapping[str, Any], keys: Keys, timeout: float, *,
-        find: Callable[[], tuple[str, int] | None], up: Callable[[int, int], None], take: Callable[[Items], None],
-        down: Callable[[str], None], refused: Callable[[str], None], tls: TlsSettings = NO_TLS,
+        self, hello: Mapping[str, Any], dialer: HeadDialer, *, up: Callable[[int, int], None],
+        take: Callable[[Items], None], down: Callable[[str], None], refused: Callable[[str], None],
     ) -> None:
-        self._hello, self._keys, self._timeout, self._tls = hello, keys, timeout, tls
-        self._tried = 0
-        """How many keys the head has not taken since it last took one: each is tried in its turn."""
-        self._find, self._up, self._take, self._down, self._refused = find, up, take, down, refused
+        self._hello, self._dialer = hello, dialer
+        self._up, self._take, self._down, self._refused = up, take, down, refused
         self._pipe: _Pipe | None = None
-        self._thread = _LoopThread("head")
+        self._thread = LoopThread("head")
 
     def start(self) -> None:
         """Begin to look for the head."""
@@ -356,22 +364,8 @@ class HostEnd:
             await asyncio.sleep(pauses.next(0.5))
 
     async def _once(self, pauses: Backoff) -> str:
-        where = await asyncio.to_thread(self._find)
-        if where is None:
-            return "nobody leads"
-        reader, writer = await asyncio.wait_for(asyncio.open_connection(*where, limit=1 << 20), HELLO_SECONDS)
-        try:
-            await asyncio.wait_for(begin_at_host(reader, writer, self._tls, where[0]), HELLO_SECONDS)
-            keys = await asyncio.to_thread(self._keys)
-            key = keys[self._tried % len(keys)]
-            self._tried += 1
-            said, stream = await asyncio.wait_for(
-                open_to_head(reader, writer, key, self._hello), HELLO_SECONDS + self._timeout)
-        except BaseException:
-            writer.transport.abort()
-            raise
-        self._tried = 0
-        self._pipe = _Pipe(stream, self._take, self._timeout, key, self._keys)
+        said, stream, key = await self._dialer.connect(self._hello)
+        self._pipe = _Pipe(stream, self._take, self._dialer.timeout, key, self._dialer.keys)
         pauses.reset()
         self._up(int(said["epoch"]), int(said["coordinator_epoch"]))
         return await self._pipe.run()

@@ -27,7 +27,7 @@ from typing import Any
 
 from trinity_es.actors.frames import MAX_FRAME
 
-__all__ = ["NotOurs", "Refused", "SealedStream", "accept", "key_id", "open_to_head"]
+__all__ = ["Answer", "NotOurs", "Refused", "SealedStream", "accept", "key_id", "open_to_head"]
 
 MAGIC = b"trinity-es hosts 1\n"
 """What a head begins with; the number is that of this format."""
@@ -81,7 +81,7 @@ class SealedStream:
         self._sent += 1
         await self._writer.drain()
 
-    async def receive(self, heard: Callable[[], None]) -> list[tuple[str, Any]]:
+    async def receive(self, heard: Callable[[], None] = lambda: None) -> list[tuple[str, Any]]:
         """Return the messages of the next frame; none of them is a sign of life alone. Calls `heard` as they come.
 
         Raises NotOurs for a frame whose seal does not fit, OSError, EOFError where the other side ended.
@@ -91,6 +91,30 @@ class SealedStream:
         items: list[tuple[str, Any]] = pickle.loads(payload)
         return items
 
+    # --- frames of plain bytes, sealed and looked at in whatever thread: their order is that of these calls ----------
+    def seal(self, payload: bytes) -> bytes:
+        """Return the next frame that `write` is to send."""
+        frame = _sealed(self._out_key, self._sent, payload)
+        self._sent += 1
+        return frame
+
+    async def write(self, frame: bytes) -> None:
+        """Send a frame of `seal`. Waits while the other side takes none. Raises OSError."""
+        self._writer.write(frame)
+        await self._writer.drain()
+
+    async def read(self) -> tuple[bytes, bytes]:
+        """Return the next frame, for `opened`. Raises NotOurs, OSError, EOFError."""
+        return await _read_open(self._reader, MAX_FRAME)
+
+    def opened(self, frame: tuple[bytes, bytes]) -> bytes:
+        """Return what is in a frame of `read`. Raises NotOurs where its seal does not fit."""
+        payload, seal = frame
+        if not hmac.compare_digest(seal, _seal(self._in_key, self._received, payload)):
+            raise NotOurs("the seal of a frame does not fit")
+        self._received += 1
+        return payload
+
     def close(self) -> None:
         """End the connection at once; what was not sent is dropped."""
         self._writer.transport.abort()
@@ -98,7 +122,7 @@ class SealedStream:
 
 async def accept(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, keys: Iterable[bytes]
-) -> tuple[Mapping[str, Any], _Answer]:
+) -> tuple[Mapping[str, Any], Answer]:
     """Have a host say who it is: the head's side.
 
     Returns what it says, and who answers it. Raises NotOurs, OSError, EOFError.
@@ -118,11 +142,11 @@ async def accept(
                       "head's (hosts.key_file, or TRINITY_ES_KEY)")
     if not hmac.compare_digest(seal, hmac.digest(key, b"hello" + nonce + body, "sha256")):
         raise NotOurs("its seal does not fit")
-    return hello, _Answer(reader, writer, key, nonce, host_nonce)
+    return hello, Answer(reader, writer, key, nonce, host_nonce)
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class Answer:
     """Answers a host that has shown the key."""
 
     reader: asyncio.StreamReader

@@ -383,6 +383,7 @@ def _idle(situation: SystemSnapshot, runner: RunnerSnapshot, now: float) -> Wait
             ago = "" if since is None else f", published {span(now - since)} ago"
             cause = "weights"
             text = f"{runner} is loading weights version {version}{ago}; it has version {runner.model_version}"
+            text += f" and waits for {_short(runner.waits_for)}" if runner.waits_for else ""
         case "failed":
             cause, person = "refused" if _refuses(situation, runner) else "failed", True
             text = f"{runner} failed{ago}: {_short(runner.reason)}"

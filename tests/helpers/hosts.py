@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import psutil
 
 import trinity_es
 from tests.helpers.systems import end, kill_all, scripted, sleepers
+from trinity_es.actors.hosts.folder_puller import pulled_dir
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.hosts import host_of
@@ -60,6 +62,7 @@ class JoinedHost:
         self.process.wait()
         kill_all(leftovers.leftovers(self._config))
         leftovers.end_all_leftovers(self._config)
+        shutil.rmtree(pulled_dir("", self._config.store.url, str(self.log_dir)), ignore_errors=True)
 
     def inside(self) -> list[str]:
         """Return what to put before a command, for it to run where this host is."""
@@ -132,12 +135,12 @@ def host_joins(
         host.kill()
 
 
-def ready(client: RolloutClient, host: str) -> None:
+def ready(client: RolloutClient, host: str, timeout: float = 90) -> None:
     """Wait until a runner of this host serves."""
     def serves() -> bool:
         return any(r["runner"].endswith(f"@{host}") and r["state"] == "ready" for r in client.status()["runners"])
 
-    wait_until(serves, f"a runner of host {host}", 90)
+    wait_until(serves, f"a runner of host {host}", timeout)
 
 
 class KeyFile:

@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from trinity_es.actors.hosts.link import NO_TLS, Admission, HeadEnd, HostEnd
+from trinity_es.actors.hosts.head_dialer import NO_TLS, HeadDialer
+from trinity_es.actors.hosts.link import Admission, HeadEnd, HostEnd
 from trinity_es.actors.settings import TlsSettings
 
 __all__ = ["HELLO", "KEY", "OTHER", "Heard", "Network", "Told", "joined", "network"]
@@ -30,6 +31,8 @@ class Network:
         """What went which way, of all connections."""
         self.stalled = ""
         """Which way nothing is even taken any more, so that who sends has to wait."""
+        self.spoils = ""
+        """Which way a bit of the next large piece is changed."""
         self._to = to
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listening.getsockname()[1]
@@ -93,6 +96,8 @@ class Network:
                     if way in self.lost or end in broken:
                         broken.add(end)  # what is lost in the middle of a stream is not made good
                         continue
+                    if way == self.spoils and len(data) > 4096:
+                        self.spoils, data = "", data[:-1] + bytes([data[-1] ^ 1])
                     self.passed[way] += data
                     other.sendall(data)
 
@@ -139,9 +144,9 @@ class Told:
         self.downs: list[str] = []
         self.refused: list[str] = []
         self.end = HostEnd(
-            HELLO, lambda: keys or [KEY], timeout, find=lambda: ("127.0.0.1", port),
+            HELLO, HeadDialer(lambda: keys or [KEY], lambda: ("127.0.0.1", port), timeout, tls),
             up=lambda *epochs: self.ups.append(epochs),
-            take=self.items.extend, down=self.downs.append, refused=self.refused.append, tls=tls,
+            take=self.items.extend, down=self.downs.append, refused=self.refused.append,
         )
         self.end.start()
 

@@ -120,10 +120,10 @@ class Config(Section):
         run = folder / "runs" / self.project / self.name
         # A benchmark begins again with the first weights: it has a log of its own.
         beside = run / "bench" if self.mode == "bench" else run
-        if self.hosts.address and self.synchronizer.sync_method != "checkpoint":
+        if self.hosts.address and self.synchronizer.sync_method == "nccl":
             raise ValueError(
-                f"hosts.address is set, and synchronizer.sync_method is {self.synchronizer.sync_method}: weights in "
-                "the memory of one host reach no other. Set it to checkpoint, checkpoint_root_dir to a folder of all"
+                "hosts.address is set, and synchronizer.sync_method is nccl: no group is made with engines of other "
+                "hosts. Set it to memory, or to checkpoint: hosts pull from the head what they can't read"
             )
         url = make_url(self.store.url or f"sqlite:///{beside / 'log.sqlite'}")
         if url.get_backend_name() == "sqlite":
@@ -135,7 +135,7 @@ class Config(Section):
             file = _absolute(str(url.database), folder)
             url, beside = url.set(database=file), Path(file).parent
         log_dir = self.system.log_dir or str(beside / "logs")
-        key = self.system.key_file
+        key, shared, pulled = self.system.key_file, self.hosts.key_file, self.hosts.weights_dir
         proxy_tls, hosts_tls = (_absolute_files(tls, folder) for tls in (self.explorer.proxy_tls, self.hosts.tls))
         self.__dict__.update(  # the one place that writes to a frozen config: before anybody has it
             model=model,
@@ -150,7 +150,8 @@ class Config(Section):
                 "log_dir": _absolute(log_dir, folder), "key_file": key and _absolute(key, folder),
             }),
             hosts=self.hosts.model_copy(update={
-                "key_file": self.hosts.key_file and _absolute(self.hosts.key_file, folder), "tls": hosts_tls,
+                "key_file": shared and _absolute(shared, folder), "tls": hosts_tls,
+                "weights_dir": pulled and _absolute(pulled, folder),
             }),
         )
         return self

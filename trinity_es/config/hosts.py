@@ -28,6 +28,10 @@ class HostsConfig(Section):
     tls: HostsTlsConfig = Field(default_factory=HostsTlsConfig)
     """The head's certificate: with one all that is said between hosts is encrypted, too."""
 
+    weights_dir: str = Field(default="", json_schema_extra={"shown": "/dev/shm"})
+    """Folder in which a host keeps weights and adapters that it pulls from the head, as it can't read them where they
+    were published: room for two versions. Each host may have another: `join --set hosts.weights_dir=...`."""
+
     @model_validator(mode="after")
     def _has_a_port(self) -> Self:
         for key, given in (("address", self.address), ("listen", self.listen)):

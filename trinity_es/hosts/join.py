@@ -7,27 +7,34 @@ has it; what differs on this host is given as overrides.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import select
+import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
+from trinity_es.actors.hosts.folder_files import FolderName
+from trinity_es.actors.hosts.folder_puller import FolderPuller, pulled_dir
+from trinity_es.actors.hosts.head_dialer import HeadDialer
 from trinity_es.actors.messages import HostLeaves
-from trinity_es.actors.settings import HostSettings
-from trinity_es.actors.system_key import KEY_VARIABLE
+from trinity_es.actors.settings import HostSettings, TlsSettings
+from trinity_es.actors.system_key import KEY_VARIABLE, HostKeys
 from trinity_es.client.connection import Connection
 from trinity_es.config.config import Config
 from trinity_es.config.interpolation import escaped
 from trinity_es.config.yaml_file import apply_overrides
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import ConfigError, LogError, NotRunning, TrinityError, WrongKey
+from trinity_es.events.errors import ConfigError, LogError, NotRunning, SyncError, TrinityError, WrongKey
 from trinity_es.events.processes import process_lives
 from trinity_es.events.secrets import masked_keys
+from trinity_es.events.software_version import VERSION
 from trinity_es.events.store.database import masked, parse_url
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads import open_payloads
@@ -35,6 +42,7 @@ from trinity_es.events.store.retry import Backoff
 from trinity_es.projections.hosts import HostEvent, Hosts, evolve_hosts
 from trinity_es.system import running_system
 from trinity_es.system.launch import launch_host
+from trinity_es.system.running_system import key_file
 
 __all__ = ["HostRun", "config_of", "find_head", "host_name"]
 
@@ -83,8 +91,14 @@ def find_head(url: str) -> str:
     return str(owner["hosts"])
 
 
-def config_of(url: str, name: str, overrides: Sequence[str], log_dir: Path, key_file: str = "") -> Config:
-    """Return the config of the run of this store as this host runs it. Raises ConfigError, LogError."""
+def config_of(
+    url: str, name: str, overrides: Sequence[str], log_dir: Path, key_file: str = "",
+    places: Mapping[str, str] = MappingProxyType({}),
+) -> Config:
+    """Return the config of the run of this store as this host runs it. Raises ConfigError, LogError.
+
+    `places`: where models lie here whose paths are not there, by these paths.
+    """
     with EventLog.open(url, read_only=True) as log:
         last = log.last(ev.SystemConfigured.stream, "SystemConfigured")
     if last is None:
@@ -96,7 +110,17 @@ def config_of(url: str, name: str, overrides: Sequence[str], log_dir: Path, key_
         shared = hosts.get("key_file") or given["system"].get("key_file", "")
     given["hosts"] = {**hosts, "address": "", "key_file": shared}
     given["system"] = {**given["system"], "log_dir": str(log_dir), "port": 0, "address": "127.0.0.1", "key_file": ""}
+    asked = {m["name"] for m in given["explorer"].get("auxiliary_models", [])}
     apply_overrides(given, list(overrides))
+    models = [given["model"], given["explorer"]["rollout_model"], *given["explorer"].get("auxiliary_models", [])]
+    if lacks := asked - {m.get("name") for m in models if m.get("engine_num", 1)}:
+        raise ConfigError(
+            f"the run's tasks may ask the auxiliary models {', '.join(sorted(asked))}, and this host would have no "
+            f"engine of {', '.join(sorted(lacks))}: tasks are answered by those of their own host. Leave them in, or "
+            "give them engine_type http in the head's config: servers that each host reaches"
+        )
+    for model in models:
+        model["model_path"] = places.get(model.get("model_path", ""), model.get("model_path", ""))
     if hidden := masked_keys({key: value for key, value in given.items() if key != "store"}):
         raise ConfigError(
             f"the config in {masked(url)} has no secrets in it ({', '.join(hidden)}): give each to this host with --set"
@@ -112,6 +136,8 @@ class HostRun:
         self._url, self._name, self._overrides, self._log_dir = url, name, overrides, log_dir
         self._key_file, self._tell = key_file, tell
         self._ends = self._life = ""
+        self._pulls_into: Path | None = None
+        """Where the host's system keeps what it pulls: for as long as this is here."""
         self._until = 0.0
 
     def leave(self, reason: str, within: float) -> None:
@@ -125,12 +151,19 @@ class HostRun:
 
     def run(self) -> None:
         """Take part until `leave` is called. Raises ConfigError, WrongKey: what waiting does not mend."""
+        try:
+            self._run()
+        finally:
+            if self._pulls_into is not None:
+                shutil.rmtree(self._pulls_into, ignore_errors=True)
+
+    def _run(self) -> None:
         pauses = Backoff(*PAUSE_SECONDS)
         while not self.is_leaving():
             born = time.monotonic()
             try:
                 where = find_head(self._url)
-                config = config_of(self._url, self._name, self._overrides, self._log_dir, self._key_file)
+                config = self._with_models(where, self._config())
                 config.check()
                 self._tell(f"the head takes hosts in at {where}: joining as {self._name}")
                 why = self._one_life(config)
@@ -148,6 +181,38 @@ class HostRun:
             pause = pauses.next(0.0)
             self._tell(f"{why}; once more in {pause:.0f} s")
             self._sleep(pause)
+
+    def _config(self, places: Mapping[str, str] = MappingProxyType({})) -> Config:
+        return config_of(self._url, self._name, self._overrides, self._log_dir, self._key_file, places)
+
+    def _with_models(self, head: str, config: Config) -> Config:
+        """Return the config with a place on this host for each model whose folder is not here: pulled from the head.
+
+        One that the head has not either stays as it is: its engine says why it can't start.
+        """
+        places: dict[str, str] = {}
+        models = {"rollout": config.explorer.rollout_model, **{m.name: m for m in config.explorer.auxiliary_models}}
+        for name, model in models.items():
+            path = model.model_path
+            if path in places or not path.startswith("/") or Path(path).exists():
+                continue
+            self._tell(f"{path} is not on this host: pulling the model from the head")
+            try:
+                places[path] = str(self._pulled(head, config, FolderName("model", name)))
+            except SyncError as e:
+                if not e.details.get("refused"):
+                    raise
+                self._tell(e.message)
+        return self._config(places) if places else config
+
+    def _pulled(self, head: str, config: Config, name: FolderName) -> Path:
+        address, _, port = head.rpartition(":")
+        folder = Path(config.hosts.weights_dir or self._log_dir / "models")
+        keys = HostKeys(config.hosts.key_file or key_file(config))
+        tls = TlsSettings(**config.hosts.tls.model_dump())
+        dialer = HeadDialer(keys, lambda: (address.strip("[]"), int(port)), config.hosts.timeout, tls)
+        puller = FolderPuller(folder, {"name": self._name, "build": VERSION}, dialer)
+        return asyncio.run(puller.pull(name, None, lambda text: None))
 
     def _has_left(self) -> str:
         """Return why the last life of the host left in order; empty where it did not, or nobody can say."""
@@ -170,6 +235,7 @@ class HostRun:
     def _one_life(self, config: Config) -> str:
         """Start the system and wait for its end; returns why it ended."""
         self._life = uuid.uuid4().hex
+        self._pulls_into = pulled_dir(config.hosts.weights_dir, config.store.url, config.system.log_dir)
         admin = launch_host(config, HostSettings(self._name, self._life))
         self._tell(f"joined: the actor system of host {self._name} is up (pid {admin['pid']}), its engines are "
                    f"loading; text logs are in {config.system.log_dir}")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from trinity_es.events import vocabulary as ev
+from trinity_es.projections.adapters import Adapters, current_adapters
 from trinity_es.projections.hosts import Hosts
+from trinity_es.projections.runner import Weights
 
-__all__ = ["Hello", "Refusal", "drained", "hello", "lost"]
+__all__ = ["Hello", "Refusal", "drained", "folder_of", "hello", "lost"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +75,31 @@ def drained(hosts: Hosts, name: str, reason: str) -> list[ev.Event]:
     if known is None or known.state != "joined":
         return []
     return [ev.HostDraining(host=name, epoch=known.epoch, reason=reason)]
+
+
+def folder_of(
+    asked: Mapping[str, Any], build: str, *, own_build: str, weights: Weights, adapters: Adapters,
+    models: Mapping[str, str],
+) -> str | Refusal:
+    """Return which of the head's folders a host gets that asks for one, by what it holds: it never names a path.
+
+    `models`: where each model lies that the config names by a path.
+    """
+    if build != own_build:
+        return Refusal(f"it runs trinity-es {build}, the head runs {own_build}: install the same on both", True)
+    kind, name, version = asked.get("kind"), asked.get("name"), asked.get("version")
+    match kind:
+        case "weights" if weights.path and version == weights.version:
+            return weights.path
+        case "adapter" if (known := current_adapters(adapters).get(str(name))) and known.version == version:
+            return known.path
+        case "model" if models.get(str(name), "").startswith("/"):
+            return models[str(name)]
+        case "weights":
+            now = f"version {weights.version} is" if weights.path else "none was published yet"
+            return Refusal(f"version {version!r} of the weights is not the current one: {now}", False)
+        case "adapter":
+            return Refusal(f"version {version!r} of adapter {name!r} is not current", False)
+        case "model":
+            return Refusal(f"the head's config has no model {name!r} in a folder", False)
+    return Refusal(f"there are no folders of kind {kind!r}", False)

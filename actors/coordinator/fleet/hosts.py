@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from trinity_es.actors.coordinator.decisions import batches, hosts
@@ -77,11 +78,13 @@ class HostFleet:
     def __init__(
         self, settings: HostsSettings, registry: RunnerRegistry, end: HeadEnd, *, epoch: int,
         handle: Callable[[Any, Any], None], died: Callable[[RunnerDied], None],
+        models: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`epoch`: of the coordinator. `handle(message, from)` takes a message as if it came from an actor; `died` the
-        loss of a runner."""
+        loss of a runner. `models`: the model paths of the config, by the names of the models."""
         self._settings, self._registry, self._live = settings, registry, registry.live
         self._end, self._epoch, self._handle, self._died = end, epoch, handle, died
+        self._models = models
         self._connected: dict[str, int] = {}
         """Host -> epoch, of those that have a connection; one that is only taken in has none yet."""
         self._heard: dict[str, float] = {}
@@ -97,7 +100,11 @@ class HostFleet:
 
     # --- what the connection tells ----------------------------------------------------------------------------------
     def hello(self, said: Mapping[str, Any], address: str, answer: Callable[[Admission], None]) -> None:
-        """Decide on a host that wants to take part; it is told when that, and what it rests on, is in the log."""
+        """Decide on a host that wants to take part; it is told when that, and what it rests on, is in the log. One that
+        wants files is told at once: it shows for it that it has the key."""
+        if "fetch" in said:
+            answer(self._folder(said))
+            return
         try:
             asks = hosts.Hello(
                 str(said["name"]), str(said["life"]), address, int(said["pid"]),
@@ -120,6 +127,17 @@ class HostFleet:
         epoch = self._live.hosts[asks.name].epoch
         self._heard[asks.name] = self._registry.sender.now()
         self._live.then(lambda: answer(Admission(epoch, self._epoch)))
+
+    def _folder(self, said: Mapping[str, Any]) -> Admission:
+        """Return which folder a host gets the files of, or why none."""
+        asked = said["fetch"] if isinstance(said["fetch"], Mapping) else {}
+        found = hosts.folder_of(
+            asked, str(said.get("build")), own_build=VERSION, weights=self._live.weights, adapters=self._live.adapters,
+            models=self._models,
+        )
+        if isinstance(found, hosts.Refusal):
+            return Admission(refused=found.reason, for_good=found.for_good)
+        return Admission(folder=found)
 
     def take(self, host: str, epoch: int, items: Items) -> None:
         """Take what a host's processes say. What comes of an epoch that is over is dropped; its connection ends."""

@@ -16,6 +16,7 @@ import pytest
 
 from tests.helpers.links import HELLO, KEY, OTHER, Heard, Told, joined, network
 from trinity_es.actors.hosts import link, sealed_stream
+from trinity_es.actors.hosts.head_dialer import HeadDialer
 from trinity_es.actors.hosts.link import Admission, HostEnd
 from trinity_es.testing import wait_until
 
@@ -296,7 +297,7 @@ def test_one_host_that_takes_nothing_keeps_nobody_else_waiting(monkeypatch: pyte
         items: list[tuple[str, Any]] = []
         ups: list[tuple[int, int]] = []
         other = HostEnd(
-            {**HELLO, "name": "c"}, lambda: [KEY], 30.0, find=lambda: ("127.0.0.1", head.port),
+            {**HELLO, "name": "c"}, HeadDialer(lambda: [KEY], lambda: ("127.0.0.1", head.port), 30.0),
             up=lambda *epochs: ups.append(epochs), take=items.extend, down=print, refused=print,
         )
         other.start()

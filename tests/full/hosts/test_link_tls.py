@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.certificates import Authority, Files
 from tests.helpers.links import KEY, OTHER, Heard, joined, network
 from trinity_es.actors.hosts import sealed_stream
-from trinity_es.actors.hosts.link import NO_TLS
+from trinity_es.actors.hosts.head_dialer import NO_TLS
 from trinity_es.actors.settings import TlsSettings
 from trinity_es.testing import wait_until
 

@@ -7,18 +7,20 @@ from typing import Any
 
 import pytest
 
-from trinity_es.actors.coordinator.decisions.hosts import Hello, Refusal, drained, hello, lost
+from trinity_es.actors.coordinator.decisions.hosts import Hello, Refusal, drained, folder_of, hello, lost
 from trinity_es.actors.coordinator.fleet.hosts import FarProcess, HostFleet, far_lives
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
-from trinity_es.actors.hosts.link import NO_TLS, Admission
+from trinity_es.actors.hosts.head_dialer import NO_TLS
+from trinity_es.actors.hosts.link import Admission
 from trinity_es.actors.messages import HostDrained, RunnerDied
 from trinity_es.actors.settings import HostsSettings
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.software_version import VERSION
+from trinity_es.projections.adapters import Adapters
 from trinity_es.projections.hosts import Hosts, evolve_hosts, host_of
-from trinity_es.projections.runner import RunnerLife, RunnerState
+from trinity_es.projections.runner import RunnerLife, RunnerState, Weights
 
 B = Hello("b", "life 1", "10.0.0.2", 7, {"gpus": 8}, "1.0")
 
@@ -128,14 +130,53 @@ def test_runners_of_hosts_that_are_there_may_live_when_a_coordinator_takes_over(
 
 
 @pytest.mark.parametrize(("section", "said"), [
-    ({"synchronizer": {"sync_method": "memory"}, "store": {"url": "postgresql://db/run"}}, "reach no other"),
-    ({"synchronizer": {"sync_method": "nccl"}, "store": {"url": "postgresql://db/run"}}, "reach no other"),
+    ({"synchronizer": {"sync_method": "nccl"}, "store": {"url": "postgresql://db/run"}}, "no group is made with"),
     ({}, "SQLite file, which is one host's"),
     ({"store": {"url": "postgresql://db/run"}, "hosts": {"address": "10.0.0.1"}}, "an address of this host and a port"),
 ])
 def test_a_config_that_hosts_can_t_share_is_refused(section: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Config.from_dict({"hosts": {"address": "10.0.0.1:7700"}, **section})
+
+
+def published(adapter: str, version: int) -> ev.AdapterPublished:
+    path = f"/adapters/{adapter}"
+    return ev.AdapterPublished(adapter=adapter, version=version, path=path, rank=8, size=9, digest="d")
+
+
+@pytest.mark.parametrize(("asked", "folder"), [
+    ({"kind": "weights", "name": "", "version": 3}, "/published/3"),
+    ({"kind": "adapter", "name": "math", "version": 2}, "/adapters/math"),
+    ({"kind": "model", "name": "rollout", "version": 0}, "/models/one"),
+    ({"kind": "weights", "version": 2}, "version 2 of the weights is not the current one: version 3 is"),
+    ({"kind": "weights", "version": "../../etc"}, "not the current one"),
+    ({"kind": "weights"}, "not the current one"),
+    ({"kind": "adapter", "name": "math", "version": 1}, "not current"),
+    ({"kind": "adapter", "name": "gone", "version": 1}, "not current"),
+    ({"kind": "adapter", "name": "/etc", "version": 1}, "not current"),
+    ({"kind": "model", "name": "judge"}, "no model 'judge' in a folder"),
+    ({"kind": "model", "name": "/etc/passwd"}, "no model '/etc/passwd' in a folder"),
+    ({"kind": "/etc/passwd"}, "no folders of kind"),
+    ({"path": "/etc/passwd"}, "no folders of kind"),
+    ({}, "no folders of kind"),
+])
+def test_a_host_gets_the_folders_that_the_log_and_the_config_name_and_no_other(
+    asked: dict[str, Any], folder: str
+) -> None:
+    adapters: Adapters = {"math": published("math", 2), "gone": ev.AdapterRemoved(adapter="gone", version=1)}
+    models = {"rollout": "/models/one", "judge": "hub/judge"}
+    weights = Weights(3, "/published/3", "checkpoint")
+    found = folder_of(asked, "1", own_build="1", weights=weights, adapters=adapters, models=models)
+    if folder.startswith("/"):
+        assert found == folder
+    else:
+        assert isinstance(found, Refusal)
+        assert folder in found.reason
+    other = folder_of(asked, "2", own_build="1", weights=weights, adapters=adapters, models=models)
+    assert isinstance(other, Refusal)
+    assert other.for_good
+    none = folder_of(asked, "1", own_build="1", weights=Weights(), adapters={}, models={})
+    assert isinstance(none, Refusal)
 
 
 # --- the fleet ------------------------------------------------------------------------------------------------------
@@ -147,6 +188,8 @@ class Book:
         self.hosts: Hosts = {}
         self.lives: dict[tuple[str, int], RunnerLife] = {}
         self.batches: dict[Any, Any] = {}
+        self.weights = Weights(3, "/published/3", "checkpoint")
+        self.adapters: Adapters = {}
 
     def record(self, *events: ev.Event) -> None:
         fold(self.hosts, list(events))
@@ -270,3 +313,13 @@ def test_a_host_that_is_drained_gets_nothing_new_at_once_and_is_told_when_it_has
     it.look_at(1.0)
     assert it.registry.leaving == {"runner-9"}
     assert it.sent == [("b", "", HostDrained())]
+
+
+def test_who_asks_for_files_is_told_which_folder_and_does_not_join() -> None:
+    it = Around()
+    told: list[Admission] = []
+    for asked in {"kind": "weights", "version": 3}, {"kind": "weights", "version": 2}, "/etc/passwd":
+        it.fleet.hello({"name": "b", "build": VERSION, "fetch": asked}, "10.0.0.2", told.append)
+    assert [a.folder for a in told] == ["/published/3", "", ""]
+    assert [bool(a.refused) for a in told] == [False, True, True]
+    assert it.book.hosts == {}

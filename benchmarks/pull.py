@@ -1,0 +1,116 @@
+"""How fast does a host pull weights from the head? Against `cat` of the same file over a plain socket.
+
+Two processes of this machine, over loopback, from shared memory into shared memory. "plain": one reads the file and
+writes it to a socket, the other from the socket to a file. "sealed": a pull as a host makes it, of files that the head
+has not hashed before ("first") or has ("next"): each byte is hashed twice on either side, for the seal of its frame and
+for the digest of its file. In each round all are measured, in turn.
+
+`python -m benchmarks.pull [--json FILE] [--gib 1.0] [--rounds 5]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import shutil
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from trinity_es.actors.hosts.folder_files import FolderName
+from trinity_es.actors.hosts.folder_puller import FolderPuller
+from trinity_es.actors.hosts.head_dialer import HeadDialer
+from trinity_es.actors.hosts.link import Admission, HeadEnd
+
+KEY = b"k" * 40
+FILES = 4
+
+
+def head(folder: str, pipe: Connection) -> None:
+    """Give a folder to whoever asks, and one file of it over a plain socket."""
+    def hello(said: Mapping[str, Any], where: str, answer: Callable[[Admission], None]) -> None:
+        answer(Admission(folder=folder))
+
+    def none(*args: Any) -> None:
+        pass
+
+    end = HeadEnd(("127.0.0.1", 0), lambda: [KEY], 30.0, hello=hello, take=none, gone=none)
+    plain = socket.create_server(("127.0.0.1", 0))
+    pipe.send((end.start().result(10), plain.getsockname()[1]))
+    while True:
+        to, _ = plain.accept()
+        with to:
+            for path in sorted(Path(folder).iterdir()):
+                with path.open("rb") as file:
+                    while data := file.read(2**20):
+                        to.sendall(data)
+
+
+def cat(port: int, into: Path) -> None:
+    with socket.create_connection(("127.0.0.1", port)) as from_head, (into / "all").open("wb") as file:
+        while data := from_head.recv(2**20):
+            file.write(data)
+
+
+def pull(port: int, into: Path) -> None:
+    dialer = HeadDialer(lambda: [KEY], lambda: ("127.0.0.1", port), 30.0)
+    puller = FolderPuller(into, {"name": "b", "build": "0"}, dialer)
+    asyncio.run(puller.pull(FolderName("weights", version=1), None, lambda text: None))
+
+
+def measured(folder: Path, size: int, rounds: int) -> dict[str, list[float]]:
+    """Return MB/s of each way, round by round."""
+    found: dict[str, list[float]] = {"plain": [], "first": [], "next": []}
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=head, args=(str(folder), there), daemon=True)
+    process.start()
+    sealed, plain = here.recv()
+    try:
+        for _ in range(rounds):
+            for file in folder.iterdir():
+                os.utime(file)  # as if it were new: the head hashes it again
+            for way, (work, port) in {"plain": (cat, plain), "first": (pull, sealed), "next": (pull, sealed)}.items():
+                into = Path(tempfile.mkdtemp(dir="/dev/shm"))
+                try:
+                    began = time.monotonic()
+                    work(port, into)
+                    found[way].append(size / 1e6 / (time.monotonic() - began))
+                finally:
+                    shutil.rmtree(into)
+    finally:
+        process.kill()
+        process.join()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json")
+    parser.add_argument("--gib", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    try:
+        each = int(args.gib * 2**30 / FILES)
+        for n in range(FILES):
+            (folder / f"{n}.safetensors").write_bytes(os.urandom(each))
+        found = measured(folder, FILES * each, args.rounds)
+    finally:
+        shutil.rmtree(folder)
+    told = {way: round(statistics.median(rates)) for way, rates in found.items()}
+    for way, rates in found.items():
+        print(f"{way:>6}: {told[way]:>6} MB/s ({min(rates):.0f} - {max(rates):.0f})")
+    if args.json:
+        Path(args.json).write_text(json.dumps({"median_mb_per_second": told, "rounds": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
