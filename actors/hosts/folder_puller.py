@@ -56,16 +56,19 @@ class _Pull:
     own: Path | None
     tell: Callable[[str], None]
     moved: float
-    """When anything came last, monotonic seconds."""
+    """When it got on last, monotonic seconds: bytes came, or digests for the first time."""
+    compared: bool = False
+    """Digests have come."""
     twice: bool = False
     """A file differed already."""
     told: float = float("-inf")
     """When `tell` was called last, monotonic seconds."""
 
-    def got_on(self, what: str = "") -> None:
-        self.moved = time.monotonic()
-        if what and self.moved - self.told >= TELL_SECONDS:
-            self.told = self.moved
+    def does(self, what: str) -> None:
+        """Tell what is done now, where the last word is old."""
+        now = time.monotonic()
+        if now - self.told >= TELL_SECONDS:
+            self.told = now
             self.tell(f"{self.name}, which it pulls from the head: {what}")
 
 
@@ -146,12 +149,15 @@ class FolderPuller:
         files: list[FileFacts] = _checked(value)
         if own == files and pull.own is not None:
             return pull.own
-        pull.got_on("its files are compared")
+        pull.does("its files are compared")
         await stream.send([("digests", True)])
         while (said := await _heard(stream))[0] == "wait":
-            pull.got_on()
+            pull.does("the head hashes its files")
+        if said[0] == "unreadable":
+            raise SyncError(f"{pull.name} can't be pulled from the head, which can't read it: {said[1]}")
         digests: list[str] = said[1]
-        pull.got_on()
+        if not pull.compared:
+            pull.compared, pull.moved = True, time.monotonic()
         if pull.own is not None and _alike(own, files):
             try:
                 if await digests_of(pull.own, files, self._room) == digests:
@@ -172,11 +178,11 @@ class FolderPuller:
         """Have all files in `whole`, and return it. Raises _Local for what this host can't write."""
         beside = whole.with_name(f".{whole.name}.part")
         await in_thread(self._room, _make_own, self._folder)
-        lacks = await self._lacks(pull, whole, files, digests)
+        lacks = await self._lacks(whole, files, digests)
         if not lacks and whole.is_dir():
             return whole
         await in_thread(self._room, _prepared, whole, beside)
-        lacks = await self._lacks(pull, beside, files, digests)
+        lacks = await self._lacks(beside, files, digests)
         need, size = sum(files[n].size - has for n, has, _ in lacks), sum(file.size for file in files)
         if lacks:
             free = shutil.disk_usage(self._folder).free
@@ -194,7 +200,8 @@ class FolderPuller:
                     frame = await asyncio.wait_for(stream.read(), SILENT_SECONDS)
                     part = await in_thread(self._room, _taken, stream, frame, file, hashed, left)
                     left, need = left - part, need - part
-                    pull.got_on(f"{_shown(size - need)} of {_shown(size)}")
+                    pull.moved = time.monotonic()
+                    pull.does(f"{_shown(size - need)} of {_shown(size)}")
             if hashed.hexdigest() != digests[number]:
                 path.unlink(missing_ok=True)
                 said = f"{files[number].name} came with other bytes than the head's digest of it says"
@@ -209,12 +216,11 @@ class FolderPuller:
         return whole
 
     async def _lacks(
-        self, pull: _Pull, folder: Path, files: Sequence[FileFacts], digests: Sequence[str]
+        self, folder: Path, files: Sequence[FileFacts], digests: Sequence[str]
     ) -> list[tuple[int, int, Any]]:
         """Return (its number, how many bytes are here, their hash) of each file that is not whole in this folder."""
         lacks = []
         for number, (file, digest) in enumerate(zip(files, digests, strict=True)):
-            pull.got_on()
             has, hashed = await self._has(folder / file.name, file.size, digest)
             if self._equal.get(folder / file.name) != digest:
                 lacks.append((number, has, hashed))

@@ -59,7 +59,12 @@ class FolderSender:
             found = self._digests_of(folder, files)
             while not (await asyncio.wait({found}, timeout=WAIT_SECONDS))[0]:
                 await asyncio.wait_for(stream.send([("wait", None)]), SILENT_SECONDS)
-            await stream.send([("digests", found.result())])
+            try:
+                digests = found.result()
+            except OSError as e:
+                await stream.send([("unreadable", str(e))])
+                return
+            await stream.send([("digests", digests)])
             for number, start in _found(await _asked(stream, "send") or [], files):
                 with (folder / files[number].name).open("rb") as file:
                     file.seek(start)

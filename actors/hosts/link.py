@@ -302,7 +302,7 @@ class HeadEnd:
         try:
             await answer.take()
             await self._folders.send(answer.stream(), folder)
-        except (OSError, EOFError, TimeoutError, ValueError) as e:  # it comes again, and says why to its people
+        except Exception as e:  # it comes again, and says why to its people
             _log.warning("host %s did not get all of %s: %s", host, folder, str(e) or type(e).__name__)
 
     def _warn(self, writer: asyncio.StreamWriter, why: str) -> None:

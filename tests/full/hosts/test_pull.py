@@ -242,6 +242,22 @@ def test_what_is_refused_says_why_and_is_not_asked_for_again(head: Head, tmp_pat
     assert host.pull(own) == own
 
 
+def test_a_head_that_can_t_read_or_fails_each_time_is_an_error_with_its_reason(
+    head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*args: Any) -> list[str]:
+        raise OSError(5, "Input/output error")
+
+    host = Host(tmp_path / "host", head.port, patience=1.0)
+    monkeypatch.setattr(folder_sender, "digests_of", broken)
+    with pytest.raises(SyncError, match=r"which can't read it: .*Input/output error"):
+        host.pull()
+    monkeypatch.setattr(folder_sender, "digests_of", None)  # something that nobody thought of
+    with pytest.raises(SyncError, match=r"version 3 can't be pulled from the head"):
+        host.pull()
+    assert 1 < len(head.asked) < 20
+
+
 def test_a_version_that_was_pulled_is_there_when_the_head_s_is_not(head: Head, tmp_path: Path) -> None:
     host = Host(tmp_path / "host", head.port)
     place = host.pull()
