@@ -9,6 +9,7 @@ the real outbox, and a `Client` submits batches and waits for them.
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -68,6 +69,8 @@ class Plan:
     """How long a unit takes, in the mean."""
     churn: float = 0.0
     """Interval between two hosts that break their connection, are lost, or drain; 0: none does."""
+    loses_at: float = 0.0
+    """When one host is lost, virtual seconds; 0: never."""
     failures: float = 0.01
     """Share of the attempts that fail."""
     seed: int = 0
@@ -77,7 +80,8 @@ class Plan:
 class Meter:
     """CPU seconds of the coordinator's turns, by what they are spent on."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.process_time) -> None:
+        self.clock = clock
         self.seconds: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         self.longest: dict[str, float] = {}
@@ -87,7 +91,7 @@ class Meter:
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        begun = time.process_time()
+        begun = self.clock()
         if self._stack:
             self.seconds[self._stack[-1][0]] += begun - self._mark
         self._stack.append((phase, begun))
@@ -95,12 +99,34 @@ class Meter:
         try:
             yield
         finally:
-            now = time.process_time()
+            now = self.clock()
             self._stack.pop()
             self.seconds[phase] += now - self._mark
             self.calls[phase] += 1
             self.longest[phase] = max(self.longest.get(phase, 0.0), now - begun)
             self._mark = now
+
+    @contextlib.contextmanager
+    def collector(self) -> Iterator[None]:
+        """Count what Python's garbage collector takes in a turn as a phase of its own, though within another's stretch.
+        """
+        begun = 0.0
+
+        def collected(step: str, _: Any) -> None:
+            nonlocal begun
+            if step == "start":
+                begun = self.clock()
+            elif self._stack:
+                took = self.clock() - begun
+                self.seconds["collector"] += took
+                self.seconds[self._stack[-1][0]] -= took
+                self.longest["collector"] = max(self.longest.get("collector", 0.0), took)
+
+        gc.callbacks.append(collected)
+        try:
+            yield
+        finally:
+            gc.callbacks.remove(collected)
 
     def timed(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return the call, metered."""
@@ -206,13 +232,14 @@ class ManyWorld(World):
     """A world of one coordinator and many hosts."""
 
     coordinator: ManyCoordinator
+    client: Client
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, clock: Callable[[], float]) -> None:
         made = schedule.config_of(schedule.make(0))
         explorer = replace(made.explorer, max_timeout=1800.0, max_retry_times=5, stall_after=600.0)
         hosts = replace(made.hosts, address="10.0.0.1:7700", timeout=plan.hosts_timeout)
         super().__init__(plan.seed, replace(made, explorer=explorer, hosts=hosts))
-        self.plan, self.meter, self.account = plan, Meter(), Account()
+        self.plan, self.meter, self.account = plan, Meter(clock), Account()
         self.invariants = self.account
         self.store = CountedStore(self.store.now, self.account.committed)
         self.hosts: dict[str, FarHost] = {}
@@ -564,9 +591,6 @@ class Client:
     def ended(self, _: Any) -> None:
         self.finalized += 1
 
-    def receive(self) -> None:
-        """Nothing comes but by `receiveMessage`."""
-
 
 class _Guardian:
     """Of the head, which has no runners of its own."""
@@ -587,15 +611,18 @@ class Figures:
     struck: dict[str, int]
 
 
-def play(plan: Plan, *, at: Callable[[ManyWorld], bool] | None = None) -> Figures:
+def play(
+    plan: Plan, *, at: Callable[[ManyWorld], bool] | None = None, clock: Callable[[], float] = time.process_time
+) -> Figures:
     """Play it to its end, with the doubles put in here. Raises Violation where something was lost or doubled.
 
-    `at` is called after every virtual second until it says True.
+    `clock`: what the meter counts, CPU seconds by default. `at` is called after every virtual second until it says True.
     """
-    world = ManyWorld(plan)
+    world = ManyWorld(plan, clock)
     patches = {"listening": lambda *_: _End(world), "LeaderLock": _Lock, "PipelineThread": _Pipeline}
     with (
-        doubles.installed(), mock.patch.multiple(trinity_es.actors.coordinator.actor, **patches), doubles.running(world)
+        doubles.installed(), mock.patch.multiple(trinity_es.actors.coordinator.actor, **patches),
+        doubles.running(world), world.meter.collector(),
     ):
         world.spawn_actor = lambda process, kind: _coordinator(world, process)
         guardian = Process(98, "guardian", 0, None, 0.0)
@@ -633,6 +660,8 @@ def _begin(world: ManyWorld) -> None:
         far = world.hosts[name] = FarHost(world, name, plan.runners // plan.hosts, plan.units // plan.runners)
         world.later(1.0 + world.between(0.0, 2.0), None, "", far.start)
     world.later(5.0, None, "", world.client.keep_going)
+    if plan.loses_at:
+        world.later(plan.loses_at, None, "", lambda: world.hosts["h0"].strike("lost"))
     if plan.churn:
         world.later(10.0, None, "", lambda: _churn(world))
 
