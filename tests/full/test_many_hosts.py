@@ -50,14 +50,16 @@ def counted(plan: Plan) -> Figures:
         return play(plan, clock=lambda: float(codes.count))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_nothing_is_lost_or_doubled_while_hosts_come_and_go(seed: int) -> None:
     """`play` raises where it is: each task finished once, given to nobody who has it or is lost, every batch whole."""
     found = play(Plan(8, 16, 160, 800, 50, churn=3.0, seconds=30.0, failures=0.05, seed=seed))
     assert found.tasks == 800
     assert set(found.struck) == {"broken", "drained", "lost"}
     events = found.world.account.events
-    assert events["HostLost"] > 2 and events["HostLeft"] > 2 and events["HostJoined"] > 8 + 4
+    assert events["HostLost"] > 2
+    assert events["HostLeft"] > 2
+    assert events["HostJoined"] > 8 + 4
     assert events["TaskFinished"] == 800
     assert events["AttemptFailed"] > 40  # of lost hosts, most of them
 
