@@ -7,6 +7,7 @@ first if you need the old one.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,8 +85,8 @@ class BatchState:
     """By task id, for every settled task: finished, or failed after its last attempt."""
     final_result: dict[str, Any] | None = None
     tasks: list[TaskState] = field(default_factory=list)
-    pending: dict[tuple[int, int], ev.Unit] = field(default_factory=dict)
-    """Units to dispatch, in order, by (task, first run)."""
+    pending: OrderedDict[tuple[int, int], ev.Unit] = field(default_factory=OrderedDict)
+    """Units to dispatch, in order, by (task, first run). A plain dict passes all that went before to find its first."""
     flights: dict[tuple[int, int], Flight] = field(default_factory=dict)
     """Units that runners have, by (task, first run)."""
     avoid: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -214,7 +215,7 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
                 state.dropped[number] = event.reason
             state.partial.update(event.kept)
             gone = set(event.tasks)
-            state.pending = {k: u for k, u in state.pending.items() if k[0] not in gone}
+            state.pending = OrderedDict((k, u) for k, u in state.pending.items() if k[0] not in gone)
             state.flights = {k: f for k, f in state.flights.items() if k[0] not in gone}
         case ev.TaskReopened():
             _reopened(state, event)
@@ -235,7 +236,7 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
         case ev.BatchAborted():
             state.state = BatchLifecycleState.ABORTED
             state.final_result = event.result
-            state.pending, state.flights = {}, {}
+            state.pending, state.flights = OrderedDict(), {}
         case ev.BatchTrained():
             state.trained_step = event.step
         case ev.TasksetAdvanced() | ev.RecoveryDecided() | ev.StallDetected():
@@ -270,9 +271,9 @@ def _added(state: BatchState, event: ev.TasksAdded) -> None:
     state.additions[event.request] = first
 
 
-def _units(first: int, repeat_times: list[int], runs_per_unit: int | None) -> dict[tuple[int, int], ev.Unit]:
+def _units(first: int, repeat_times: list[int], runs_per_unit: int | None) -> OrderedDict[tuple[int, int], ev.Unit]:
     """Return the units of new tasks, numbered from `first`, in the order in which they are dispatched."""
-    units: dict[tuple[int, int], ev.Unit] = {}
+    units: OrderedDict[tuple[int, int], ev.Unit] = OrderedDict()
     for task, runs in enumerate(repeat_times, first):
         step = min(runs_per_unit or runs, runs)
         for base in range(0, runs, step):

@@ -11,7 +11,9 @@ from typing import cast
 
 from trinity_es.events import vocabulary as ev
 
-__all__ = ["Lives", "RunnerLife", "RunnerState", "Weights", "evolve_lives", "evolve_weights", "newest_life"]
+__all__ = [
+    "Lives", "RunnerEvent", "RunnerLife", "RunnerState", "Weights", "evolve_lives", "evolve_weights", "newest_life",
+]
 
 
 class RunnerState(StrEnum):

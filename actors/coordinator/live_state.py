@@ -15,6 +15,7 @@ import orjson
 
 from trinity_es.actors.coordinator.log_reader import NotRead, read_now
 from trinity_es.actors.coordinator.log_writer import UnitOfWork
+from trinity_es.actors.coordinator.units_in_flight import UnitsInFlight
 from trinity_es.actors.messages import Parcel, pack
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog
@@ -26,7 +27,15 @@ from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.experience_queue import QueueState, evolve_queue, load_queue
 from trinity_es.projections.hosts import HostEvent, Hosts, evolve_hosts
 from trinity_es.projections.leases import OpenLeases, evolve_leases
-from trinity_es.projections.runner import Lives, RunnerLife, RunnerState, Weights, evolve_lives, evolve_weights
+from trinity_es.projections.runner import (
+    Lives,
+    RunnerEvent,
+    RunnerLife,
+    RunnerState,
+    Weights,
+    evolve_lives,
+    evolve_weights,
+)
 from trinity_es.projections.servers import Servers, evolve_servers
 from trinity_es.projections.tables.open_leases import read_open
 from trinity_es.projections.tables.read_models import delivered_batches, open_batches, other_streams
@@ -211,6 +220,7 @@ class LiveState:
         """Go on with what was read; what was in memory, the turn too, is forgotten."""
         self.turn = UnitOfWork()
         self.batches, self.versions, self._tasks = loaded.batches, loaded.versions, loaded.tasks
+        self.in_flight = UnitsInFlight(self.batches.values())
         self.ended: OrderedDict[BatchId, BatchState] = OrderedDict()
         self.weights, self.adapters = loaded.weights, loaded.adapters
         self.loaded_adapters = loaded.loaded_adapters
@@ -267,6 +277,7 @@ class LiveState:
                     self.attempt_times = event
                 elif event.stream == ev.RunnerStarted.stream:
                     evolve_lives(self.lives, event, self.weights)
+                    self.in_flight.changed[cast(RunnerEvent, event).runner] = None
 
     def _checked(self, stream: str, events: Sequence[ev.Event]) -> Write:
         known = self.versions.get(stream, 0)  # of all but ended batches' it is known, and those were found first
@@ -291,6 +302,7 @@ class LiveState:
             state = self.find(batch_id)  # first: it may have to be read, and nothing may be changed before that
         for event in self._take(self._checked(stream, events)):
             state = evolve(state, event)
+            self.in_flight.evolve(state, event)
         assert state is not None
         state.version = self.versions[stream]
         if state.state.ended:

@@ -17,6 +17,7 @@ from tests.simulation.doubles import SimCoordinator, SimRunner
 from tests.simulation.engine import reward
 from tests.simulation.trainer import BatchPlan
 from tests.simulation.world import Process, Violation, World
+from trinity_es.actors.coordinator.decisions.batches import loads
 from trinity_es.actors.messages import UnitOutcome
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogUnavailable
@@ -329,6 +330,15 @@ class Invariants:
         for stream in live.keys() & opened.keys():
             if live[stream] != opened[stream]:
                 self.violated(f"live state of {stream} is not the log's (promise 6): {live[stream]} {opened[stream]}")
+
+        in_flight, counted = actor.live.in_flight, loads(actor.live.batches.values())
+        self.require(in_flight.loads == counted, f"units in flight: {in_flight.loads}, of the batches: {counted}")
+        for batch in actor.live.batches.values():
+            for life in counted:
+                of_life = [k for k, f in batch.flights.items() if (f.runner, f.incarnation) == life]
+                had = in_flight.of(batch.batch_id, *life)
+                self.require(had == of_life, f"{life} has {had}, the batch says {of_life}")
+                self.require(life[1] in in_flight.lives(life[0]), f"{life} has units and is not known to")
 
         for key, delivery in actor.live.queue.deliveries.items():
             known = self.queue.deliveries.get(key)

@@ -8,10 +8,10 @@ changes nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from trinity_es.actors import load_balancing
+from trinity_es.actors.coordinator.decisions.room import Capacity, Room
 from trinity_es.actors.message_sizes import shortened
 from trinity_es.actors.messages import UnitOutcome
 from trinity_es.events import vocabulary as ev
@@ -45,23 +45,8 @@ __all__ = [
 
 MOST_SERVERS_LOST = 10
 """Maximum number of attempts of a unit that is blamed for none of the servers of others that ended under it."""
-AHEAD_SHARE = 2
-"""A runner gets no more units beyond its places than this part of an equal share of those that wait."""
 RETRIED = frozenset({"workflow", "timeout", "grader", "runner_lost", "infra"})
 """Kinds of failure that another attempt may mend; `data` fails the same way every time."""
-
-
-@dataclass(slots=True)
-class Capacity:
-    """A runner that can take units now: how many more, and how full it is."""
-
-    name: str
-    incarnation: int
-    model_version: int
-    places: int
-    load: int
-    limit: int
-    """Units it may hold at once: its places, and those that wait in it where units are short."""
 
 
 def submit(
@@ -111,7 +96,7 @@ def submit(
 
 
 def dispatch(
-    batches: Iterable[BatchState], runners: Sequence[Capacity], timeout: float = 0.0
+    batches: Iterable[BatchState], runners: Room | Iterable[Capacity], timeout: float = 0.0
 ) -> list[tuple[BatchState, ev.TasksDispatched]]:
     """Give waiting units to runners with room: lower batch first, first in first out inside it, least loaded runner.
 
@@ -119,66 +104,50 @@ def dispatch(
     one before, whose engine has their prompt, while that has a place and is not much fuller than the least loaded one
     (`actors.load_balancing`). Where few units wait, runners get few beyond their places, at the end none: the place of
     another would be idle beside them. `timeout`: seconds that an attempt may take, 0 for explorer.max_timeout. Changes
-    `load` of the capacities.
+    `load` of the capacities. It costs what is given out, however many runners, units in flight and waiting there are.
     """
-    running = sorted((b for b in batches if _gives(b)), key=lambda b: sort_batch_id(b.batch_id))
-    ahead = sum(len(b.pending) for b in running) // (AHEAD_SHARE * len(runners)) if len(runners) > 1 else None
-    limits = {r.name: r.limit if ahead is None else min(r.limit, r.places + ahead) for r in runners}
-    groups: dict[tuple[str, int], list[ev.Unit]] = {}
+    room = runners if isinstance(runners, Room) else Room(runners)
+    waiting = [b for b in batches if b.pending and b.state is BatchLifecycleState.RUNNING and not b.paused]
+    room.expect(sum(len(b.pending) for b in waiting))
     chosen: list[tuple[BatchState, ev.TasksDispatched]] = []
-    by_name = {r.name: r for r in runners}
-    free = sum(max(0, limits[r.name] - r.load) for r in runners)
-    for batch in running:
-        if free <= 0:
-            break
-        groups.clear()
-        homes = dict(batch.homes)
+    for batch in sorted(waiting, key=lambda b: sort_batch_id(b.batch_id)):
+        groups: dict[str, tuple[Capacity, list[ev.Unit]]] = {}
+        homes: dict[int, str] = {}
         for key, unit in batch.pending.items():
-            if free <= 0:
+            if room.least() is None:
                 break
-            open_ = [r for r in runners if r.load < limits[r.name]]
             avoid = batch.avoid.get(key)
-            elsewhere = [r for r in open_ if r.name != avoid] if avoid and len(runners) > 1 else open_
-            if not elsewhere:
+            if avoid is not None and not room.has_other(avoid):
+                avoid = None
+            least = room.least(avoid)
+            if least is None:
                 continue  # only the runner it failed on has room: wait for another, one will have
-            runner = _home(by_name.get(homes.get(unit.task, "")), elsewhere) or _least(elsewhere)
+            home = room.find(homes.get(unit.task) or batch.homes.get(unit.task, ""))
+            runner = home if home is not None and home.name != avoid and _stays(home, least) else least
             if unit.runs < batch.tasks[unit.task].total_runs:
                 homes[unit.task] = runner.name
-            runner.load += 1
-            free -= 1
-            groups.setdefault((runner.name, runner.incarnation), []).append(unit)
+            room.give(runner)
+            groups.setdefault(runner.name, (runner, []))[1].append(unit)
         chosen.extend(
             (
                 batch,
                 ev.TasksDispatched(
-                    runner=name,
-                    incarnation=incarnation,
+                    runner=runner.name,
+                    incarnation=runner.incarnation,
                     units=units,
-                    model_version=by_name[name].model_version,
+                    model_version=runner.model_version,
                     timeout=timeout,
                 ),
             )
-            for (name, incarnation), units in groups.items()
+            for runner, units in groups.values()
         )
     return chosen
 
 
-def _gives(batch: BatchState) -> bool:
-    return batch.state is BatchLifecycleState.RUNNING and not batch.paused and bool(batch.pending)
-
-
-def _least(runners: Iterable[Capacity]) -> Capacity:
-    return min(runners, key=lambda r: r.load / r.places)
-
-
-def _home(home: Capacity | None, among: Sequence[Capacity]) -> Capacity | None:
-    """Return the runner that a task's other units had, if this one is to go there too."""
-    if home is None or home not in among:
-        return None
-    least = _least(among)
+def _stays(home: Capacity, least: Capacity) -> bool:
+    """Return True if a unit is to go to the runner that its task's other units had."""
     waits = home.load >= home.places and least.load < least.places  # for a place, where another has one
-    stays = load_balancing.stays(home.load / home.places, least.load / least.places, load_balancing.SLACK_PLACES)
-    return home if stays and not waits else None
+    return load_balancing.stays(home.share, least.share, load_balancing.SLACK_PLACES) and not waits
 
 
 def outcome(
@@ -252,16 +221,18 @@ def _blamed(unit: ev.Unit, servers: bool) -> bool:
 
 
 def runner_lost(
-    batch: BatchState, runner: str, incarnation: int, reason: str, *, blamed: bool = True, servers: bool = False
+    batch: BatchState, runner: str, incarnation: int, reason: str, *, blamed: bool = True, servers: bool = False,
+    had: Iterable[tuple[int, int]] | None = None,
 ) -> list[ev.Event]:
     """Take the loss of a runner: what it had of this batch is attempted again, and failed after its last attempt.
 
     Which of its units ended it nobody knows, so each is blamed; but not where the whole system ended, nor where engines
-    are `servers` of others.
+    are `servers` of others. `had`: keys of the flights to look at, where it is known which can be its own.
     """
+    flights = list(batch.flights.values()) if had is None else [batch.flights[key] for key in had]
     return [
         _lost(batch, flight, reason, blamed and _blamed(flight.unit, servers))
-        for flight in list(batch.flights.values())
+        for flight in flights
         if (flight.runner, flight.incarnation) == (runner, incarnation)
     ]
 

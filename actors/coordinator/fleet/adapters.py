@@ -151,6 +151,7 @@ class AdapterLoading:
             runner.adapters_failures = runner.adapters_failures + 1 if message.errors else 0
         has = runner.adapters.keys() | excused
         runner.has_adapters = runner.has_adapters or adapters.has_all(self.live.adapters, has)
+        self.registry.changed(runner.name)
         failed = {(adapter, version): error for adapter, version, error in message.errors}
         self._look(runner.name, runner.adapters, failed)
 

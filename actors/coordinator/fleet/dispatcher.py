@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from trinity_es.actors.coordinator.decisions import batches as decisions
+from trinity_es.actors.coordinator.decisions.room import Capacity, Room
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.message_sizes import grouped
 from trinity_es.actors.messages import CancelUnits, RunnerStatus, RunUnits, UnitAssignment
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log_end import Mark
 from trinity_es.projections.batch import BatchState
+from trinity_es.projections.runner import RunnerState
 
 __all__ = ["Dispatcher", "ahead"]
 
@@ -39,6 +41,7 @@ class Dispatcher:
         self.registry, self.live = registry, registry.live
         self._timeout, self._end = timeout, end
         self._acks: dict[str, dict[int, None]] = {}
+        self._room = Room(fits=self._fits)
 
     def acknowledge(self, runner: str, number: int) -> None:
         """Tell the runner, with what is sent next, that this group of its outcomes is safe."""
@@ -47,6 +50,7 @@ class Dispatcher:
     def forget(self) -> None:
         """Forget which outcomes were taken: it may not be in the log."""
         self._acks = {}
+        self._room = Room(fits=self._fits)
 
     def dispatch(self) -> None:
         """Give out what can run, and say to each runner which outcomes are safe."""
@@ -54,24 +58,34 @@ class Dispatcher:
         items: dict[str, list[UnitAssignment]] = {}
         batches = self.live.batches.values()
         if any(b.pending for b in batches):
-            load = decisions.loads(batches)
-            capacities = [
-                decisions.Capacity(
-                    name=r.name,
-                    incarnation=r.incarnation,
-                    model_version=r.model_version,
-                    places=r.life.places,
-                    load=load.get((r.name, r.incarnation), 0),
-                    limit=r.life.places + ahead(r.life.places, r.unit_seconds),
-                )
-                for r in self.registry.staying()
-                if r.loading is None and r.has_adapters
-            ]
-            for batch, event in decisions.dispatch(batches, capacities, self._timeout()):
+            self._look()
+            for batch, event in decisions.dispatch(batches, self._room, self._timeout()):
                 self.live.record_batch(batch.batch_id, [event])
                 items.setdefault(event.runner, []).extend(self._item(batch, u, event.timeout) for u in event.units)
         for name in sorted(items.keys() | acks.keys()):
             self._send_work(self.registry.runners[name], items.get(name, []), tuple(acks.get(name, {})))
+
+    def _look(self) -> None:
+        """See how full those runners are of which something changed."""
+        changed, self.live.in_flight.changed = self.live.in_flight.changed, {}
+        for name in changed:
+            runner = self.registry.runners.get(name)
+            if runner is None or runner.state is not RunnerState.READY or runner.life.model != "rollout":
+                self._room.drop(name)
+                continue
+            self._room.put(Capacity(
+                name=name,
+                incarnation=runner.incarnation,
+                model_version=runner.model_version,
+                places=runner.life.places,
+                load=self.live.in_flight.loads.get((name, runner.incarnation), 0),
+                limit=runner.life.places + ahead(runner.life.places, runner.unit_seconds),
+            ))
+
+    def _fits(self, capacity: Capacity) -> bool:
+        """Return True if a runner may be given something now; where not, it says so itself when that is over."""
+        runner = self.registry.runners[capacity.name]
+        return runner.loading is None and runner.has_adapters and not self.registry.is_leaving(capacity.name)
 
     def send_missing(self, runner: RunnerRecord, message: RunnerStatus) -> None:
         """Send again what the log says this runner has and it does not know of: that never arrived."""
@@ -79,9 +93,9 @@ class Dispatcher:
         has = {(batch_id, submission): set(units) for batch_id, submission, units in message.running}
         for batch in self.live.batches.values():
             units = has.get((batch.batch_id, batch.submission), set())
-            for (task, base), flight in batch.flights.items():
-                its = (flight.runner, flight.incarnation) == (runner.name, runner.incarnation)
-                if its and (task, base, flight.unit.attempt) not in units:
+            for task, base in self.live.in_flight.of(batch.batch_id, runner.name, runner.incarnation):
+                flight = batch.flights[task, base]
+                if (task, base, flight.unit.attempt) not in units:
                     items.append(self._item(batch, flight.unit, flight.timeout))
         if items:
             self._send_work(runner, items, ())

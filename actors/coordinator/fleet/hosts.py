@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from trinity_es.actors.coordinator.decisions import batches, hosts
+from trinity_es.actors.coordinator.decisions import hosts
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.hosts.link import Admission, HeadEnd, Items
 from trinity_es.actors.messages import HostDrained, HostLeaves, RunnerDied
@@ -165,9 +165,11 @@ class HostFleet:
     def look(self) -> None:
         """See who was not heard of for too long, and who has nothing any more and may leave."""
         now = self._registry.sender.now()
-        for host in self.there():
+        there = self.there()
+        units = self._units() if any(host.state == "draining" for host in there) else {}
+        for host in there:
             if self._is_connected(host):
-                if host.state == "draining" and not self.units_of(host.name):
+                if host.state == "draining" and not units.get(host.name):
                     self.send(FarProcess(host.name, ""), HostDrained())
                 continue
             since = self._heard.setdefault(host.name, now)
@@ -185,15 +187,18 @@ class HostFleet:
         now = self._registry.sender.now()
         shown = [h for h in self._live.hosts.values() if h.there or (
             h.state == "lost" and now - self._lost.get(h.name, float("-inf")) < SHOWN_SECONDS)]
+        units, runners = self._units(), dict[str, list[str]]()
+        for name, runner in self._registry.runners.items():
+            if not runner.state.gone:
+                runners.setdefault(host_of(name), []).append(name)
         return [
             {
                 "host": h.name, "epoch": h.epoch, "state": h.state, "address": h.address, "pid": h.pid,
                 "places": dict(h.places), "reason": h.reason, "connected": self._is_connected(h),
                 "away_for": None if self._is_connected(h) else now - self._heard.get(h.name, now),
                 "why_away": self._why.get(h.name, ""),
-                "runners": sorted(n for n, r in self._registry.runners.items()
-                                  if host_of(n) == h.name and not r.state.gone),
-                "units": self.units_of(h.name),
+                "runners": sorted(runners.get(h.name, ())),
+                "units": units.get(h.name, 0),
             }
             for h in sorted(shown, key=lambda h: h.name)
         ]
@@ -240,5 +245,11 @@ class HostFleet:
 
     def units_of(self, host: str) -> int:
         """Count the units that a host's runners have."""
-        loads = batches.loads(self._live.batches.values())
-        return sum(units for (name, _), units in loads.items() if host_of(name) == host)
+        return self._units().get(host, 0)
+
+    def _units(self) -> dict[str, int]:
+        """Count the units of the runners of each host that has any."""
+        found: dict[str, int] = {}
+        for (name, _), units in self._live.in_flight.loads.items():
+            found[host_of(name)] = found.get(host_of(name), 0) + units
+        return found

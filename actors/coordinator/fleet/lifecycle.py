@@ -62,16 +62,22 @@ class RunnerLifecycle:
         if message.state == "retired":
             self.weights.on_death(name, "it retired")
             self.adapters.on_death(name)
+        self.registry.changed(name)
 
     def forget_earlier_lives(self, name: str, incarnation: int) -> None:
         """Whoever saw them end: what they had is attempted again."""
+        for life in self.live.in_flight.lives(name):
+            if life < incarnation:
+                self._lost(name, life, "the runner was started anew", blamed=True)
+
+    def _lost(self, name: str, incarnation: int, reason: str, *, blamed: bool) -> None:
+        """Have what a life had be attempted again."""
         for batch in list(self.live.batches.values()):
-            older = {f.incarnation for f in batch.flights.values() if f.runner == name and f.incarnation < incarnation}
-            for life in sorted(older):
-                lost = batches.runner_lost(
-                    batch, name, life, "the runner was started anew", servers=self.servers
-                )
-                self.live.record_batch(batch.batch_id, lost)
+            had = self.live.in_flight.of(batch.batch_id, name, incarnation)
+            lost = batches.runner_lost(
+                batch, name, incarnation, reason, blamed=blamed, servers=self.servers, had=had
+            )
+            self.live.record_batch(batch.batch_id, lost)
 
     def forget(self) -> None:
         """Forget what was known of them, for it may not be in the log; each says again what it is."""
@@ -94,11 +100,7 @@ class RunnerLifecycle:
                 life.model = message.model  # one that never spoke is known by its end alone
                 known = self.registry.runners[name] = RunnerRecord(life)
             known.loading, known.endpoint, known.up = None, "", False
-        for batch in list(self.live.batches.values()):
-            lost = batches.runner_lost(
-                batch, name, incarnation, message.reason, blamed=not message.asked, servers=self.servers
-            )
-            self.live.record_batch(batch.batch_id, lost)
+        self._lost(name, incarnation, message.reason, blamed=not message.asked)
         if not outlived:
             self.weights.on_death(name, message.reason)
             self.adapters.on_death(name)
@@ -135,6 +137,7 @@ class RunnerLifecycle:
             if runner is not None:
                 before = runner.unit_seconds
                 runner.unit_seconds = outcome.seconds if before is None else 0.8 * before + 0.2 * outcome.seconds
+                self.registry.changed(message.name)
         if runner is not None and runner.incarnation == message.incarnation:
             runner.seen = runner.progressed = self.registry.clock()
             self.dispatcher.acknowledge(message.name, message.number)

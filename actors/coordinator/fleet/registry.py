@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from trinity_es.actors.coordinator.decisions.batches import loads
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import MessageSender
 from trinity_es.events.store.clock import steady_clock
@@ -102,6 +101,10 @@ class RunnerRegistry:
         host = self.live.hosts.get(host_of(name))
         return name in self.leaving or (host is not None and host.state == "draining")
 
+    def changed(self, name: str) -> None:
+        """Have the dispatcher look at a runner again, which may be given more now, or other weights' units."""
+        self.live.in_flight.changed[name] = None
+
     def send_later(self, address: Any, message: Any) -> None:
         """Send when everything that was recorded so far is durable."""
         self.live.then(lambda: self.sender.send(address, message))
@@ -109,7 +112,7 @@ class RunnerRegistry:
     def status(self) -> list[dict[str, Any]]:
         """Return every runner at a glance, as plain JSON; not those of hosts that are gone."""
         gone = {host.name for host in self.live.hosts.values() if not host.there}
-        load = loads(self.live.batches.values())
+        load = self.live.in_flight.loads
         now, monotonic = self.clock(), self.sender.now()
         return [
             {

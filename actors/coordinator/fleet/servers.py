@@ -9,7 +9,7 @@ to others. What proxies have asked of it (mode `serve`) nobody here knows: one t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from trinity_es.actors.coordinator.decisions import batches, servers
@@ -62,9 +62,10 @@ class ServerFleet:
         urls = self._list
         self._live.record(*servers.listed(self._live.servers, urls, self._before))
         self._before = urls or self._before
-        self._registry.leaving = leaving(self._live.servers)
+        before, self._registry.leaving = self._registry.leaving, leaving(self._live.servers)
+        for name in before - self._registry.leaving:  # it was added again
+            self._registry.changed(name)
         there, retire = dict[str, str](), dict[str, int]()
-        load: Mapping[tuple[str, int], int] | None = None
         for server in self._live.servers.values():
             if server.wanted:
                 self._since.pop(server.runner, None)
@@ -73,8 +74,7 @@ class ServerFleet:
             life = newest_life(self._live.lives, server.runner)
             if life is None or servers.has_retired(life):
                 continue
-            load = batches.loads(self._live.batches.values()) if load is None else load
-            if self._is_drained(life, load.get((life.name, life.incarnation), 0)):
+            if self._is_drained(life, self._live.in_flight.loads.get((life.name, life.incarnation), 0)):
                 retire[server.runner] = life.incarnation
             else:
                 there[server.runner] = server.url
@@ -131,9 +131,9 @@ class ServerFleet:
         known = self._registry.runners.get(runner)
         reason = "its server was taken away, and it had its time to end"
         for batch in list(self._live.batches.values()):
-            had = [key for key, f in batch.flights.items() if (f.runner, f.incarnation) == (runner, incarnation)]
+            had = self._live.in_flight.of(batch.batch_id, runner, incarnation)
             if had:
-                lost = batches.runner_lost(batch, runner, incarnation, reason, blamed=False)
+                lost = batches.runner_lost(batch, runner, incarnation, reason, blamed=False, had=had)
                 batch_id: BatchId = batch.batch_id
                 self._live.record_batch(batch_id, lost)
                 if known is not None and known.address is not None:

@@ -175,6 +175,7 @@ class WeightLoading:
         current = self.live.weights
         gone = current.in_memory_only and not Path(current.path).is_dir()
         runner.loading = None
+        self.registry.changed(runner.name)
         self.live.record(*weights.load_result(runner.life, message, current, place_gone=gone))
         if message.error is None:
             runner.model_version, runner.could_not_load = message.version, None

@@ -15,7 +15,6 @@ from typing import Any
 
 from trinity_es.actors import commands
 from trinity_es.actors.commands import CommandRequest, GetRunnerStates, RestartedRunner
-from trinity_es.actors.coordinator.decisions import batches
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
@@ -134,7 +133,7 @@ class RunnerHandlers:
     def _as_known(self, name: str) -> dict[str, Any]:
         """Return what the coordinator knows of a runner that says nothing itself."""
         r = self.registry.runners[name]
-        load = batches.loads(self.registry.live.batches.values())
+        load = self.registry.live.in_flight.loads
         return runner_state(
             None, runner=name, incarnation=r.incarnation, model=r.life.model, state=r.state,
             model_version=r.model_version, units=load.get((name, r.incarnation), 0),

@@ -1,0 +1,80 @@
+"""Which units each life of a runner has, over all open batches.
+
+Kept as events are folded, so that no message about one runner costs a walk over what all of them have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.values import BatchId
+from trinity_es.projections.batch import BatchState
+
+__all__ = ["UnitsInFlight"]
+
+Key = tuple[int, int]
+"""Task and first run."""
+Life = tuple[str, int]
+"""Runner and incarnation."""
+
+
+class UnitsInFlight:
+    """See the module. It says the same as `flights` of the batches."""
+
+    def __init__(self, batches: Iterable[BatchState] = ()) -> None:
+        self.loads: dict[Life, int] = {}
+        """Units of each life that has any."""
+        self.changed: dict[str, None] = {}
+        """Runners that may have room now and did not when units were last given out, or the other way round."""
+        self._units: dict[BatchId, dict[Life, dict[Key, None]]] = {}
+        self._lives: dict[str, dict[int, None]] = {}
+        """Incarnations of each runner that have units."""
+        for batch in batches:
+            for key, flight in batch.flights.items():
+                self._add(batch.batch_id, (flight.runner, flight.incarnation), key)
+
+    def of(self, batch_id: BatchId, runner: str, incarnation: int) -> list[Key]:
+        """Return what a life has of a batch, in the order in which it got them."""
+        return list(self._units.get(batch_id, {}).get((runner, incarnation), ()))
+
+    def lives(self, runner: str) -> list[int]:
+        """Return the incarnations of a runner that have units."""
+        return sorted(self._lives.get(runner, ()))
+
+    def evolve(self, batch: BatchState, event: ev.Event) -> None:
+        """Take one more event of a batch, which is folded into `batch` already."""
+        match event:
+            case ev.TasksDispatched():
+                for unit in event.units:
+                    self._add(batch.batch_id, (event.runner, event.incarnation), (unit.task, unit.run_id_base))
+            case ev.RunsFinished() | ev.AttemptFailed():
+                key = event.task, event.run_id_base
+                if key not in batch.flights:  # else runs of it are still open
+                    self._drop(batch.batch_id, (event.runner, event.incarnation), [key])
+            case ev.TaskDropped() | ev.BatchFinalized() | ev.BatchAborted():
+                for life, units in list(self._units.get(batch.batch_id, {}).items()):
+                    over = batch.state.ended
+                    self._drop(batch.batch_id, life, [k for k in units if over or k not in batch.flights])
+
+    def _add(self, batch_id: BatchId, life: Life, key: Key) -> None:
+        self._units.setdefault(batch_id, {}).setdefault(life, {})[key] = None
+        self.loads[life] = self.loads.get(life, 0) + 1
+        self._lives.setdefault(life[0], {})[life[1]] = None
+        self.changed[life[0]] = None
+
+    def _drop(self, batch_id: BatchId, life: Life, keys: Iterable[Key]) -> None:
+        units = self._units.get(batch_id, {}).get(life, {})
+        gone = [units.pop(key) for key in keys if key in units]
+        if not gone:
+            return
+        self.changed[life[0]] = None
+        self.loads[life] -= len(gone)
+        if not self.loads[life]:
+            del self.loads[life], self._lives[life[0]][life[1]]
+            if not self._lives[life[0]]:
+                del self._lives[life[0]]
+        if not units:
+            del self._units[batch_id][life]
+            if not self._units[batch_id]:
+                del self._units[batch_id]

@@ -1,0 +1,123 @@
+"""What a task costs a real coordinator's process, with 1, 2 and 4 hosts on this machine, beside the simulation.
+
+A head and hosts that joined it, each an actor system of its own with a runner on the scripted engine, PostgreSQL, TCP
+between them. CPU time is that of the coordinator's process from submit to the return of finalize, less what the same
+process takes while nothing is to be done; in it, that of its main thread, which is what `benchmarks.scale` meters.
+
+`python -m benchmarks.scale_real [--hosts 1,2,4] [--tasks 600] [--places 32] [--repeats 3] [--json FILE]`. It needs
+the PostgreSQL that the tests use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import trinity_es
+from benchmarks.scale import A_TASK
+from tests.helpers.faults import server
+from tests.helpers.hosts import KEY, free_port, host_joins, ready
+from tests.helpers.systems import end, pid_of, scripted, sleepers
+from tests.simulation.many import Plan, play
+from trinity_es.system import lifecycle
+
+IDLE_SECONDS = 5.0
+
+
+def cpu(pid: int) -> tuple[float, float]:
+    """CPU seconds of a process so far, and of its main thread."""
+    process = psutil.Process(pid)
+    times = process.cpu_times()
+    [main] = [t for t in process.threads() if t.id == pid]
+    return times.user + times.system, main.user_time + main.system_time
+
+
+def measured(hosts: int, tasks: int, places: int, seconds: float, repeats: int) -> dict[str, Any]:
+    """The figures of a real run of this many hosts besides the head."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="scale-")))
+        database = stack.enter_context(server())
+        url, port = database.url(database.new_database()), free_port()
+        here = {"address": f"127.0.0.1:{port}", "timeout": 20.0}
+        config = scripted(folder / "head", store={"url": url}, hosts=here, explorer={"max_concurrency": places})
+        lifecycle.start(config)
+        client = trinity_es.connect(config)
+        stack.callback(end, client)
+        client.wait_ready(120)
+        for number in range(hosts):
+            stack.enter_context(host_joins(url, f"h{number}", folder))
+        for number in range(hosts):
+            ready(client, f"h{number}")
+        pid = pid_of(client, "coordinator")
+
+        def batch(number: int, of: int) -> None:
+            client.submit_batch(batch_id=number, tasks=sleepers(of, seconds=seconds), batch_type="train")
+            assert client.finalize_train_batch(number, timeout=300)["finished_task_count"] == of
+
+        batch(1, 4 * places)
+        before = cpu(pid)
+        time.sleep(IDLE_SECONDS)
+        idle = [(now - then) / IDLE_SECONDS for now, then in zip(cpu(pid), before, strict=True)]
+        found: list[tuple[float, float]] = []
+        for number in range(2, 2 + repeats):
+            before, begun = cpu(pid), time.monotonic()
+            batch(number, tasks)
+            took = time.monotonic() - begun
+            whole, main = ((now - then - rest * took) / tasks * 1e6
+                           for now, then, rest in zip(cpu(pid), before, idle, strict=True))
+            found.append((whole, main))
+        with trinity_es.open_log(url) as log:
+            last = list(log.read(stream=f"batch/{1 + repeats}"))
+        return {
+            "hosts": hosts, "tasks": tasks, "us_per_task": statistics.median(whole for whole, _ in found),
+            "us_per_task_main_thread": statistics.median(main for _, main in found), "idle_ms_per_s": 1e3 * idle[0],
+            "events_per_task": len(last) / tasks, "commits_per_task": len({r.commit_id for r in last}) / tasks,
+        }
+
+
+def simulated(hosts: int, tasks: int, places: int, seconds: float, repeats: int) -> float:
+    """What the simulation says of as many runners, in microseconds a task."""
+    plan = Plan(hosts + 1, hosts + 1, (hosts + 1) * places, tasks, tasks, seconds=seconds, failures=0.0)
+    runs = [play(plan) for _ in range(repeats)]
+    return statistics.median(1e6 * sum(r.world.meter.seconds[p] for p in A_TASK) / r.tasks for r in runs)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4])
+    parser.add_argument("--tasks", type=int, default=600)
+    parser.add_argument("--places", type=int, default=32, help="of each runner")
+    parser.add_argument("--seconds", type=float, default=1.0, help="how long a task takes")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", help="also write the figures to this file")
+    options = parser.parse_args()
+    os.environ["TRINITY_ES_KEY"] = KEY
+    print("hosts besides   CPU us/task of the   of its main   simulated   idle   events   commits")
+    print("the head        coordinator          thread                    ms/s   a task   a task")
+    rows = []
+    for hosts in options.hosts:
+        row = measured(hosts, options.tasks, options.places, options.seconds, options.repeats)
+        row["simulated_us_per_task"] = simulated(
+            hosts, options.tasks, options.places, options.seconds, options.repeats)
+        rows.append(row)
+        print(f"{hosts:>13} {row['us_per_task']:>20.0f} {row['us_per_task_main_thread']:>13.0f} "
+              f"{row['simulated_us_per_task']:>11.0f} {row['idle_ms_per_s']:>6.1f} {row['events_per_task']:>8.2f} "
+              f"{row['commits_per_task']:>9.2f}", flush=True)
+    if options.json:
+        with open(options.json, "w") as f:
+            json.dump({"rows": rows}, f, indent=2)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

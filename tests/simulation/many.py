@@ -1,0 +1,273 @@
+"""Many hosts and runners on one real coordinator, under virtual time: what it does for each task is metered.
+
+Real are the Coordinator with its handlers, fleet (dispatcher, registry, hosts), decisions, live state and folds.
+Stand-ins are the clock and the database (`world.py`, `doubles.py`, `metered.py`), and what a host's processes do
+(`far_hosts.py`): a host takes messages as `actors/hosts/link.py` does, its runners keep units for a while and report
+outcomes in groups, with the real outbox, and a client submits batches and waits for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+from thespian.actors import WakeupMessage
+
+import trinity_es.actors.coordinator.actor
+from tests.simulation import doubles, schedule
+from tests.simulation.far_hosts import LATENCY_SECONDS, Client, FarHost
+from tests.simulation.metered import Account, CountedStore, Meter
+from tests.simulation.world import Process, Violation, World
+from trinity_es.actors import messages
+from trinity_es.actors.coordinator.actor import Coordinator
+from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone
+from trinity_es.actors.coordinator.fleet.hosts import FarProcess
+from trinity_es.events.vocabulary import PayloadRef
+
+__all__ = ["Figures", "ManyWorld", "Plan", "play"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is played."""
+
+    hosts: int
+    runners: int
+    """Of all hosts together."""
+    units: int
+    """In flight at once: places of all runners together."""
+    tasks: int
+    batch: int
+    """Tasks of each batch."""
+    seconds: float = 60.0
+    """How long a unit takes, in the mean."""
+    churn: float = 0.0
+    """Interval between two hosts that break their connection, are lost, or drain; 0: none does."""
+    loses_at: float = 0.0
+    """When one host is lost, virtual seconds; 0: never."""
+    failures: float = 0.01
+    """Share of the attempts that fail."""
+    seed: int = 0
+    hosts_timeout: float = 20.0
+
+
+# --- the coordinator ------------------------------------------------------------------------------------------------
+class ManyWorld(World):
+    """A world of one coordinator and many hosts."""
+
+    coordinator: ManyCoordinator
+    client: Client
+
+    def __init__(self, plan: Plan, clock: Callable[[], float]) -> None:
+        made = schedule.config_of(schedule.make(0))
+        explorer = replace(made.explorer, max_timeout=1800.0, max_retry_times=5, stall_after=600.0)
+        hosts = replace(made.hosts, address="10.0.0.1:7700", timeout=plan.hosts_timeout)
+        super().__init__(plan.seed, replace(made, explorer=explorer, hosts=hosts))
+        self.plan, self.meter, self.account = plan, Meter(clock), Account()
+        self.invariants = self.account
+        self.store = CountedStore(self.store.now, self.account.committed)
+        self.hosts: dict[str, FarHost] = {}
+
+
+class ManyCoordinator(doubles.SimCoordinator):
+    """The real one, metered. What is posted to it wakes it once, as the real one's socket pair does."""
+
+    meter: Meter
+    awake = False
+
+    def begin(self) -> None:
+        super().begin()
+        meter, dispatcher, batches = self.meter, self.fleet.dispatcher, self.handlers.batches
+        dispatcher.dispatch = meter.timed("dispatch", dispatcher.dispatch)  # type: ignore[method-assign]
+        batches._pipeline_done = meter.timed("finalize", batches._pipeline_done)  # type: ignore[method-assign]
+        batches.start_pipeline = meter.timed("finalize", batches.start_pipeline)  # type: ignore[method-assign]
+        fleet = self.hosts
+        assert fleet is not None
+        fleet.hello = meter.timed("join", fleet.hello)  # type: ignore[method-assign]
+        fleet._lose = meter.timed("loss", fleet._lose)  # type: ignore[method-assign]
+        fleet._leaves = meter.timed("loss", fleet._leaves)  # type: ignore[method-assign]
+
+    def send(self, to: Any, message: Any) -> None:
+        if isinstance(to, FarProcess):
+            Coordinator.send(self, to, message)
+        else:
+            super().send(to, message)
+
+    def receiveMessage(self, message: Any, sender: Any) -> Any:  # Thespian's
+        self.awake = False
+        with self.meter.during("rest"):
+            return super().receiveMessage(message, sender)
+
+    def _handle(self, message: Any, sender: Any) -> None:
+        world: Any = doubles.world()
+        world.account.heard[type(message).__name__] += 1
+        with self.meter.during(_phase(message)):
+            super()._handle(message, sender)
+
+    def post(self, call: Callable[[], None]) -> None:
+        self._posted.append(call)
+        if not self.awake:
+            self.awake = True
+            doubles.world().later(0.0002, self.process, "", lambda: self.receiveMessage(_Woken(), None))
+
+
+class _Woken(doubles.WatchMessage):  # type: ignore[misc]  # thespian has no types
+    def __init__(self) -> None:
+        super().__init__([])
+
+
+_PHASES = {
+    "OutcomeReport": "collect", "Heartbeat": "beats", "RunnerStatus": "beats", "EndedRunners": "beats",
+    "RunnerDied": "loss", "_Woken": "rest",
+}
+
+
+def _phase(message: Any) -> str:
+    if isinstance(message, messages.Request):
+        return message.command if message.command in ("submit", "finalize") else "hosts"
+    if isinstance(message, WakeupMessage):
+        return "timers" if message.payload[0] in ("beat", "stalls", "hosts", "leases") else "rest"
+    return _PHASES.get(type(message).__name__, "rest")
+
+
+class _End:
+    """The head's end of all connections."""
+
+    def __init__(self, world: ManyWorld) -> None:
+        self.world = world
+
+    def send(self, host: str, to: str, message: Any) -> None:
+        self.world.account.told[type(message).__name__] += 1
+        far = self.world.hosts[host]
+        connection = far.connection
+        self.world.later(LATENCY_SECONDS, None, "", lambda: far.take(connection, to, message))
+
+    def hang_up(self, host: str) -> None:
+        far = self.world.hosts[host]
+        self.world.later(LATENCY_SECONDS, None, "", partial(far.cut, far.connection, "the head hung up"))
+
+    def stop(self) -> None:
+        """Nothing is open."""
+
+
+class _Pipeline:
+    """Delivers what it is given."""
+
+    def __init__(self, operators: Any, payloads: Any, post: Callable[[Callable[[], None]], None], models: Any) -> None:
+        self.post = post
+
+    def closed(self, problem: Callable[[str], None]) -> bool:
+        return True
+
+    def run(self, job: Any) -> None:
+        n = len(job.refs)
+        done = PipelineDone(
+            {"pipeline/experiences": float(n)}, [PayloadRef(digest="d" * 64, first=0, count=n)], n, 0
+        )
+        doubles.world().later(0.1, None, "", lambda: self.post(lambda: job.done(done)))
+
+
+class _Lock:
+    """Nobody else leads."""
+
+    def __init__(self, url: str) -> None:
+        """No connection is made."""
+
+    def stop(self) -> None:
+        """There is none."""
+
+
+class _Guardian:
+    """Of the head, which has no runners of its own."""
+
+    def receiveMessage(self, message: Any, sender: Any) -> None:  # as an actor's
+        """Nothing is to be done."""
+
+
+# --- playing ----------------------------------------------------------------------------------------------------------
+@dataclass(slots=True)
+class Figures:
+    """What came of a plan."""
+
+    world: ManyWorld
+    tasks: int
+    seconds: float
+    """Virtual."""
+    struck: dict[str, int]
+
+
+def play(
+    plan: Plan, *, at: Callable[[ManyWorld], bool] | None = None, clock: Callable[[], float] = time.process_time
+) -> Figures:
+    """Play it to its end, with the doubles put in here. Raises Violation where something was lost or doubled.
+
+    `clock`: what the meter counts, CPU seconds by default. `at` is called after every virtual second until it says
+    True.
+    """
+    world = ManyWorld(plan, clock)
+    patches = {"listening": lambda *_: _End(world), "LeaderLock": _Lock, "PipelineThread": _Pipeline}
+    with (
+        doubles.installed(), mock.patch.multiple(trinity_es.actors.coordinator.actor, **patches),
+        doubles.running(world), world.meter.collector(),
+    ):
+        world.spawn_actor = lambda process, kind: _coordinator(world, process)
+        guardian = Process(98, "guardian", 0, None, 0.0)
+        guardian.receiver = _Guardian()
+        process = world.spawn("coordinator", guardian)
+        admin = {"pid": 1, "started": "1", "port": 1}
+        world.send(guardian, process.address, messages.StartCoordinator(world.config, admin, {}))
+        world.client = Client(world)
+        _begin(world)
+        second = 0.0
+        while world.client.finalized * plan.batch < plan.tasks or world.client.waiting:
+            if not world.step() or world.now > 100 * plan.seconds + 1000:
+                raise Violation(f"not over after {world.now:.0f} s: {len(world.account.done)} of {plan.tasks} tasks")
+            if not process.alive:
+                raise world.account.failure or Violation("the coordinator ended")
+            if at is not None and world.now >= second:
+                second = world.now + 1.0
+                at = None if at(world) else at
+        _check(world)
+        return Figures(world, len(world.account.done), world.now, world.struck)
+
+
+def _coordinator(world: ManyWorld, process: Process) -> ManyCoordinator:
+    actor = world.coordinator = ManyCoordinator()
+    actor.process, actor.meter = process, world.meter
+    return actor
+
+
+def _begin(world: ManyWorld) -> None:
+    plan = world.plan
+    if plan.runners % plan.hosts or plan.units % plan.runners:
+        raise ValueError(f"{plan.runners} runners on {plan.hosts} hosts and {plan.units} units: all alike, please")
+    for number in range(plan.hosts):
+        name = f"h{number}"
+        far = world.hosts[name] = FarHost(world, name, plan.runners // plan.hosts, plan.units // plan.runners)
+        world.later(1.0 + world.between(0.0, 2.0), None, "", far.start)
+    world.later(5.0, None, "", world.client.keep_going)
+    if plan.loses_at:
+        world.later(plan.loses_at, None, "", lambda: world.hosts["h0"].strike("lost"))
+    if plan.churn:
+        world.later(10.0, None, "", lambda: _churn(world))
+
+
+def _churn(world: ManyWorld) -> None:
+    world.later(world.plan.churn, None, "", lambda: _churn(world))
+    there = [h for h in world.hosts.values() if h.connection]
+    if len(there) > 1:
+        world.rng.choice(there).strike(world.rng.choice(("broken", "lost", "drained")))
+
+
+def _check(world: ManyWorld) -> None:
+    account, plan = world.account, world.plan
+    batches = -(-plan.tasks // plan.batch)
+    account.require(not account.flying, f"{len(account.flying)} units are in flight, and every batch has ended")
+    account.require(len(account.done) == batches * plan.batch, f"{len(account.done)} tasks are finished")
+    wrong = {s: n for s, n in account.finalized.items() if n != plan.batch}
+    account.require(len(account.finalized) == batches and not wrong, f"batches ended with {wrong or 'others missing'}")
+    account.after_step(None)
