@@ -117,8 +117,8 @@ def dispatch(
 
     A unit that failed on a runner goes to another one where another exists. Units of one task go to the runner that had
     one before, whose engine has their prompt, while that has a place and is not much fuller than the least loaded one
-    (`actors.load_balancing`). Where few units wait, runners get few beyond their places, at the end none: another's would
-    be idle beside them. `timeout`: seconds of an attempt, 0: explorer.max_timeout. Changes `load` of the capacities.
+    (`actors.load_balancing`). Where few units wait, runners get few beyond their places, at the end none: another's
+    would be idle. `timeout`: seconds of an attempt, 0: explorer.max_timeout. Changes `load` of the capacities.
     """
     given = (b for b in batches if b.state is BatchLifecycleState.RUNNING and not b.paused and b.pending)
     running = sorted(given, key=lambda b: sort_batch_id(b.batch_id))
