@@ -190,6 +190,7 @@ class HostsChaos:
         quiet, offset = time.time(), time.time() - time.monotonic()
         time.sleep(2 * self.calm)
         quiet_time = quiet, time.time()
+        time.sleep(2 * SECONDS if measured else 0.0)  # what was under way then ends before the first fault
         todo = list(deck)
         while todo:
             self.one(todo.pop(0), todo)
