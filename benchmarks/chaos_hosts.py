@@ -146,11 +146,18 @@ class HostsChaos:
         return {}
 
     def leading(self) -> HeadMachine | None:
+        """Return the head that leads, where its coordinator lives."""
         where = self.lead().get("hosts")
         return next((h for h in self.heads if h.address == where and h.processes("Coordinator")), None)
 
     def here(self) -> list[HostMachine]:
-        return [h for h in [*self.hosts.values(), self.spare] if h.is_on()]
+        """Return the hosts that should take part. One whose join ended by itself needs a person, who is this."""
+        wanted = [h for h in [*self.hosts.values(), self.spare] if h.is_wanted]
+        for host in wanted:
+            if not host.is_on():
+                self.account.person.append(f"join of host {host.name} ended by itself")
+                host.start()
+        return wanted
 
     def mended(self, last: Fault | None = None) -> None:
         """Wait until all that are on work, on a run that moves."""
@@ -163,10 +170,6 @@ class HostsChaos:
                 host.start()
         count = self.watch.finished()
         self.wait(lambda: self.watch.finished() > count, "another task ends", MEND_SECONDS)
-        for host in self.here():
-            if not host.is_on():
-                self.account.person.append(f"join of host {host.name} ended by itself")
-                host.start()
         self.calm_since = time.time()
 
     # --- the run ----------------------------------------------------------------------------------------------------
@@ -190,6 +193,7 @@ class HostsChaos:
         quiet, offset = time.time(), time.time() - time.monotonic()
         time.sleep(2 * self.calm)
         quiet_time = quiet, time.time()
+        time.sleep(2 * SECONDS if measured else 0.0)  # what was under way then ends before the first fault
         todo = list(deck)
         while todo:
             self.one(todo.pop(0), todo)

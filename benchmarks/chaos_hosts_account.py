@@ -230,5 +230,6 @@ def hosts_report(account: HostsAccount) -> str:
     for what, shares, form in (("tasks/s before any fault", account.spread, ".2f"),
                                ("places given away then", account.given, ".1%"),
                                ("places in which tasks slept then", account.busy, ".1%")):
-        lines.append(f"  {what}: " + ", ".join(f"{host} {value:{form}}" for host, value in shares.items()))
+        if shares:
+            lines.append(f"  {what}: " + ", ".join(f"{host} {value:{form}}" for host, value in shares.items()))
     return "\n".join(lines)

@@ -40,6 +40,8 @@ class Machine:
             **os.environ, "TRINITY_ES_KEY": KEY, "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT), HOST_VARIABLE: name
         }
         self.process: subprocess.Popen[bytes] | None = None
+        self.is_wanted = False
+        """Nobody has switched it off, or told it to leave."""
 
     def command(self) -> list[str]:
         """Return what runs on it from its start."""
@@ -47,6 +49,7 @@ class Machine:
 
     def start(self) -> None:
         """Switch it on."""
+        self.is_wanted = True
         with (self.folder / "said").open("a") as out:
             self.process = subprocess.Popen(
                 [*self.inside, *self.command()], stdout=out, stderr=out, env=self.env, cwd=ROOT
@@ -74,6 +77,7 @@ class Machine:
 
     def kill(self) -> None:
         """kill -9 of all its processes."""
+        self.is_wanted = False
         first = self.first()
         if first is not None:
             with contextlib.suppress(psutil.Error):
@@ -117,6 +121,7 @@ class HostMachine(Machine):
 
     def left(self) -> str:
         """Wait until it has left; returns what is wrong."""
+        self.is_wanted = False
         assert self.process is not None
         try:
             status = self.process.wait(LEAVE_SECONDS)

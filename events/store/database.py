@@ -148,7 +148,7 @@ class Database:
         settings = (
             "SET synchronous_commit = on;"
             "SET lock_timeout = '5s'; SET statement_timeout = '60s'; SET idle_in_transaction_session_timeout = '30s';"
-            "SET client_min_messages = warning"
+            "SET client_min_messages = warning;" + _KEEPALIVE
         )
         if self.read_only:
             settings += "; SET default_transaction_read_only = on"
@@ -465,6 +465,12 @@ _POSTGRES_ARGS = {
     "tcp_user_timeout": 20000,
 }
 """A server that vanishes without a word, with its machine or its network, is noticed in some 20 s, not 15 minutes."""
+_KEEPALIVE = (
+    "SET tcp_keepalives_idle = 3; SET tcp_keepalives_interval = 2; SET tcp_keepalives_count = 3; "
+    "SET tcp_user_timeout = '10s'"
+)
+"""So the server notices a client that vanishes in some 10 s: one that was cut off in the middle of a message would keep
+its locks for two hours, and nobody could take the lease. Timeouts of statements do not count while it reads."""
 
 
 def _text_log() -> logging.Logger:

@@ -25,10 +25,6 @@ _KEY = 0x7472696E6573
 """The lock's number; locks are a database's own, and so is a log."""
 LOOK_SECONDS = 1.0
 """Interval between two looks: of the holder at its connection, of who waits at the lock."""
-_KEEPALIVE = (
-    "SET tcp_keepalives_idle = 3; SET tcp_keepalives_interval = 2; SET tcp_keepalives_count = 3; "
-    "SET tcp_user_timeout = '10s'; SET statement_timeout = 0; SET lock_timeout = 0"
-)
 _log = logging.getLogger(__name__)
 
 
@@ -59,7 +55,7 @@ class LeaderLock:
 
     def _hold(self, connection: Connection, pauses: Backoff) -> None:
         connection = connection.execution_options(isolation_level="AUTOCOMMIT")
-        connection.exec_driver_sql(_KEEPALIVE)
+        connection.exec_driver_sql("SET statement_timeout = 0; SET lock_timeout = 0")
         while not self._over.is_set() and not _taken(connection):
             self._over.wait(LOOK_SECONDS)  # a predecessor's, whose connection the server still believes in
         pauses.reset()
