@@ -21,7 +21,7 @@ from trinity_es.events.store.log import EventLog
 pytestmark = [pytest.mark.postgres, pytest.mark.timeout(240)]
 PASSWORD = secrets.token_hex(12)
 PATIENCE = 1000.0
-"""Seconds that trouble which passes is waited out: much longer than a test may take."""
+"""Seconds that trouble which passes may be waited out."""
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +90,11 @@ def test_a_server_that_is_not_believed_is_refused_at_once_with_the_way_out(
         EventLog.open(store, create=True, patience=PATIENCE)
     assert said in refused.value.message
     assert "sslrootcert in store.url (or PGSSLROOTCERT) has to name the CA" in refused.value.message
+    assert not refused.value.details.get("passing"), "time does not mend it"
     assert PASSWORD not in repr(refused.value)
 
 
 def test_a_server_without_tls_is_refused_where_the_url_wants_it(database: Postgres, authority: Authority) -> None:
-    with pytest.raises(LogUnavailable, match="server does not support SSL"):
+    with pytest.raises(LogUnavailable, match="server does not support SSL") as refused:
         EventLog.open(url(database.port, authority.ca), create=True, patience=PATIENCE)
+    assert not refused.value.details.get("passing"), "time does not mend it"

@@ -158,6 +158,14 @@ def test_what_skypilot_is_told_is_what_it_knows() -> None:
     assert set(re.findall(r"\$\{?(\w+)", task["run"])) - {"head"} == {"SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK", "oc"}
 
 
+def test_skypilot_takes_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    sky = pytest.importorskip("sky", reason="there is no skypilot here: it pins what these tests have newer")
+    monkeypatch.setenv("SKYPILOT_DISABLE_USAGE_COLLECTION", "1")
+    monkeypatch.chdir(ROOT)
+    task = sky.Task.from_yaml_config({**skypilot(), "secrets": dict.fromkeys(skypilot()["secrets"], "x" * 40)})
+    assert task.num_nodes == skypilot()["num_nodes"]
+
+
 def test_hadolint_finds_nothing() -> None:
     by_tool("hadolint", str(DEPLOY / "Dockerfile"))
 
