@@ -110,9 +110,9 @@ def config_of(
         shared = hosts.get("key_file") or given["system"].get("key_file", "")
     given["hosts"] = {**hosts, "address": "", "key_file": shared}
     given["system"] = {**given["system"], "log_dir": str(log_dir), "port": 0, "address": "127.0.0.1", "key_file": ""}
-    asked = {m["name"] for m in given["explorer"].get("auxiliary_models", [])}
+    asked = {m["name"] for m in given["explorer"].get("auxiliary_models") or []}
     apply_overrides(given, list(overrides))
-    models = [given["model"], given["explorer"]["rollout_model"], *given["explorer"].get("auxiliary_models", [])]
+    models = [given["model"], given["explorer"]["rollout_model"], *(given["explorer"].get("auxiliary_models") or [])]
     if lacks := asked - {m.get("name") for m in models if m.get("engine_num", 1)}:
         raise ConfigError(
             f"the run's tasks may ask the auxiliary models {', '.join(sorted(asked))}, and this host would have no "
