@@ -20,7 +20,7 @@ from trinity_es.actors.messages import HostDrained, HostLeaves, RunnerDied
 from trinity_es.actors.settings import HostsSettings
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.software_version import VERSION
-from trinity_es.projections.hosts import Host, Hosts, host_of
+from trinity_es.projections.hosts import Host, Hosts, host_of, left_reason, lost_reason
 from trinity_es.projections.runner import Lives, RunnerState
 
 __all__ = ["LOOK_SECONDS", "FarProcess", "HostFleet", "far_lives", "listening"]
@@ -201,7 +201,7 @@ class HostFleet:
         if message.final:
             reason = host.reason or message.reason
             self._live.record(ev.HostLeft(host=host.name, epoch=host.epoch, reason=reason))
-            self._end_runners(host.name, f"host {host.name} left: {reason}")
+            self._end_runners(host.name, left_reason(host.name, reason))
 
     def _lose(self, event: ev.Event) -> None:
         assert isinstance(event, ev.HostLost)
@@ -210,7 +210,7 @@ class HostFleet:
         self._connected.pop(event.host, None)
         self._end.hang_up(event.host)
         _log.error("host %s #%d is lost: %s", event.host, event.epoch, event.reason)
-        self._end_runners(event.host, f"host {event.host} is lost: {event.reason}")
+        self._end_runners(event.host, lost_reason(event.host, event.reason))
 
     def _end_runners(self, host: str, reason: str) -> None:
         over = (RunnerState.LOST, RunnerState.QUARANTINED, RunnerState.RETIRED)
