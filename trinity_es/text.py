@@ -107,7 +107,7 @@ def does(runner: Mapping[str, Any]) -> str:
 def devices(places: Mapping[str, int]) -> str:
     """Return what a host has, in words: `8 gpus, 64 cores`."""
     return ", ".join(f"{count} {what if count != 1 else what.removesuffix('s')}"
-                     for what, count in places.items() if count)
+                     for what, count in sorted(places.items(), reverse=True) if count)
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trinity_es.projections.history.host_lives import HostLife, last_lives
 from trinity_es.projections.hosts import host_of
-from trinity_es.projections.tables.runner_history import RunnerIncarnation, natural, seen
+from trinity_es.projections.tables.runner_history import RunnerIncarnation, natural
 
 if TYPE_CHECKING:
     from trinity_es.projections.reading.log_reader import Log
@@ -40,7 +40,7 @@ class HostRow:
     places: dict[str, int] = field(default_factory=dict)
     """What it has: `gpus` and `cores`."""
     runners: list[str] = field(default_factory=list)
-    """Those that live."""
+    """Those that live, or did at the log's end."""
     ready: list[str] = field(default_factory=list)
     """Those of them that serve."""
     runner_places: int = 0
@@ -103,7 +103,7 @@ def host_list(
         row = rows.setdefault(host_of(one.runner), HostRow(host=host_of(one.runner), state="left"))
         row.runner_deaths += one.died and not one.went_with_host
         row.attempts_lost += one.attempts_lost
-        if last[one.runner] is one and row.there and seen(one, None if row.host else up) == "running":
+        if last[one.runner] is one and one.how == "running" and (row.there or not row.host):
             row.runners.append(one.runner)
             if one.ready_at is not None:
                 row.ready.append(one.runner)

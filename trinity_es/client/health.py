@@ -27,6 +27,7 @@ from trinity_es.events.errors import (
 from trinity_es.events.store.retry import within
 from trinity_es.events.values import BatchId, BatchLifecycleState
 from trinity_es.events.vocabulary import HostJoined
+from trinity_es.projections.history.host_lives import last_lives
 from trinity_es.projections.hosts import host_of
 from trinity_es.projections.reading.host_list import read_hosts
 from trinity_es.projections.reading.log_reader import Log, open_log
@@ -35,6 +36,7 @@ from trinity_es.projections.why.answer import (
     ADD_SERVER,
     Why,
     another_life,
+    counted,
     go_on,
     mend,
     mend_weights,
@@ -221,10 +223,12 @@ def _read(config: Config, log: Log, out: dict[str, Any]) -> None:
     ]
     if out["runners"]:
         return
+    gone = {host for host, last in last_lives(log.hosts()).items() if not last.there}
     out["runners"] = [
         {"runner": life.runner, "incarnation": life.incarnation, "last_state": life.state, "state": "down",
          "pid": life.pid, "model_version": life.model_version, "reason": life.reason}
         for life in {life.runner: life for life in log.runner_lives()}.values()
+        if host_of(life.runner) not in gone
     ]
 
 
@@ -304,7 +308,7 @@ def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, w
         yield (f"lease {lease['lease']} of {lease['provider']} could not be released in {lease['tries']} tries, and is "
                f"tried again: {lease['error']}; mend what it names; `trinity-es leases` lists all {failing['failing']}")
     for host in live.get("hosts", []):
-        if wrong := _wrong_host(config, host):
+        if wrong := _wrong_host(host):
             yield f"host {host['host']} {wrong}"
     of_servers = config.explorer.rollout_model.engine_type == "http" and "servers" in live
     if of_servers and not any(s["wanted"] for s in live["servers"]):
@@ -330,14 +334,14 @@ def _killed(killed: dict[str, int], resume: str) -> Iterator[str]:
         yield f"the run was not ended in order: {who} ended in the middle of it; {way}"
 
 
-def _wrong_host(config: Config, host: dict[str, Any]) -> str | None:
+def _wrong_host(host: dict[str, Any]) -> str | None:
     """Return what is wrong with a host that joined, and the way out; None: nothing."""
     if host["state"] == "lost":
         return (f"was lost: {host['reason']}; what it had is attempted elsewhere. `trinity-es join` on it brings it "
                 "back, where it does not come by itself")
     if not host["connected"]:
         why = host["why_away"] or "the coordinator was started"
-        return (f"has not been heard of for {span(host['away_for'])} ({why}): after {span(config.hosts.timeout)} it is "
+        return (f"has not been heard of for {span(host['away_for'])} ({why}): after {span(host['lost_after'])} it is "
                 "lost, and what it has is attempted elsewhere")
     return None
 
@@ -425,11 +429,11 @@ def _runner_line(r: dict[str, Any]) -> str:
 def _host_line(h: dict[str, Any]) -> str:
     since = f" since {clock(h['since'], date=True)}" if h.get("since") else ""
     away = f", not heard of for {span(h['away_for'])}" if h.get("away_for") and h["state"] != "lost" else ""
-    ready = f"{len(h['ready'])} of " if "ready" in h else ""
     has = f", {devices(h['places'])}" if devices(h["places"]) else ""
-    finished = f", {h['finished']:,} tasks finished" if "finished" in h else ""
-    return (f"host {h['host']:<7} {h['state']}{since}{away}, epoch {h['epoch']}, {h['address']}{has}, "
-            f"{ready}{len(h['runners'])} runners{' ready' if ready else ''}, {h['units']} units{finished}")
+    runners = counted(len(h["runners"]), "runner") + (f", {len(h['ready'])} ready" if "ready" in h else "")
+    work = "" if h["state"] in ("lost", "left") else f", {runners}, {counted(h['units'], 'unit')}"
+    finished = f", {counted(h['finished'], 'task')} finished" if "finished" in h else ""
+    return f"host {h['host']:<7} {h['state']}{since}{away}, epoch {h['epoch']}, {h['address']}{has}{work}{finished}"
 
 
 def show(out: Console, found: dict[str, Any]) -> None:

@@ -170,7 +170,7 @@ class HostFleet:
                 "host": h.name, "epoch": h.epoch, "state": h.state, "address": h.address, "pid": h.pid,
                 "places": dict(h.places), "reason": h.reason, "connected": self._is_connected(h),
                 "away_for": None if self._is_connected(h) else now - self._heard.get(h.name, now),
-                "why_away": self._why.get(h.name, ""),
+                "why_away": self._why.get(h.name, ""), "lost_after": self._settings.timeout,
                 "runners": sorted(n for n, r in self._registry.runners.items()
                                   if host_of(n) == h.name and not r.state.gone),
                 "units": self.units_of(h.name),

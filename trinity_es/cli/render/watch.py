@@ -104,7 +104,8 @@ def look(log: Log, now: float | None = None, events: int = 12, followed: Followe
         lives[life.runner] = life
         out.deaths[life.runner] = out.deaths.get(life.runner, 0) + life.died
     out.runners = sorted(lives.values(), key=lambda life: natural(host_of(life.runner)))
-    out.hosts, out.finished = list(last_lives(log.hosts()).values()), log.finished_elsewhere()
+    out.hosts, out.finished = sorted(last_lives(log.hosts()).values(), key=lambda h: natural(h.host)), \
+        log.finished_elsewhere()
     still = {row.batch_id for row in out.going_on}
     with contextlib.suppress(LogError):  # a log that can't tell is shown all the same
         opened = log.why_open(now, followed=followed)[:8]
