@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from trinity_es.actors.hosts.check import serve_check
 from trinity_es.actors.hosts.sealed_stream import NotOurs, Refused, SealedStream, accept, open_to_head
 from trinity_es.events.errors import WrongKey
 from trinity_es.events.store.retry import Backoff
@@ -166,7 +167,10 @@ class HeadEnd:
         self, address: tuple[str, int], keys: Callable[[], Sequence[bytes]], timeout: float, *,
         hello: Callable[[Mapping[str, Any], str, Callable[[Admission], None]], None],
         take: Callable[[str, int, Items], None], gone: Callable[[str, int, str], None],
+        facts: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
+        """`facts()`, which may block: what is told to a host that asks and does not join."""
+        self._facts = facts
         self._address, self._keys, self._timeout = address, keys, timeout
         self._hello, self._take, self._gone = hello, take, gone
         self._pipes: dict[str, tuple[int, _Pipe]] = {}
@@ -235,6 +239,12 @@ class HeadEnd:
         self._hello(said, _address_of(writer), lambda found: self._thread.call(lambda: _settle(asked, found)))
         try:
             admission = await asyncio.wait_for(asked, self._timeout)
+            if said.get("check"):
+                known = await asyncio.to_thread(self._facts)
+                with suppress(OSError):
+                    await answer.take(refused=admission.refused, facts=dict(known))
+                    await serve_check(answer.stream())
+                return
             if admission.refused:
                 _log.warning("host %s is not taken in: %s", said.get("name"), admission.refused)
                 with suppress(OSError):

@@ -131,14 +131,16 @@ def _lay_live(rows: dict[str, HostRow], live: Mapping[str, Any]) -> None:
 
 
 def read_hosts(
-    log: Log, live: Mapping[str, Any] | None = None, system: Mapping[str, Any] | None = None
+    log: Log, live: Mapping[str, Any] | None = None, system: Mapping[str, Any] | None = None, *,
+    count_units: bool = True,
 ) -> list[HostRow]:
     """Return a row a host of this log. `live`: what its running system answers to `status`; `system`: what is known of
-    its processes besides.
+    its processes besides. Without either, units are counted by a fold of the open batches, unless `count_units` is
+    False: then there are none.
     """
     asked = live if live is not None and "weights_version" in live else None
     units = Counter[str]()
-    if asked is None:
+    if asked is None and count_units:
         for opened in (b for state in OPEN for b in log.batches(state=state)):
             found = log.current(opened.batch_id)
             units.update(host_of(flight.runner) for flight in (found.flights.values() if found else ()))

@@ -212,8 +212,8 @@ _WAYS = {
     "failed": "mend what it names (its text log in system.log_dir tells more), then `trinity-es down` and "
               "`trinity-es up`; nothing of the batch is lost",
     "no_server": ADD_SERVER,
-    "away": "nothing, where its host comes back in time; else see to its network, or to the machine: `trinity-es hosts` "
-            "tells how it is",
+    "away": "nothing, where the host comes back in time; else see to its network, or to the machine: `trinity-es "
+            "hosts` tells how it is",
     "host_lost": "`trinity-es join` on it brings it back, where it does not come by itself",
     "draining": "nothing, where other hosts work; else `trinity-es join` on another, or start it there again",
     "ended": "`trinity-es up CONFIG` starts runners again",

@@ -38,8 +38,9 @@ SLOW_TIMES = 3.0
 
 _RANK = {
     "unwritten": 0, "fenced": 0, "no_system": 0, "ending": 0, "restarting": 0, "no_answer": 0, "no_coordinator": 1,
-    "finalizing": 2, "finalize_failed": 2, "grace": 2, "finalize": 2, "hung": 3, "away": 3, "unstored": 3, "lost": 4, "slow": 5,
-    "running": 6, "elsewhere": 7, "paused": 7, "places": 7, "dispatch": 7, "interrupted": 8, "refused": 9, "unseen": 10,
+    "finalizing": 2, "finalize_failed": 2, "grace": 2, "finalize": 2, "hung": 3, "away": 3, "unstored": 3, "lost": 4,
+    "slow": 5, "running": 6, "elsewhere": 7, "paused": 7, "places": 7, "dispatch": 7, "interrupted": 8, "refused": 9,
+    "unseen": 10,
 }
 _RANK_RUNNER, _RANK_OTHER_RUNNER = 4, 9
 """A runner that takes no units, where none does and where others do."""

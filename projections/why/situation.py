@@ -21,8 +21,8 @@ from trinity_es.projections.batch import BatchState, contiguous, evolve
 from trinity_es.projections.hosts import host_of
 from trinity_es.projections.incremental_fold import KeptFold
 
-__all__ = ["BatchTimes", "Followed", "HostSnapshot", "Key", "RunnerSnapshot", "SystemSnapshot", "observe", "read_situation",
-           "with_live"]
+__all__ = ["BatchTimes", "Followed", "HostSnapshot", "Key", "RunnerSnapshot", "SystemSnapshot", "observe",
+           "read_situation", "with_live"]
 
 Key = tuple[int, int]
 """A unit of a batch: task, first run."""

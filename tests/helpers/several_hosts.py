@@ -1,4 +1,4 @@
-"""A log by hand of a run over three hosts: the head with one runner, b that is lost once, c that leaves, d that drains."""
+"""A log by hand of a run over several hosts: the head, b that is lost once, c that leaves, d that drains."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from trinity_es.actors.coordinator.decisions import batches, hosts
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
+from trinity_es.actors.hosts.check import facts
 from trinity_es.actors.hosts.link import Admission, HeadEnd, Items
 from trinity_es.actors.messages import HostDrained, HostLeaves, RunnerDied
 from trinity_es.actors.settings import HostsSettings
@@ -48,9 +49,10 @@ def far_lives(known: Hosts, lives: Lives) -> dict[str, int]:
 
 def listening(
     settings: HostsSettings, keys: Callable[[], list[bytes]], post: Callable[[Callable[[], None]], None],
-    fleet: Callable[[], HostFleet | None],
+    fleet: Callable[[], HostFleet | None], folders: Callable[[], list[str]],
 ) -> HeadEnd:
-    """Return the end that listens for hosts; what it hears is done in the actor's loop."""
+    """Return the end that listens for hosts; what it hears is done in the actor's loop. `folders`: those that hosts
+    have to have too, of models and weights."""
     address, _, port = (settings.listen or settings.address).rpartition(":")
 
     def do(call: Callable[[HostFleet], None]) -> None:
@@ -66,6 +68,7 @@ def listening(
         hello=lambda said, where, answer: do(lambda fleet: fleet.hello(said, where, answer)),
         take=lambda host, epoch, items: do(lambda fleet: fleet.take(host, epoch, items)),
         gone=lambda host, epoch, why: do(lambda fleet: fleet.gone(host, epoch, why)),
+        facts=lambda: facts(folders()),
     )
     end.start()
     return end
@@ -109,6 +112,9 @@ class HostFleet:
         decided = hosts.hello(self._live.hosts, asks, build=VERSION, connected=asks.name in self._connected)
         if isinstance(decided, hosts.Refusal):
             answer(Admission(refused=decided.reason, for_good=decided.for_good))
+            return
+        if said.get("check"):
+            answer(Admission())
             return
         for event in decided:
             if isinstance(event, ev.HostLost):
