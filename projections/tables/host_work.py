@@ -15,12 +15,16 @@ from trinity_es.events.store import schema
 from trinity_es.events.store.recorded import Recorded
 from trinity_es.projections.hosts import host_of
 
-__all__ = ["flush", "forget", "metadata", "read_finished"]
+__all__ = ["ASKED", "NAME", "flush", "forget", "metadata", "read_finished"]
+
+NAME = "rm_host_work"
+ASKED = ("BatchSubmitted", "TaskFinished", "TaskReopened")
+"""Types of a batch's events that `forget` asks the log for."""
 
 metadata = MetaData()
 
 _work = Table(
-    "rm_host_work",
+    NAME,
     metadata,
     Column("host", String(255), primary_key=True),
     Column("finished", BigInteger, nullable=False),  # tasks, of each batch as it was last submitted

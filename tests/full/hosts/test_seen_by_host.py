@@ -90,7 +90,7 @@ def test_what_is_shown_of_a_host_is_what_the_log_has_at_each_turn_of_its_life(st
         assert row(head, "b")["attempts_lost"] == len(failed) > 0
         [life] = told("hosts", log=head.url)["lives"]
         with trinity_es.open_log(head.url) as log:
-            [joined, gone] = [r for r in log.read(stream="hosts")]
+            [joined, gone] = list(log.read(stream="hosts"))
         assert (life["joined_at"], life["ended_at"]) == (joined.recorded_at, gone.recorded_at)
 
 
