@@ -13,7 +13,9 @@ from tests.helpers.handmade import cli
 from trinity_es.actors.hosts import check
 from trinity_es.actors.hosts.check import HeadSays, ask_head, digest_of, facts, serve_check
 from trinity_es.actors.hosts.sealed_stream import NotOurs, accept
+from trinity_es.cli import host_checks
 from trinity_es.cli.host_checks import compared, folder_finding, judged_clock, judged_rate
+from trinity_es.config.config import Config
 
 KEY = b"a key of these tests, long enough"
 MINE: dict[str, Any] = {"build": "1", "python": "3.11.7", "packages": {"vllm": "0.9", "torch": "2.7"}}
@@ -112,3 +114,13 @@ def test_what_can_t_be_a_store_or_a_name_is_told_at_once(tmp_path: Path) -> None
     assert "secret" not in away.stdout
     both = cli("doctor", "config.yaml", "--host", "postgresql://me@127.0.0.1:9/run")
     assert both.exit_code == 2
+
+
+def test_the_key_is_looked_for_where_join_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRINITY_ES_KEY", raising=False)
+    monkeypatch.setattr(host_checks, "find_head", lambda url: "127.0.0.1:9")
+    config = Config.from_dict({"store": {"url": f"sqlite:///{tmp_path}/log.sqlite"}, "system": {"log_dir": str(tmp_path)}})
+    [found] = host_checks._head("postgresql://me@db/run", "b", config, "")
+    assert (found.what, found.verdict) == ("key", "missing")
+    assert str(tmp_path) in found.told
+    assert "TRINITY_ES_KEY" in found.way_out

@@ -27,6 +27,7 @@ from trinity_es.events.software_version import VERSION
 from trinity_es.events.store.database import masked, parse_url
 from trinity_es.events.store.log import EventLog
 from trinity_es.hosts.join import config_of, find_head, host_name
+from trinity_es.system import running_system
 
 __all__ = ["compared", "findings", "folder_finding", "judged_clock", "judged_rate"]
 
@@ -129,7 +130,7 @@ def _head(url: str, name: str, config: Config | None, key_file: str) -> Iterator
         yield Finding("head", "missing", e.message, "" if isinstance(e, ConfigError) else
                       "`trinity-es join` waits for it, but nothing more can be looked at before")
         return
-    place = key_file or (config.system.key_file if config is not None else "")
+    place = key_file if config is None else running_system.key_file(config)  # where `join` looks
     try:
         key = read_key(place)
     except WrongKey as e:
