@@ -119,7 +119,8 @@ def test_what_can_t_be_a_store_or_a_name_is_told_at_once(tmp_path: Path) -> None
 def test_the_key_is_looked_for_where_join_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRINITY_ES_KEY", raising=False)
     monkeypatch.setattr(host_checks, "find_head", lambda url: "127.0.0.1:9")
-    config = Config.from_dict({"store": {"url": f"sqlite:///{tmp_path}/log.sqlite"}, "system": {"log_dir": str(tmp_path)}})
+    store = {"url": f"sqlite:///{tmp_path}/log.sqlite"}
+    config = Config.from_dict({"store": store, "system": {"log_dir": str(tmp_path)}})
     [found] = host_checks._head("postgresql://me@db/run", "b", config, "")
     assert (found.what, found.verdict) == ("key", "missing")
     assert str(tmp_path) in found.told
