@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check pure test test-all lint bench chaos docs screenshots constraints clean
+.PHONY: help setup demo check pure test test-all lint bench chaos chaos-hosts docs screenshots constraints clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -38,7 +38,7 @@ PLATFORM = if nvidia-smi -L >/dev/null 2>&1; then engine=vllm; else engine=vllm-
 	done
 
 help: ## show this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(STAMP) ## make .venv with everything (instant when nothing changed)
 
@@ -87,6 +87,9 @@ bench: setup ## run the benchmarks
 
 chaos: setup ## kill everything at random for up to ten minutes, and account for it
 	@mkdir -p benchmarks/results; $(PY) -m benchmarks.chaos --json benchmarks/results/chaos.json
+
+chaos-hosts: setup ## kill hosts, cut their network and all else in a run over several, and account for it (needs root)
+	@mkdir -p benchmarks/results; $(PY) -m benchmarks.chaos_hosts --json benchmarks/results/chaos_hosts.json
 
 docs: setup ## print the pages of docs/ that are made from code and tests again
 	@mkdir -p docs; $(PY) -m trinity_es.config.config_docs > docs/CONFIG.md; $(PY) -m trinity_es.events.event_docs > docs/EVENTS.md

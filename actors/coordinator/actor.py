@@ -180,8 +180,7 @@ class Coordinator(BaseActor):
         if not settings.address:
             return
         self.leader_lock = LeaderLock(self.config.store.url)
-        end = listening(settings, lambda: [read_key()], self.post, lambda: self.hosts if self.running else None,
-                        self.folders)
+        end = listening(settings, self.post, lambda: self.hosts if self.running else None, self.folders)
         self.hosts = HostFleet(
             settings, self.fleet.registry, end, epoch=self.opened().lease.epoch,
             handle=self._handle, died=lambda death: self.on_RunnerDied(death, None),

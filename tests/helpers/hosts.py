@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +17,16 @@ from typing import Any
 import psutil
 
 import trinity_es
-from tests.helpers.systems import kill_all, scripted, sleepers
+from tests.helpers.systems import end, kill_all, scripted, sleepers
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.hosts import host_of
-from trinity_es.system import leftovers
+from trinity_es.system import leftovers, lifecycle
 from trinity_es.testing import wait_until
 
-__all__ = ["KEY", "Head", "JoinedHost", "free_port", "has_settled", "host_joins", "ready"]
+__all__ = [
+    "KEY", "Head", "JoinedHost", "KeyFile", "free_port", "has_settled", "head_of", "host_joins", "log_of", "ready",
+]
 
 KEY = "the key of these tests, of 40 characters"
 
@@ -136,3 +138,35 @@ def ready(client: RolloutClient, host: str) -> None:
         return any(r["runner"].endswith(f"@{host}") and r["state"] == "ready" for r in client.status()["runners"])
 
     wait_until(serves, f"a runner of host {host}", 90)
+
+
+class KeyFile:
+    """The file with the keys between hosts, as each host has a copy."""
+
+    def __init__(self, path: Path, *keys: str) -> None:
+        self.path = path
+        self.holds(*keys)
+
+    def holds(self, *keys: str) -> None:
+        self.path.touch(0o600)
+        self.path.write_text("\n".join(keys) + "\n")
+
+
+@contextmanager
+def head_of(url: str, folder: Path, system: Mapping[str, Any] | None = None, **hosts: Any) -> Iterator[Head]:
+    port = free_port()
+    config = scripted(
+        folder / "head", store={"url": url}, system={"log_dir": str(folder / "head-logs"), **(system or {})},
+        hosts={"address": f"127.0.0.1:{port}", "timeout": 10.0, **hosts},
+    )
+    lifecycle.start(config)
+    client = trinity_es.connect(config)
+    try:
+        client.wait_ready(60)
+        yield Head(client, url, folder, port)
+    finally:
+        end(client)
+
+
+def log_of(head: Head) -> str:
+    return (head.folder / "head-logs" / "coordinator.log").read_text()

@@ -6,9 +6,16 @@ import contextlib
 import select
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-__all__ = ["Network", "network"]
+from trinity_es.actors.hosts.link import NO_TLS, Admission, HeadEnd, HostEnd
+from trinity_es.actors.settings import TlsSettings
+
+__all__ = ["HELLO", "KEY", "OTHER", "Heard", "Network", "Told", "joined", "network"]
+
+KEY, OTHER = b"k" * 40, b"o" * 40
+HELLO = {"name": "b", "life": "1", "pid": 7, "build": "0", "places": {}}
 
 
 class Network:
@@ -98,3 +105,52 @@ def network(to: int) -> Iterator[Network]:
         yield between
     finally:
         between.close()
+
+
+class Heard:
+    """A head that takes everybody in, or says why not, and what it heard."""
+
+    def __init__(self, keys: list[bytes], timeout: float = 5.0, tls: TlsSettings = NO_TLS) -> None:
+        self.hellos: list[Mapping[str, Any]] = []
+        self.items: list[tuple[str, Any]] = []
+        self.gone: list[tuple[str, float]] = []
+        """Why a connection ended, and when its host was last heard."""
+        self.keys, self.refuses = keys, Admission(1, 1)
+        self.end = HeadEnd(
+            ("127.0.0.1", 0), lambda: self.keys, timeout, hello=self._hello,
+            take=lambda host, epoch, items: self.items.extend(items),
+            gone=lambda host, epoch, why, heard: self.gone.append((why, heard)), tls=tls,
+        )
+        self.port = self.end.start().result(10)
+
+    def _hello(self, said: Mapping[str, Any], where: str, answer: Callable[[Admission], None]) -> None:
+        self.hellos.append(said)
+        answer(self.refuses)
+
+
+class Told:
+    """A host, and what it was told."""
+
+    def __init__(
+        self, port: int, keys: list[bytes] | None = None, timeout: float = 5.0, tls: TlsSettings = NO_TLS,
+    ) -> None:
+        self.ups: list[tuple[int, int]] = []
+        self.items: list[tuple[str, Any]] = []
+        self.downs: list[str] = []
+        self.refused: list[str] = []
+        self.end = HostEnd(
+            HELLO, lambda: keys or [KEY], timeout, find=lambda: ("127.0.0.1", port),
+            up=lambda *epochs: self.ups.append(epochs),
+            take=self.items.extend, down=self.downs.append, refused=self.refused.append, tls=tls,
+        )
+        self.end.start()
+
+
+@contextlib.contextmanager
+def joined(head: Heard, port: int | None = None, **args: Any) -> Iterator[Told]:
+    host = Told(port or head.port, **args)
+    try:
+        yield host
+    finally:
+        host.end.stop()
+        head.end.stop()

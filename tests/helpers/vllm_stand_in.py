@@ -296,11 +296,14 @@ def main() -> None:
     parser.add_argument("--token-seconds", type=float, default=0.0)
     parser.add_argument("--load-seconds", type=float, default=0.0)
     parser.add_argument("--account", default="")
+    parser.add_argument("--ssl-certfile")
+    parser.add_argument("--ssl-keyfile")
     args = parser.parse_args()
 
     async def serve() -> None:
         await uvicorn.Server(uvicorn.Config(
             StandIn(args).app(), host="127.0.0.1", port=args.port, log_level="error", access_log=False,
+            ssl_certfile=args.ssl_certfile, ssl_keyfile=args.ssl_keyfile,
         )).serve()
 
     asyncio.run(serve())

@@ -11,15 +11,17 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, text
 
 from trinity_es.actors.engines.devices import counted
-from trinity_es.actors.hosts.check import HeadSays, ask_head, digest_of, facts
+from trinity_es.actors.hosts.check import NO_TLS, HeadSays, ask_head, digest_of, facts
 from trinity_es.actors.hosts.sealed_stream import NotOurs, Refused
-from trinity_es.actors.system_key import key_place, read_key
+from trinity_es.actors.settings import TlsSettings
+from trinity_es.actors.system_key import HostKeys, key_place, read_key
 from trinity_es.cli.findings import Finding
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, LogError, NotRunning, TrinityError, WrongKey
@@ -130,22 +132,27 @@ def _head(url: str, name: str, config: Config | None, key_file: str) -> Iterator
         yield Finding("head", "missing", e.message, "" if isinstance(e, ConfigError) else
                       "`trinity-es join` waits for it, but nothing more can be looked at before")
         return
-    place = key_file if config is None else running_system.key_file(config)  # where `join` looks
+    shared, own = key_file, ""
+    if config is not None:  # where `join` looks
+        shared, own = config.hosts.key_file, running_system.key_file(config)
+    place = f"the file {shared}" if shared else key_place(own)
     try:
-        key = read_key(place)
+        keys = HostKeys(shared)() if shared else [read_key(own)]
     except WrongKey as e:
         yield Finding("key", "missing", e.message, "export TRINITY_ES_KEY as on the head, or give --key-file")
         return
     host, _, port = where.rpartition(":")
     hello = {"name": name, "life": "it only asks", "pid": os.getpid(), "build": VERSION, "places": counted()}
+    tls = NO_TLS if config is None else TlsSettings(config.hosts.tls.cert, config.hosts.tls.key, config.hosts.tls.ca)
     try:
-        says = asyncio.run(ask_head((host.strip("[]"), int(port)), key, hello, PATIENCE))
+        says = _asked((host.strip("[]"), int(port)), keys, hello, tls)
     except Refused as e:
         yield Finding("head", "wrong", f"the head at {where} refuses this host: {e.args[0]}")
         return
     except NotOurs as e:
-        yield Finding("key", "wrong", f"{where} answers, but {e} ({key_place(place)} holds this host's)",
-                      "the same key on head and hosts: its coordinator.log says what it heard")
+        yield Finding("key", "wrong", f"{where} answers, but {e} ({place} holds this host's)",
+                      "the same key on head and hosts, and hosts.tls as there: the head's coordinator.log says what it "
+                      "heard")
         return
     except ConnectionRefusedError:
         yield Finding("head", "missing", f"{where} can't be reached: nobody listens there",
@@ -158,7 +165,7 @@ def _head(url: str, name: str, config: Config | None, key_file: str) -> Iterator
                       "head's config, and the head listens at hosts.listen")
         return
     yield Finding("head", "ok", f"{where}, on {says.facts.get('machine')}; {1000 * says.latency:.1f} ms there and back")
-    yield Finding("key", "ok", f"the head's ({key_place(place)} holds it)")
+    yield Finding("key", "ok", f"the head's ({place} holds it){', in TLS' if tls.cert else ''}")
     yield judged_clock("head", says.clock_ahead, says.latency)
     yield judged_rate("to the head", says.to_head)
     yield judged_rate("from the head", says.from_head)
@@ -171,6 +178,14 @@ def _head(url: str, name: str, config: Config | None, key_file: str) -> Iterator
         yield Finding("joining", "ok", f"the head would take this host in as {name}")
     for folder, theirs in dict(says.facts.get("digests", {})).items():
         yield folder_finding(folder, theirs)
+
+
+def _asked(where: tuple[str, int], keys: Sequence[bytes], hello: Mapping[str, Any], tls: TlsSettings) -> HeadSays:
+    """Ask the head with each key in its turn, as a host does. Raises what `ask_head` does with the last one."""
+    for key in keys[:-1]:
+        with suppress(NotOurs):
+            return asyncio.run(ask_head(where, key, hello, PATIENCE, tls))
+    return asyncio.run(ask_head(where, keys[-1], hello, PATIENCE, tls))
 
 
 def judged_clock(whose: str, ahead: float, took: float) -> Finding:

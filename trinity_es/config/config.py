@@ -23,7 +23,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, ValidationInfo, model_validator
 from pydantic_core import ErrorDetails
@@ -32,12 +32,12 @@ from sqlalchemy.engine import make_url
 from trinity_es.actors.plugins import load, look_in, way_out
 from trinity_es.config.buffer import BufferConfig, TasksetConfig
 from trinity_es.config.error_lines import Path_, config_error, dotted, explain
+from trinity_es.config.hosts import HostsConfig
 from trinity_es.config.interpolation import converted, escaped, resolved
 from trinity_es.config.schema import (
     ENGINES,
     MONITORS,
     ExplorerConfig,
-    HostsConfig,
     ModelConfig,
     MonitorConfig,
     StoreConfig,
@@ -53,6 +53,8 @@ from trinity_es.events.secrets import marked, mask
 from trinity_es.events.store.database import masked
 
 __all__ = ["Config", "load_config"]
+
+_Files = TypeVar("_Files", bound=Section)
 
 RENAMED = {"explorer.places": "it is explorer.max_concurrency now"}
 """Keys of earlier releases, and what stands in their place."""
@@ -134,16 +136,21 @@ class Config(Section):
             url, beside = url.set(database=file), Path(file).parent
         log_dir = self.system.log_dir or str(beside / "logs")
         key = self.system.key_file
+        proxy_tls, hosts_tls = (_absolute_files(tls, folder) for tls in (self.explorer.proxy_tls, self.hosts.tls))
         self.__dict__.update(  # the one place that writes to a frozen config: before anybody has it
             model=model,
             run_dir=_absolute(self.run_dir or str(beside), folder),
             checkpoint_root_dir=_absolute(self.checkpoint_root_dir, folder),
             code_path=_absolute(self.code_path or ".", folder),
-            explorer=self.explorer.model_copy(update={"rollout_model": rollout, "auxiliary_models": auxiliary}),
+            explorer=self.explorer.model_copy(
+                update={"rollout_model": rollout, "auxiliary_models": auxiliary, "proxy_tls": proxy_tls}),
             buffer=self.buffer.model_copy(update={"explorer_input": inputs}),
             store=self.store.model_copy(update={"url": url.render_as_string(hide_password=False)}),
             system=self.system.model_copy(update={
                 "log_dir": _absolute(log_dir, folder), "key_file": key and _absolute(key, folder),
+            }),
+            hosts=self.hosts.model_copy(update={
+                "key_file": self.hosts.key_file and _absolute(self.hosts.key_file, folder), "tls": hosts_tls,
             }),
         )
         return self
@@ -188,6 +195,11 @@ class Config(Section):
         paths = {m.model_path: f"{key}.model_path" for key, m in models.items()}
         paths[self.model.model_path] = "model.model_path"
         problems += [f"{key}: no folder {p}" for p, key in paths.items() if os.path.isabs(p) and not os.path.isdir(p)]
+        if self.hosts.address:
+            problems += _unreadable({"hosts.tls.cert": self.hosts.tls.cert, "hosts.tls.key": self.hosts.tls.key})
+        if self.mode == "serve":
+            tls = self.explorer.proxy_tls
+            problems += _unreadable({"explorer.proxy_tls.cert": tls.cert, "explorer.proxy_tls.key": tls.key})
         with self._importing():
             for group in ("tasksets", "eval_tasksets"):
                 for i, taskset in enumerate(getattr(self.buffer.explorer_input, group)):
@@ -284,6 +296,17 @@ def _told_by(build: Callable[[], Any], key: str) -> list[str]:
 
 def _absolute(path: str, folder: Path) -> str:
     return os.path.normpath(folder.absolute() / Path(path).expanduser())
+
+
+def _unreadable(files: Mapping[str, str]) -> list[str]:
+    """Return what is wrong with the files that these keys name."""
+    return [f"{key}: {path} can't be read: give a file that this user may read" for key, path in files.items()
+            if path and not os.access(path, os.R_OK)]
+
+
+def _absolute_files(section: _Files, folder: Path) -> _Files:
+    """Return a section whose every key is a file, or empty, with absolute paths."""
+    return section.model_copy(update={k: v and _absolute(v, folder) for k, v in section})
 
 
 def _model_path(path: str, folder: Path) -> str:

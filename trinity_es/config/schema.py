@@ -16,9 +16,10 @@ from sqlalchemy.exc import ArgumentError
 from trinity_es.actors.settings import EngineConfig, LoRASettings, checked_url
 from trinity_es.addresses import is_loopback
 from trinity_es.config.section import Args, ClassPath, FileName, ImportName, Positive, Seconds, Section, Text
+from trinity_es.config.tls import TlsConfig
 
 __all__ = [
-    "ENGINES", "MONITORS", "ExplorerConfig", "HostsConfig", "ModelConfig", "MonitorConfig", "OverRolloutConfig",
+    "ENGINES", "MONITORS", "ExplorerConfig", "ModelConfig", "MonitorConfig", "OverRolloutConfig",
     "RolloutModelConfig", "ServersConfig", "StoreConfig", "SynchronizerConfig", "SystemConfig", "TrainerConfig",
 ]
 
@@ -285,6 +286,8 @@ class ExplorerConfig(Section):
     """Mode `serve`: address that the OpenAI-compatible proxy listens on. It asks for the key on any address."""
     proxy_port: int = Field(default=0, ge=0, le=65535)
     """Its port; 0: a free one."""
+    proxy_tls: TlsConfig = Field(default_factory=TlsConfig)
+    """Its certificate: with one it speaks HTTPS."""
     proxy_without_key: bool = False
     """Mode `serve`: no key is asked for, as clients of Trinity-RFT expect (they give "EMPTY", or none). Whoever has a
     process on this machine can ask then, and reward, so `listen_address` must be on loopback; web pages are refused."""
@@ -420,26 +423,6 @@ class SystemConfig(Section):
     """A process that gave no sign of life for so many seconds is ended and started again."""
     hang_timeout: Seconds = 60.0
     """A runner whose engine's loop did not answer for so many seconds is ended and started again."""
-
-
-class HostsConfig(Section):
-    """Other hosts that take part in the run (`trinity-es join`, docs/DEPLOY.md)."""
-
-    address: str = ""
-    """Where this host takes others in while its coordinator leads, as ADDRESS:PORT of a network of your own; empty: it
-    takes none. Needs a store in PostgreSQL. Without the key nobody is heard there; nothing is encrypted."""
-    listen: str = Field(default="", json_schema_extra={"shown": "hosts.address"})
-    """Where it listens, as ADDRESS:PORT, if others reach it elsewhere: 0.0.0.0:7700 behind a service's name."""
-    timeout: Seconds = 15.0
-    """A host that was not heard of for so many seconds is lost: what its runners had is attempted again elsewhere."""
-
-    @model_validator(mode="after")
-    def _has_a_port(self) -> Self:
-        for key, given in (("address", self.address), ("listen", self.listen)):
-            host, _, port = given.rpartition(":")
-            if given and not (host and port.isdecimal() and 0 < int(port) < 65536):
-                raise ValueError(f"has {key} {given!r}: give an address of this host and a port, as in 10.0.0.1:7700")
-        return self
 
 
 MONITORS = ("jsonl", "tensorboard", "wandb", "trackio", "mlflow", "swanlab")

@@ -77,7 +77,7 @@ class AccessMiddleware:
                          "The Host header names another machine. Start the dashboard with --host NAME for a name that "
                          "leads here.")
         if scope["path"] == "/enter" and scope["method"] == "POST" and self.token is not None:
-            return await self._enter(receive)
+            return await self._enter(receive, secure=scope["scheme"] == "https")
         if scope["method"] not in ("GET", "HEAD"):
             return _page(405, "nothing can be changed here", "The dashboard only reads.")
         if self.token is None or scope["path"].startswith("/static/"):
@@ -88,7 +88,7 @@ class AccessMiddleware:
             if not self._right(given[0]):
                 return _login("That token is wrong.")
             rest = urlencode([(n, v) for n, v in query if n != "token"])
-            return self._let_in(_local(scope["path"]) + (f"?{rest}" if rest else ""))
+            return self._let_in(_local(scope["path"]) + (f"?{rest}" if rest else ""), secure=scope["scheme"] == "https")
         bearer = headers.get(b"authorization", "").removeprefix("Bearer ")
         if self._right(bearer) or hmac.compare_digest(self._ticket_of(headers.get(b"cookie", "")), self.ticket):
             return None
@@ -110,7 +110,7 @@ class AccessMiddleware:
         found = cookie_parser(header).get(self.cookie, "")  # SimpleCookie gives up at another server's odd cookie
         return found if found.isascii() else ""
 
-    async def _enter(self, receive: Any) -> Any:
+    async def _enter(self, receive: Any, *, secure: bool) -> Any:
         body = b""
         while len(body) < 4096:
             message = await receive()
@@ -118,13 +118,14 @@ class AccessMiddleware:
             if not message.get("more_body"):
                 break
         given = dict(parse_qsl(body.decode("latin-1"))).get("token", "")
-        return self._let_in("/") if self._right(given) else _login("That token is wrong.")
+        return self._let_in("/", secure=secure) if self._right(given) else _login("That token is wrong.")
 
-    def _let_in(self, where: str) -> Any:
+    def _let_in(self, where: str, *, secure: bool) -> Any:
         from starlette.responses import RedirectResponse
 
         answer = RedirectResponse(where, status_code=303)
-        answer.set_cookie(self.cookie, self.ticket, max_age=WEEK, httponly=True, samesite="lax", path="/")
+        answer.set_cookie(
+            self.cookie, self.ticket, max_age=WEEK, httponly=True, secure=secure, samesite="lax", path="/")
         return answer
 
 

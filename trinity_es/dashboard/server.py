@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from urllib.parse import quote
 
-from trinity_es.actors.serving.http_server import MOST_CONNECTIONS, limited_http, listen, url_of
+from trinity_es.actors.serving.http_server import MOST_CONNECTIONS, limited_http, listen, tls_options, url_of
 from trinity_es.addresses import is_loopback
 from trinity_es.events.errors import ConfigError, StartupError
 
@@ -27,19 +27,22 @@ def token_for(address: str, token: str | None) -> str | None:
 class Dashboard:
     """A server for the log at `url`, listening from the start; `run` answers until `stop`, SIGINT or SIGTERM.
 
-    `other`: a second log, to compare with. Raises StartupError where it can't listen there, ConfigError for a bad
-    token.
+    `other`: a second log, to compare with; `cert`, `key`: files of a certificate, with which it speaks HTTPS. Raises
+    StartupError where it can't listen there or use these, ConfigError for a bad token.
     """
 
     def __init__(
         self, url: str, *, address: str = "127.0.0.1", port: int = 0, token: str | None = None,
-        hosts: Sequence[str] = (), other: str | None = None,
+        hosts: Sequence[str] = (), other: str | None = None, cert: str = "", key: str = "",
     ) -> None:
         import uvicorn
 
         from trinity_es.dashboard.app import create_app
 
         self.token = token_for(address, token)
+        if bool(cert) != bool(key):
+            raise ConfigError("a certificate and its private key are given together: --cert FILE --key FILE")
+        tls = tls_options(cert, key)
         try:
             self._listening = listen(address, port)
             self._listening.listen(128)  # from here on the port is taken
@@ -48,7 +51,7 @@ class Dashboard:
                 f"the dashboard can't listen on {address}, port {port or '(any)'} ({e.strerror}): give another --port "
                 "or --address"
             ) from e
-        self.url = url_of(self._listening)
+        self.url = url_of(self._listening, bool(tls))
         """Where it is, without the token."""
         app = create_app(
             url, token=self.token, hosts=[address, *hosts], other=other,
@@ -57,7 +60,7 @@ class Dashboard:
         )
         self._server = uvicorn.Server(uvicorn.Config(
             app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=3, server_header=False,
-            proxy_headers=False, limit_concurrency=MOST_CONNECTIONS, http=limited_http(),
+            proxy_headers=False, limit_concurrency=MOST_CONNECTIONS, http=limited_http(), **tls,
         ))
 
     @property
@@ -68,7 +71,7 @@ class Dashboard:
     def entrance_at(self, host: str) -> str:
         """Return the same, by another name of this machine."""
         port = self._listening.getsockname()[1]
-        return self.entrance.replace(self.url, f"http://{host}:{port}", 1)
+        return self.entrance.replace(self.url, f"{self.url.partition(':')[0]}://{host}:{port}", 1)
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Serve. `ready` is called when requests are answered."""

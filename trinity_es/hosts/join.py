@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from trinity_es.actors.messages import HostLeaves
 from trinity_es.actors.settings import HostSettings
+from trinity_es.actors.system_key import KEY_VARIABLE
 from trinity_es.client.connection import Connection
 from trinity_es.config.config import Config
 from trinity_es.config.interpolation import escaped
@@ -90,9 +91,11 @@ def config_of(url: str, name: str, overrides: Sequence[str], log_dir: Path, key_
         raise NotRunning(f"nobody has led the run of {masked(url)} yet: start its head with `trinity-es up` or `run`")
     given: dict[str, Any] = escaped(cast(ev.SystemConfigured, last.event).config)
     given["store"] = {**given["store"], "url": url}
-    given["hosts"] = {**given.get("hosts", {}), "address": ""}
-    system = {**given["system"], "log_dir": str(log_dir), "port": 0, "address": "127.0.0.1"}
-    given["system"] = {**system, "key_file": key_file or system.get("key_file", "")}
+    hosts, shared = given.get("hosts", {}), key_file
+    if not shared and not os.environ.get(KEY_VARIABLE):  # then it lies where the head has it
+        shared = hosts.get("key_file") or given["system"].get("key_file", "")
+    given["hosts"] = {**hosts, "address": "", "key_file": shared}
+    given["system"] = {**given["system"], "log_dir": str(log_dir), "port": 0, "address": "127.0.0.1", "key_file": ""}
     apply_overrides(given, list(overrides))
     if hidden := masked_keys({key: value for key, value in given.items() if key != "store"}):
         raise ConfigError(

@@ -47,6 +47,7 @@ from trinity_es.actors.serving.http_server import (
     make_app,
     make_server,
     read_body,
+    tls_options,
     url_of,
     while_listening,
 )
@@ -123,6 +124,7 @@ class Proxy:
     async def start(self) -> None:
         """Listen; returns when requests are answered. Raises StartupError."""
         explorer = self.config.explorer
+        tls = tls_options(explorer.proxy_tls.cert, explorer.proxy_tls.key)
         self._http = http_client(connect=CONNECT_SECONDS, read=self._patience)
         try:
             listening = listen(explorer.listen_address, explorer.proxy_port)
@@ -132,9 +134,10 @@ class Proxy:
                 f"({e.strerror}): change explorer.listen_address or explorer.proxy_port"
             ) from e
         self._begin(self._answers.run())
-        self._server = make_server(make_app(self._routes()), STOP_SECONDS + 3)  # `stop` ends requests before that
+        stop = STOP_SECONDS + 3  # `stop` ends requests before that
+        self._server = make_server(make_app(self._routes()), stop, **tls)
         self._serving = await begin(self._server, listening)
-        self.base_url = f"{url_of(listening)}/v1"
+        self.base_url = f"{url_of(listening, bool(tls))}/v1"
         self._begin(self._watch())
 
     def _begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

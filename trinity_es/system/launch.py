@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_es.actors.settings import HostSettings, ModelSettings, ServersSettings, Settings, settings_from
-from trinity_es.actors.system_key import FILE_VARIABLE, make_key, read_key
+from trinity_es.actors.system_key import FILE_VARIABLE, KEY_VARIABLE, HostKeys, make_key, read_key
 from trinity_es.config.config import Config
 from trinity_es.config.schema import RolloutModelConfig
 from trinity_es.events.atomic_file import whole_file
@@ -101,6 +101,9 @@ def launch_host(config: Config, host: HostSettings) -> dict[str, Any]:
     log_dir = Path(config.system.log_dir)
     make_private_folder(log_dir)
     leftovers.end_leftovers(config)
+    if config.hosts.key_file or not os.environ.get(KEY_VARIABLE):
+        HostKeys(config.hosts.key_file or key_file(config))()
+    make_key(key_file(config))
     read_key(key_file(config))
     with EventLog.open(config.store.url, read_only=True) as log:
         incarnation, end = log.query(last_incarnation) + 1, log.head()
@@ -135,6 +138,8 @@ def launch(
                              "with `trinity-es down`")
     if config.hosts.address:
         _require_no_other_head(config)
+        if config.hosts.key_file:
+            HostKeys(config.hosts.key_file)()
     leftovers.end_leftovers(config)
     make_key(key_file(config))
     read_key(key_file(config))  # so that a bad one is told here and not by the launcher's traceback

@@ -45,6 +45,8 @@ __all__ = [
 
 MOST_SERVERS_LOST = 10
 """Maximum number of attempts of a unit that is blamed for none of the servers of others that ended under it."""
+AHEAD_SHARE = 2
+"""A runner gets no more units beyond its places than this part of an equal share of those that wait."""
 RETRIED = frozenset({"workflow", "timeout", "grader", "runner_lost", "infra"})
 """Kinds of failure that another attempt may mend; `data` fails the same way every time."""
 
@@ -115,24 +117,26 @@ def dispatch(
 
     A unit that failed on a runner goes to another one where another exists. Units of one task go to the runner that had
     one before, whose engine has their prompt, while that has a place and is not much fuller than the least loaded one
-    (`actors.load_balancing`). `timeout`: seconds that an attempt may take, 0 for explorer.max_timeout. Changes `load`
-    of the capacities.
+    (`actors.load_balancing`). Where few units wait, runners get few beyond their places, at the end none: the place of
+    another would be idle beside them. `timeout`: seconds that an attempt may take, 0 for explorer.max_timeout. Changes
+    `load` of the capacities.
     """
+    running = sorted((b for b in batches if _gives(b)), key=lambda b: sort_batch_id(b.batch_id))
+    ahead = sum(len(b.pending) for b in running) // (AHEAD_SHARE * len(runners)) if len(runners) > 1 else None
+    limits = {r.name: r.limit if ahead is None else min(r.limit, r.places + ahead) for r in runners}
     groups: dict[tuple[str, int], list[ev.Unit]] = {}
     chosen: list[tuple[BatchState, ev.TasksDispatched]] = []
     by_name = {r.name: r for r in runners}
-    free = sum(max(0, r.limit - r.load) for r in runners)
-    for batch in sorted(batches, key=lambda b: sort_batch_id(b.batch_id)):
+    free = sum(max(0, limits[r.name] - r.load) for r in runners)
+    for batch in running:
         if free <= 0:
             break
-        if batch.state is not BatchLifecycleState.RUNNING or batch.paused or not batch.pending:
-            continue
         groups.clear()
         homes = dict(batch.homes)
         for key, unit in batch.pending.items():
             if free <= 0:
                 break
-            open_ = [r for r in runners if r.load < r.limit]
+            open_ = [r for r in runners if r.load < limits[r.name]]
             avoid = batch.avoid.get(key)
             elsewhere = [r for r in open_ if r.name != avoid] if avoid and len(runners) > 1 else open_
             if not elsewhere:
@@ -157,6 +161,10 @@ def dispatch(
             for (name, incarnation), units in groups.items()
         )
     return chosen
+
+
+def _gives(batch: BatchState) -> bool:
+    return batch.state is BatchLifecycleState.RUNNING and not batch.paused and bool(batch.pending)
 
 
 def _least(runners: Iterable[Capacity]) -> Capacity:

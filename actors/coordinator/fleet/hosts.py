@@ -19,6 +19,7 @@ from trinity_es.actors.hosts.check import facts
 from trinity_es.actors.hosts.link import Admission, HeadEnd, Items
 from trinity_es.actors.messages import HostDrained, HostLeaves, RunnerDied
 from trinity_es.actors.settings import HostsSettings
+from trinity_es.actors.system_key import HostKeys
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.software_version import VERSION
 from trinity_es.projections.hosts import Host, Hosts, host_of, left_reason, lost_reason
@@ -48,8 +49,8 @@ def far_lives(known: Hosts, lives: Lives) -> dict[str, int]:
 
 
 def listening(
-    settings: HostsSettings, keys: Callable[[], list[bytes]], post: Callable[[Callable[[], None]], None],
-    fleet: Callable[[], HostFleet | None], folders: Callable[[], list[str]],
+    settings: HostsSettings, post: Callable[[Callable[[], None]], None], fleet: Callable[[], HostFleet | None],
+    folders: Callable[[], list[str]],
 ) -> HeadEnd:
     """Return the end that listens for hosts; what it hears is done in the actor's loop. `folders`: those that hosts
     have to have too, of models and weights."""
@@ -64,10 +65,10 @@ def listening(
         post(now)
 
     end = HeadEnd(
-        (address.strip("[]"), int(port)), keys, settings.timeout,
+        (address.strip("[]"), int(port)), HostKeys(settings.key_file), settings.timeout, tls=settings.tls,
         hello=lambda said, where, answer: do(lambda fleet: fleet.hello(said, where, answer)),
         take=lambda host, epoch, items: do(lambda fleet: fleet.take(host, epoch, items)),
-        gone=lambda host, epoch, why: do(lambda fleet: fleet.gone(host, epoch, why)),
+        gone=lambda host, epoch, why, heard: do(lambda fleet: fleet.gone(host, epoch, why, heard)),
         facts=lambda: facts(folders()),
     )
     end.start()
@@ -88,7 +89,7 @@ class HostFleet:
         self._connected: dict[str, int] = {}
         """Host -> epoch, of those that have a connection; one that is only taken in has none yet."""
         self._heard: dict[str, float] = {}
-        """When a host was last known to be there, monotonic seconds: it has a connection, or had one then."""
+        """When a host without a connection was last heard, monotonic seconds."""
         self._why: dict[str, str] = {}
         """Why a connection ended."""
         self._lost: dict[str, float] = {}
@@ -100,7 +101,7 @@ class HostFleet:
 
     # --- what the connection tells ----------------------------------------------------------------------------------
     def hello(self, said: Mapping[str, Any], address: str, answer: Callable[[Admission], None]) -> None:
-        """Decide on a host that wants to take part; it is told when that is in the log."""
+        """Decide on a host that wants to take part; it is told when that, and what it rests on, is in the log."""
         try:
             asks = hosts.Hello(
                 str(said["name"]), str(said["life"]), address, int(said["pid"]),
@@ -111,7 +112,9 @@ class HostFleet:
             return
         decided = hosts.hello(self._live.hosts, asks, build=VERSION, connected=asks.name in self._connected)
         if isinstance(decided, hosts.Refusal):
-            answer(Admission(refused=decided.reason, for_good=decided.for_good))
+            # Durable first: a head that was cut off believes all hosts lost, while another leads and has them.
+            refusal = Admission(refused=decided.reason, for_good=decided.for_good)
+            self._live.then(lambda: answer(refusal))
             return
         if said.get("check"):
             answer(Admission())
@@ -140,11 +143,11 @@ class HostFleet:
             else:
                 _log.error("host %s speaks for %s, which is not its own", host, name)
 
-    def gone(self, host: str, epoch: int, why: str) -> None:
-        """Take note that a connection ended: its host has some seconds to come back."""
+    def gone(self, host: str, epoch: int, why: str, heard: float) -> None:
+        """Take note that a connection ended: its host, last heard then, has some seconds to come back."""
         if self._connected.get(host) == epoch:
             del self._connected[host]
-            self._heard[host], self._why[host] = self._registry.sender.now(), why
+            self._heard[host], self._why[host] = heard, why
             _log.warning("the connection to host %s #%d ended: %s", host, epoch, why)
 
     # --- time -------------------------------------------------------------------------------------------------------

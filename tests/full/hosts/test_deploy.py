@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-import trinity_es
+from tests.helpers.deployed import has_ended, made_run
 from tests.helpers.hosts import KEY, free_port
+from tests.helpers.namespaces import made_postgres
 from tests.helpers.paths import ROOT
 from trinity_es.config.config import Config
-from trinity_es.events import vocabulary as ev
+from trinity_es.testing import wait_until
 
 DEPLOY = ROOT / "deploy"
+IMAGE_FOLDER = "/run/trinity"
+"""The folder in which an image's commands run."""
 CLI = [sys.executable, "-m", "trinity_es.cli"]
 
 
 def documents() -> list[dict[str, Any]]:
     return list(yaml.safe_load_all((DEPLOY / "kubernetes" / "trinity-es.yaml").read_text()))
+
+
+def skypilot() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())
+    return found
 
 
 def compose() -> dict[str, Any]:
@@ -44,9 +55,9 @@ def commands() -> Iterator[tuple[str, list[str]]]:
     for path in (*texts, *sorted((DEPLOY / "systemd").iterdir())):
         text = re.sub(r"\\\n", " ", path.read_text())
         for line in text.splitlines():
-            found = re.search(r"(?<!name: )\btrinity-es ((?:run|join|up|resume) .*?)(?:'? &)?$", line)
+            found = re.search(r"(?<!name: )\btrinity-es ((?:run|join|up|resume) .*?)(?:'? &|'?\s*#.*|\"\])?$", line)
             if found and not line.lstrip().startswith("#"):
-                yield path.name, found[1].replace('\\"', '"').replace("'", "").replace('"', "").rstrip("]").split()
+                yield path.name, found[1].replace('\\"', '"').replace("'", "").replace('"', "").split()
 
 
 @pytest.mark.parametrize(("where", "words"), [pytest.param(*c, id=f"{c[0]} {c[1][0]}") for c in commands()])
@@ -66,34 +77,105 @@ def test_there_are_commands_of_each_file() -> None:
         "trinity-es-host.service"}
 
 
+def test_no_command_line_holds_a_secret() -> None:
+    """Others on a host can read them: the store's URL, which may hold a password, comes by the environment."""
+    for where, words in commands():
+        assert not any(re.search(r"\$\(?\{?(STORE_URL|TRINITY_ES_KEY)\b", word) for word in words), where
+
+
 def test_what_kubernetes_is_told_fits_together() -> None:
     found = {(d["kind"], d["metadata"]["name"]): d for d in documents()}
     assert set(found) == {
         ("Service", "trinity-es-head"), ("Service", "trinity-es-host"), ("PersistentVolumeClaim", "trinity-es"),
-        ("Job", "trinity-es-head"),
-        ("StatefulSet", "trinity-es-host")}
+        ("NetworkPolicy", "trinity-es-head"), ("Job", "trinity-es-head"), ("StatefulSet", "trinity-es-host")}
     head, host = found["Job", "trinity-es-head"]["spec"], found["StatefulSet", "trinity-es-host"]["spec"]
-    service = found["Service", "trinity-es-head"]["spec"]
-    assert service["selector"] == head["template"]["metadata"]["labels"]
+    service, policy = found["Service", "trinity-es-head"]["spec"], found["NetworkPolicy", "trinity-es-head"]["spec"]
+    assert service["selector"] == head["template"]["metadata"]["labels"] == policy["podSelector"]["matchLabels"]
     assert host["selector"]["matchLabels"] == host["template"]["metadata"]["labels"]
+    [[let_in]] = [rule["from"] for rule in policy["ingress"]]
+    assert let_in["podSelector"]["matchLabels"] == host["template"]["metadata"]["labels"]
     for pod in (head["template"]["spec"], host["template"]["spec"]):
         [container] = pod["containers"]
         assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
         keys = {e["valueFrom"]["secretKeyRef"]["key"] for e in container["env"] if "secretKeyRef" in e["valueFrom"]}
-        assert keys == {"key", "store-url"}
+        assert keys == {"store-url"}
+        mounts = {m["name"]: m for m in container["volumeMounts"]}
+        assert mounts["run"] == {"name": "run", "mountPath": IMAGE_FOLDER}
+        [secret] = [v["secret"] for v in pod["volumes"] if v["name"] == "key"]
+        file = f"{mounts['key']['mountPath']}/{secret['items'][0]['path']}"
+        assert any(word.endswith(file) for word in container["args"])
+        assert "subPath" not in mounts["key"], "a file that is mounted so does not follow the Secret"
+        assert secret["defaultMode"] == 0o440
     [container] = head["template"]["spec"]["containers"]
     assert container["ports"] == [{"name": "hosts", "containerPort": 7700}]
     assert service["ports"] == [{"name": "hosts", "port": 7700, "targetPort": "hosts"}]
-    words = host["template"]["spec"]["containers"][0]["args"]
-    drain = int(words[words.index("--drain") + 1])
-    assert host["template"]["spec"]["terminationGracePeriodSeconds"] > drain + 20
+    assert container["readinessProbe"]["tcpSocket"] == {"port": "hosts"}
+    [config] = [m for m in container["volumeMounts"] if m["name"] == "config"]
+    assert config["mountPath"] == f"{IMAGE_FOLDER}/{container['args'][1]}", "beside it the run writes"
+    [container] = host["template"]["spec"]["containers"]
+    words = container["args"]
+    log_dir, drain = (words[words.index(option) + 1] for option in ("--log-dir", "--drain"))
+    assert container["readinessProbe"]["exec"]["command"] == ["test", "-e", f"{log_dir}/connected"]
+    assert host["template"]["spec"]["terminationGracePeriodSeconds"] > int(drain) + 20
+
+
+def by_tool(name: str, *words: str, **env: str) -> str:
+    """What a tool says of a file; skipped by name where there is none."""
+    tool = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if tool is None:
+        pytest.skip(f"there is no {name} here")
+    done = subprocess.run([tool, *words], env={**os.environ, **env}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_kubernetes_knows_all_of_it() -> None:
+    """Against the schemas of the API, strictly: an unknown field is an error."""
+    said = by_tool("kubernetes-validate", "--strict", str(DEPLOY / "kubernetes" / "trinity-es.yaml"))
+    assert said.count("passed for resource") == len(documents())
 
 
 def test_bash_reads_the_script_for_slurm() -> None:
     subprocess.run(["bash", "-n", str(DEPLOY / "slurm.sbatch")], check=True)
 
 
-def test_systemd_reads_its_units(tmp_path: Path) -> None:
+def test_shellcheck_finds_nothing() -> None:
+    by_tool("shellcheck", str(DEPLOY / "slurm.sbatch"))
+
+
+@pytest.mark.parametrize("part", ["setup", "run"])
+def test_shellcheck_finds_nothing_in_the_parts_for_skypilot(part: str, tmp_path: Path) -> None:
+    script = tmp_path / "script"
+    script.write_text(f"#!/bin/bash\n# shellcheck disable=SC2016\n{skypilot()[part]}")
+    by_tool("shellcheck", str(script))
+
+
+def test_what_skypilot_is_told_is_what_it_knows() -> None:
+    """By the names in its documentation: its package pins more than an environment of tests can have."""
+    task = skypilot()
+    assert set(task) == {"name", "num_nodes", "resources", "workdir", "secrets", "setup", "run"}
+    assert set(task["resources"]) == {"accelerators", "use_spot"}
+    assert set(re.findall(r"\$\{?(\w+)", task["run"])) - {"head"} == {"SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK", "oc"}
+
+
+def test_hadolint_finds_nothing() -> None:
+    by_tool("hadolint", str(DEPLOY / "Dockerfile"))
+
+
+def test_the_image_holds_the_project_and_not_what_else_a_checkout_holds() -> None:
+    """The folder of the build is the checkout; what is not tracked there would be gigabytes."""
+    left_out = (DEPLOY / "Dockerfile.dockerignore").read_text().split("\n")
+    for name in (".git", ".venv", "**/__pycache__"):
+        assert name in left_out
+    text = (DEPLOY / "Dockerfile").read_text()
+    assert 'ENTRYPOINT ["trinity-es"]' in text
+    assert f"WORKDIR {IMAGE_FOLDER}\n" in text
+    extras = re.findall(r"ARG \w+=(\S+)", text)
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(extras) <= set(known)
+
+
+def test_systemd_reads_its_units() -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("there is no systemd-analyze here")
     units = [str(path) for path in sorted((DEPLOY / "systemd").iterdir())]
@@ -101,54 +183,70 @@ def test_systemd_reads_its_units(tmp_path: Path) -> None:
     assert "trinity-es" not in done.stderr, done.stderr
 
 
+def as_composed(password: str) -> dict[str, Any]:
+    """The services as `docker compose` reads them: with their environment, and what is written once for all."""
+    said = by_tool("docker-compose", "-f", str(DEPLOY / "compose.yaml"), "config", "--format", "json",
+                   TRINITY_ES_KEY=KEY, POSTGRES_PASSWORD=password)
+    found: dict[str, Any] = json.loads(said)["services"]
+    return found
+
+
+def seconds(given: str) -> int:
+    return sum(int(n) * {"m": 60, "s": 1}[unit] for n, unit in re.findall(r"(\d+)([ms])", given))
+
+
 def test_docker_reads_the_compose_file() -> None:
-    if shutil.which("docker") is None or subprocess.run(["docker", "compose", "version"], capture_output=True,
-                                                         check=False).returncode:
-        pytest.skip("there is no `docker compose` here")
-    env = {**os.environ, "TRINITY_ES_KEY": KEY, "POSTGRES_PASSWORD": "x"}
-    done = subprocess.run(["docker", "compose", "-f", str(DEPLOY / "compose.yaml"), "config", "--quiet"], env=env,
-                          capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    services = as_composed("x" * 16)
+    assert set(services) == {"database", "head", "host"}
+    [drain] = re.findall(r"--drain (\d+)", services["host"]["entrypoint"][-1])
+    assert seconds(services["host"]["stop_grace_period"]) > int(drain) + 20
+    for name in ("head", "host"):
+        assert services[name]["volumes"][0]["target"] == IMAGE_FOLDER
 
 
 @pytest.mark.postgres
 @pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_the_commands_of_the_compose_file_play_a_run(postgres: Callable[[], str], tmp_path: Path) -> None:
-    url, port = postgres(), free_port()
-    (tmp_path / "tasks.jsonl").write_text("".join('{"prompt": "1 + 1", "response": "2"}\n' for _ in range(16)))
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({
-        "mode": "explore", "total_steps": 4,
-        "explorer": {"max_concurrency": 2, "rollout_model": {
-            "engine_type": "scripted", "script": {"response": "2", "latency_seconds": 0.5}}},
-        "buffer": {"batch_size": 4, "explorer_input": {"tasksets": [
-            {"name": "sums", "path": "tasks.jsonl", "workflow": "math_workflow", "repeat_times": 4}]}},
-        "trainer": {"class": None}, "synchronizer": {"sync_style": "fully_async", "max_inflight_batches": 4},
-    }))
-    binary = tmp_path / "bin"
-    binary.mkdir()
-    (binary / "trinity-es").write_text(f"#!/bin/sh\nexec {sys.executable} -m trinity_es.cli \"$@\"\n")
-    (binary / "trinity-es").chmod(0o755)
-    services = compose()["services"]
-    env = {**os.environ, "TRINITY_ES_KEY": KEY, "STORE_URL": url, "PATH": f"{binary}:{os.environ['PATH']}"}
-    there = {"$$": "$", "head:7700": f"127.0.0.1:{port}", "0.0.0.0:7700": f"127.0.0.1:{port}",
-             "/tmp/logs": str(tmp_path / "host-logs"), '"$(hostname)"': "b"}
+@pytest.mark.timeout(240)
+def test_the_commands_of_the_compose_file_play_a_run(tmp_path: Path) -> None:
+    """As processes, each with the environment that it has there and nothing else of ours; the database asks for the
+    password of that environment."""
+    password, port = secrets.token_hex(16), free_port()
+    services, commands = as_composed(password), made_run(tmp_path)
+    with made_postgres("127.0.0.1", free_port(), "127.0.0.1/32", password) as database:
+        probe = tmp_path / "logs-b" / "connected"
+        there = {"$$": "$", "head:7700": f"127.0.0.1:{port}", "0.0.0.0:7700": f"127.0.0.1:{port}", "7700": str(port),
+                 "--drain 60": "--drain 5", "@database/": f"@127.0.0.1:{database.port}/"}
 
-    def words(given: list[str]) -> list[str]:
-        for name, value in there.items():
-            given = [word.replace(name, value) for word in given]
-        return given
+        def given(text: str, host: str) -> str:
+            for name, value in {**there, "/tmp/logs": str(tmp_path / f"logs-{host}"), "$(hostname)": host}.items():
+                text = text.replace(name, value)
+            return text
 
-    host = subprocess.Popen(words(services["host"]["entrypoint"]), env=env, cwd=tmp_path)
-    head = subprocess.Popen(["trinity-es", *words(services["head"]["command"])], env=env, cwd=tmp_path)
-    try:
-        assert head.wait(150) == 0
-        with trinity_es.open_log(url) as log:
-            assert [b.state for b in log.batches()] == ["finalized"] * 4
-            assert [r.event.host for r in log.read(types=["HostJoined"]) if isinstance(r.event, ev.HostJoined)] == ["b"]
-            assert log.verify() == []
-    finally:
-        head.kill()
-        host.send_signal(signal.SIGTERM)
-        host.wait(60)
+        def start(service: str, host: str) -> subprocess.Popen[bytes]:
+            told = services[service]
+            words = told.get("entrypoint") or ["trinity-es", *told["command"]]  # the image's own
+            env = {name: given(value, host) for name, value in told["environment"].items()}
+            env |= {"PATH": f"{commands}:{os.environ['PATH']}", "HOME": str(tmp_path), "HOSTNAME": host}
+            return subprocess.Popen([given(word, host) for word in words], env=env, cwd=tmp_path)
 
+        def is_healthy(service: str, host: str) -> bool:
+            kind, *words = services[service]["healthcheck"]["test"]
+            assert kind == "CMD"
+            words = [given(word, host) for word in words]
+            return subprocess.run(words, capture_output=True, check=False).returncode == 0
+
+        started = [start("host", "b"), start("host", "c"), start("head", "head")]
+        try:
+            wait_until(lambda: is_healthy("head", "head"), "the head's probe", 90)
+            wait_until(lambda: is_healthy("host", "b"), "the probe of a host", 90)
+            assert probe.exists()
+            assert started[2].wait(150) == 0
+            assert has_ended(database.url) == {"b", "c"}
+            wait_until(lambda: not is_healthy("host", "b"), "the probe of a host without a head", 60)
+            assert not is_healthy("head", "head")
+        finally:
+            started[2].kill()
+            for host in started[:2]:
+                host.send_signal(signal.SIGTERM)
+            for host in started[:2]:
+                host.wait(90)

@@ -2,67 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.helpers.links import network
+from tests.helpers.links import HELLO, KEY, OTHER, Heard, Told, joined, network
 from trinity_es.actors.hosts import link, sealed_stream
-from trinity_es.actors.hosts.link import Admission, HeadEnd, HostEnd
+from trinity_es.actors.hosts.link import Admission, HostEnd
 from trinity_es.testing import wait_until
-
-KEY, OTHER = b"k" * 40, b"o" * 40
-HELLO = {"name": "b", "life": "1", "pid": 7, "build": "0", "places": {}}
-
-
-class Heard:
-    """A head that takes everybody in, or says why not, and what it heard."""
-
-    def __init__(self, keys: list[bytes], timeout: float = 5.0) -> None:
-        self.hellos: list[Mapping[str, Any]] = []
-        self.items: list[tuple[str, Any]] = []
-        self.gone: list[str] = []
-        self.keys, self.refuses = keys, Admission(1, 1)
-        self.end = HeadEnd(
-            ("127.0.0.1", 0), lambda: self.keys, timeout, hello=self._hello,
-            take=lambda host, epoch, items: self.items.extend(items),
-            gone=lambda host, epoch, why: self.gone.append(why),
-        )
-        self.port = self.end.start().result(10)
-
-    def _hello(self, said: Mapping[str, Any], where: str, answer: Callable[[Admission], None]) -> None:
-        self.hellos.append(said)
-        answer(self.refuses)
-
-
-class Told:
-    """A host, and what it was told."""
-
-    def __init__(self, port: int, key: bytes = KEY, timeout: float = 5.0) -> None:
-        self.ups: list[tuple[int, int]] = []
-        self.items: list[tuple[str, Any]] = []
-        self.downs: list[str] = []
-        self.refused: list[str] = []
-        self.end = HostEnd(
-            HELLO, lambda: key, timeout, find=lambda: ("127.0.0.1", port), up=lambda *epochs: self.ups.append(epochs),
-            take=self.items.extend, down=self.downs.append, refused=self.refused.append,
-        )
-        self.end.start()
-
-
-@contextmanager
-def joined(head: Heard, port: int | None = None, **args: Any) -> Iterator[Told]:
-    host = Told(port or head.port, **args)
-    try:
-        yield host
-    finally:
-        host.end.stop()
-        head.end.stop()
 
 
 def test_messages_come_both_ways_once_and_in_their_order() -> None:
@@ -79,7 +34,7 @@ def test_messages_come_both_ways_once_and_in_their_order() -> None:
 
 def test_who_has_another_key_is_not_heard(caplog: pytest.LogCaptureFixture) -> None:
     head = Heard([KEY])
-    with joined(head, key=OTHER) as host:
+    with joined(head, keys=[OTHER]) as host:
         wait_until(lambda: len(host.downs) >= 2, "two tries", 20)
         assert host.ups == []
         assert head.hellos == []
@@ -87,15 +42,38 @@ def test_who_has_another_key_is_not_heard(caplog: pytest.LogCaptureFixture) -> N
     assert "refused who wanted to join from 127.0.0.1: it has another key" in caplog.text
 
 
-def test_a_key_is_exchanged_without_a_stop() -> None:
-    """The head knows both for a while; then the old one is refused."""
-    head = Heard([OTHER, KEY])
+def test_a_key_is_replaced_without_a_stop(caplog: pytest.LogCaptureFixture) -> None:
+    """Both have the new one beside the old for a while; then the connections of the old one end and are made again."""
+    head, keys = Heard([KEY]), [OTHER, KEY]
+    with joined(head, keys=keys) as host:
+        wait_until(lambda: len(host.ups) == 1, "taken in with the old key, though the new one is tried first", 10)
+        head.keys = [OTHER, KEY]
+        host.end.send("runner-0@b", "before")
+        head.keys = [OTHER]
+        wait_until(lambda: len(host.ups) == 2, "taken in with the new key", 20)
+        host.end.send("runner-0@b", "after")
+        wait_until(lambda: head.items == [("runner-0@b", "before"), ("runner-0@b", "after")], "what it says", 10)
+        assert "its key was taken away" in [*(why for why, _ in head.gone), *host.downs]
+    assert "refused who wanted to join" in caplog.text  # with the new key, before the head had it
+
+
+def test_a_host_that_was_not_given_the_new_key_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    head = Heard([KEY])
     with joined(head) as host:
         wait_until(lambda: len(host.ups) == 1, "taken in with the old key", 10)
         head.keys = [OTHER]
-        head.end.hang_up("b")
         wait_until(lambda: any("another key" in why for why in host.downs), "refused with the old key", 20)
+        assert head.gone[0][0] == "its key was taken away"
         assert len(host.ups) == 1
+    assert "one that was taken away, and calls itself 'b': give that host the head's" in caplog.text
+
+
+def test_a_host_whose_own_file_lost_the_key_ends_the_connection() -> None:
+    head, keys = Heard([KEY, OTHER]), [KEY]
+    with joined(head, keys=keys) as host:
+        wait_until(lambda: len(host.ups) == 1, "taken in", 10)
+        keys[:] = [OTHER]
+        wait_until(lambda: len(host.ups) == 2, "taken in with the other key", 20)
 
 
 def test_a_head_without_the_key_is_told_nothing() -> None:
@@ -176,7 +154,7 @@ def test_what_somebody_in_the_middle_sends_ends_the_connection_before_it_is_unpi
         host.end.send("runner-0@b", "once")
         wait_until(lambda: bool(head.gone), "the head hangs up", 10)
         assert head.items in ([], [("runner-0@b", "once")])
-        assert "seal" in head.gone[0]
+        assert "seal" in head.gone[0][0]
 
 
 @contextmanager
@@ -266,6 +244,48 @@ def test_a_silent_network_is_noticed_by_both_and_the_connection_made_again(lost:
         wait_until(lambda: head.items[-1:] == [("runner-0@b", "again")], "the host is heard", 10)
 
 
+def test_a_host_that_is_gone_was_last_heard_before_its_silence() -> None:
+    """By which its loss is known in `hosts.timeout`, and not twice that."""
+    head = Heard([KEY], timeout=3.0)
+    with network(head.port) as between, joined(head, between.port, timeout=3.0) as host:
+        wait_until(lambda: len(host.ups) == 1, "the host is taken in", 10)
+        between.away()
+        away = time.monotonic()
+        wait_until(lambda: bool(head.gone), "the head notices", 20)
+        assert head.gone[0][1] <= away + 1.0  # what was under way
+
+
+def test_a_connection_is_made_anew_long_before_its_host_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a link that comes back is of use at once."""
+    monkeypatch.setattr(link, "SILENCE", (0.02, 2.0))
+    head = Heard([KEY], timeout=100.0)
+    with network(head.port) as between, joined(head, between.port, timeout=100.0) as host:
+        wait_until(lambda: len(host.ups) == 1, "the host is taken in", 10)
+        between.away()
+        wait_until(lambda: bool(host.downs and head.gone), "both make it anew", 20)
+        between.heal()
+        wait_until(lambda: len(host.ups) == 2, "it is taken in again", 30)
+
+
+def test_a_frame_that_comes_slowly_is_no_silence() -> None:
+    async def slowly() -> tuple[int, Any]:
+        sent = bytearray()
+        writer: Any = SimpleNamespace(write=sent.extend, drain=lambda: asyncio.sleep(0))
+        reader = asyncio.StreamReader()
+        await sealed_stream.SealedStream(reader, writer, KEY, OTHER).send([("b", "x" * 100_000)])
+        heard: list[None] = []
+        stream = sealed_stream.SealedStream(reader, writer, OTHER, KEY)
+        received = asyncio.ensure_future(stream.receive(lambda: heard.append(None)))
+        for n in range(0, len(sent), 10_000):
+            reader.feed_data(bytes(sent[n : n + 10_000]))
+            await asyncio.sleep(0)
+        return len(heard), await received
+
+    often, items = asyncio.run(slowly())
+    assert items == [("b", "x" * 100_000)]
+    assert often >= 10
+
+
 def test_one_host_that_takes_nothing_keeps_nobody_else_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head's queue to it grows to its limit, then it is hung up on; sends never wait."""
     monkeypatch.setattr(link, "MAX_WAITING", 2000)
@@ -276,7 +296,7 @@ def test_one_host_that_takes_nothing_keeps_nobody_else_waiting(monkeypatch: pyte
         items: list[tuple[str, Any]] = []
         ups: list[tuple[int, int]] = []
         other = HostEnd(
-            {**HELLO, "name": "c"}, lambda: KEY, 30.0, find=lambda: ("127.0.0.1", head.port),
+            {**HELLO, "name": "c"}, lambda: [KEY], 30.0, find=lambda: ("127.0.0.1", head.port),
             up=lambda *epochs: ups.append(epochs), take=items.extend, down=print, refused=print,
         )
         other.start()
@@ -288,7 +308,7 @@ def test_one_host_that_takes_nothing_keeps_nobody_else_waiting(monkeypatch: pyte
                     head.end.send("c", "runner-0@c", n)
             wait_until(lambda: len(items) == 250, "all that the other is sent", 20)
             wait_until(lambda: bool(head.gone), "the one is hung up on", 20)
-            assert "takes nothing" in head.gone[0]
+            assert "takes nothing" in head.gone[0][0]
         finally:
             other.stop()
 

@@ -68,6 +68,20 @@ class TestDispatch:
         chosen = batches.dispatch([batch], [self.capacity("a", load=3), self.capacity("b", load=1)])
         assert {e.runner: len(e.units) for _, e in chosen} == {"a": 1, "b": 3}
 
+    def test_few_that_wait_are_not_put_behind_others_where_another_runner_may_have_a_place_first(self) -> None:
+        batch = fold([submitted(3)])
+        assert batch is not None
+        full, other = self.capacity("a", load=4, limit=36), self.capacity("b", load=3, limit=36)
+        assert {e.runner: len(e.units) for _, e in batches.dispatch([batch], [full, other])} == {"b": 1}
+        [(_, alone)] = batches.dispatch([batch], [self.capacity("a", load=4, limit=36)])
+        assert len(alone.units) == 3, "there is no other runner"
+
+    def test_of_many_that_wait_runners_get_some_beyond_their_places(self) -> None:
+        batch = fold([submitted(80)])
+        assert batch is not None
+        chosen = batches.dispatch([batch], [self.capacity(name, load=4, limit=36) for name in ("a", "b")])
+        assert {e.runner: len(e.units) for _, e in chosen} == {"a": 20, "b": 20}
+
     def test_p11_a_unit_that_failed_goes_to_another_runner(self) -> None:
         u = unit()
         batch = fold([submitted(1), dispatched(u, runner="a"),

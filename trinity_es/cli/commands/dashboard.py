@@ -44,6 +44,8 @@ def dashboard(
     other: Annotated[
         str | None, typer.Option("--other", metavar="URL_OR_PATH", help="A second log, to compare batches with.")
     ] = None,
+    cert: Annotated[str, typer.Option("--cert", metavar="FILE", help="A certificate, PEM: it speaks HTTPS then.")] = "",
+    key: Annotated[str, typer.Option("--key", metavar="FILE", help="The certificate's private key, PEM.")] = "",
     open_browser: Annotated[bool, typer.Option("--open", help="Open it in this machine's browser.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -55,7 +57,7 @@ def dashboard(
     Examples:
       trinity-es dashboard --open
       trinity-es dashboard --log runs/letters/first/log.sqlite --port 8050
-      trinity-es dashboard --address 0.0.0.0
+      trinity-es dashboard --address 0.0.0.0 --cert host.pem --key host.key
       trinity-es dashboard --log runs/a/log.sqlite --other runs/b/log.sqlite
     """
     url = choose_log(log, config)
@@ -64,7 +66,7 @@ def dashboard(
     except LogNotFound as e:
         note(f"{e.message}; waiting for it")
 
-    served = Dashboard(url, address=address, port=port, token=token, hosts=host or [], other=other)
+    served = Dashboard(url, address=address, port=port, token=token, hosts=host or [], other=other, cert=cert, key=key)
 
     def ready() -> None:
         if as_json:

@@ -25,14 +25,17 @@ __all__ = ["hosts", "join"]
 
 
 def join(
-    store: Annotated[str, typer.Argument(metavar="STORE_URL", help="The run's store: postgresql://...")],
+    store: Annotated[
+        str, typer.Argument(metavar="STORE_URL", envvar="STORE_URL",
+                            help="The run's store: postgresql://... In the environment nobody else reads a password.")
+    ],
     name: Annotated[str | None, typer.Option("--name", help="This host's name.", show_default="the machine's")] = None,
     overrides: SetOption = None,
     log_dir: Annotated[
         Path | None, typer.Option("--log-dir", help="Folder of text logs.", show_default="trinity-es-NAME here")
     ] = None,
     key_file: Annotated[
-        str, typer.Option("--key-file", help="File with the run's key, unless TRINITY_ES_KEY holds it.")
+        str, typer.Option("--key-file", help="File with the run's key: goes before TRINITY_ES_KEY, and may change.")
     ] = "",
     drain: Annotated[float, typer.Option("--drain", help="Seconds that tasks may take to end at SIGTERM.")] = 30.0,
     as_json: JsonOption = False,

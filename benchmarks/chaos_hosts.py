@@ -1,0 +1,394 @@
+"""Does anything get lost when hosts die and networks fail? Several hosts, random faults, then an account from the log.
+
+Each host is a network namespace of this machine with an address and processes of its own, made by
+`tests/helpers/namespaces.py`; PostgreSQL is reached over TCP. Two can lead: their launcher says `trinity-es up
+--standby` again and again; the others say `trinity-es join`. A trainer on one of these keeps batches in flight on the
+ScriptedEngine, and goes on elsewhere when its host dies. Faults come one after the other, seeded: a host killed, with
+its network or without, and started again later; a link away for up to 20 s, or packets lost one way; hosts that join,
+are drained, get SIGTERM; a runner, a guardian, a host agent, a coordinator killed; the host of the head killed, or its
+link away, so that the other leads; PostgreSQL stopped as by a crash and started. Now and then one comes while another
+goes on.
+
+At the end the log is compared with what the trainer was told, as `benchmarks.chaos` does, and asked for more: was
+anything accepted of an epoch that was over, was an attempt blamed for the loss of a host, was each loss known in 20 s
+(`hosts.timeout` is 15 s by default), did hosts do as much as before while another was away, did each have its share of
+the work, and were all its places busy. `python -m benchmarks.chaos_hosts [--faults 30] [--seed 0] [--json FILE]`. Exit
+code 1 when a promise broke, 0 with the reason where namespaces can't be made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import trinity_es
+from benchmarks.chaos_account import Evidence
+from benchmarks.chaos_hosts_account import Fault, HostsAccount, Work, hosts_report, slept
+from benchmarks.chaos_hosts_machines import HeadMachine, HostMachine, Machine, Trainer
+from tests.helpers.namespaces import Network, Postgres, lacks, made_network, made_postgres
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import TrinityError
+from trinity_es.events.store.log import EventLog
+from trinity_es.events.store.recorded import Recorded
+
+T = TypeVar("T")
+
+KINDS = {
+    "host killed": 3, "host without power": 2, "link away": 5, "packets lost one way": 4, "host joins": 1,
+    "host drained": 2, "SIGTERM to a host": 2, "runner of a host killed": 3, "guardian of a host killed": 1,
+    "host agent killed": 1, "coordinator killed": 2, "host of the head killed": 1, "link of the head away": 1,
+    "PostgreSQL restarted": 2,
+}
+"""The faults, and how often each comes among 30."""
+SHORT = ("runner of a host killed", "host agent killed", "coordinator killed", "PostgreSQL restarted")
+"""Those that may come while another goes on."""
+PLACES = 6
+"""Units that each host runs at once."""
+SECONDS = 1.5
+"""How long a task sleeps."""
+MEND_SECONDS = 120.0
+"""How long the run may take, after a fault is over, until all hosts work again; after that it needs a person."""
+DISTURBED = 0.25
+"""How often something else happens while a host is away."""
+CALM_SECONDS = 8.5
+"""How long all is well before a fault during which the work of the others is measured."""
+
+
+class Watch:
+    """Reads the log as it grows."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.events, self.over = url, list[Recorded](), threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self.over.wait(0.2):
+            with contextlib.suppress(TrinityError, OSError), trinity_es.open_log(self.url) as log:
+                while not self.over.wait(0.2):
+                    after = self.events[-1].position if self.events else 0
+                    self.events.extend(log.events(after=after))
+
+    def serves(self, host: str, since: float) -> bool:
+        """Return True if the runner of this host came up after this time, or before and did not end."""
+        ready = 0.0
+        for item in list(self.events):
+            event = item.event
+            if isinstance(event, ev.RunnerReady) and event.runner == f"runner-0@{host}":
+                ready = item.recorded_at
+            gone = isinstance(event, ev.RunnerLost | ev.RunnerRetired) and event.runner == f"runner-0@{host}"
+            if gone or (isinstance(event, ev.HostLost | ev.HostLeft) and event.host == host):
+                ready = 0.0
+        return ready > since
+
+    def finished(self) -> int:
+        return sum(isinstance(item.event, ev.RunsFinished) for item in list(self.events))
+
+    def close(self) -> None:
+        self.over.set()
+        self._thread.join(20)
+
+
+class HostsChaos:
+    """One run of it."""
+
+    def __init__(
+        self, network: Network, database: Postgres, folder: Path, seed: int, *, hosts: int = 4, lanes: int = 6,
+        tasks: int = 200, timeout: float = 15.0,
+    ) -> None:
+        """`timeout`: of hosts; `lanes`: batches in flight, of `tasks` each."""
+        self.network, self.database, self.random, self.folder = network, database, random.Random(seed), folder
+        explorer = {"max_concurrency": PLACES, "max_retry_times": 20, "rollout_model": {"engine_type": "scripted"}}
+        config = {"mode": "explore", "store": {"url": database.url}, "explorer": explorer}
+        port = _free_port(network.head)
+        self.heads = [HeadMachine(name, network, folder, config, port, timeout) for name in ("head1", "head2")]
+        self.hosts = {
+            name: HostMachine(name, network, folder, database.url) for name in [f"h{n}" for n in range(1, hosts + 1)]
+        }
+        self.spare = HostMachine("h9", network, folder, database.url)
+        self.notes = folder / "notes"
+        self.notes.mkdir()
+        self.trainer = Trainer(database.url, folder, self.notes, lanes=lanes, tasks=tasks, seconds=SECONDS)
+        self.account = HostsAccount("hosts")
+        self.faults: list[Fault] = []
+        self.killed: set[str] = set()
+        self.tasks, self.timeout, self.calm, self.calm_since = tasks, timeout, CALM_SECONDS, 0.0
+
+    # --- what is waited for -----------------------------------------------------------------------------------------
+    def wait(self, condition: Callable[[], T], what: str, seconds: float) -> T | None:
+        """Wait for it; what does not come needs a person."""
+        until = time.monotonic() + seconds
+        while not (found := condition()):
+            if time.monotonic() > until:
+                self.account.person.append(f"{what}: not after {seconds:.0f} s")
+                return None
+            time.sleep(0.2)
+        return found
+
+    def lead(self) -> dict[str, Any]:
+        """Return what the lease says of who leads; empty where nobody does, or the database does not say."""
+        with contextlib.suppress(TrinityError), EventLog.open(self.database.url, read_only=True) as log:
+            lease = log.read_lease("coordinator")
+            return (lease.owner or {}) if lease is not None else {}
+        return {}
+
+    def leading(self) -> HeadMachine | None:
+        where = self.lead().get("hosts")
+        return next((h for h in self.heads if h.address == where and h.processes("Coordinator")), None)
+
+    def here(self) -> list[HostMachine]:
+        return [h for h in [*self.hosts.values(), self.spare] if h.is_on()]
+
+    def mended(self, last: Fault | None = None) -> None:
+        """Wait until all that are on work, on a run that moves."""
+        self.wait(self.leading, "somebody leads", MEND_SECONDS)
+        for host in self.here():
+            since = last.until if last is not None and last.restarts and last.host == host.name else 0.0
+            if not self.wait(lambda h=host, s=since: self.watch.serves(h.name, s),  # type: ignore[misc]
+                             f"host {host.name} works after {last.kind if last else 'its start'}", MEND_SECONDS):
+                host.kill()
+                host.start()
+        count = self.watch.finished()
+        self.wait(lambda: self.watch.finished() > count, "another task ends", MEND_SECONDS)
+        for host in self.here():
+            if not host.is_on():
+                self.account.person.append(f"join of host {host.name} ended by itself")
+                host.start()
+        self.calm_since = time.time()
+
+    # --- the run ----------------------------------------------------------------------------------------------------
+    def run(self, deck: Sequence[str], *, measured: bool = True) -> HostsAccount:
+        """Start, do these faults and settle. `measured`: also count the work of hosts when all is well."""
+        started, self.began = time.monotonic(), time.time()
+        self.heads[0].start()
+        self.wait(self.leading, "somebody leads", 90)
+        self.watch = Watch(self.database.url)
+        for host in self.hosts.values():
+            host.start()
+        self.heads[1].start()
+        for host in self.hosts.values():
+            self.wait(lambda h=host: self.watch.serves(h.name, 0.0), f"host {host.name} works", 120)  # type: ignore[misc]
+        self.trainer.run_on(list(self.hosts.values()))
+        self.mended()
+        if measured:
+            time.sleep(3)
+        else:
+            self.calm = 0.0
+        quiet, offset = time.time(), time.time() - time.monotonic()
+        time.sleep(2 * self.calm)
+        quiet_time = quiet, time.time()
+        todo = list(deck)
+        while todo:
+            self.one(todo.pop(0), todo)
+        self.trainer.end(MEND_SECONDS + 120)
+        self.account.seconds = time.monotonic() - started
+        self.watch.close()
+        self.settle(offset)
+        if measured:
+            self.settle_work(quiet_time, offset)
+        return self.account
+
+    def deck(self, count: int) -> list[str]:
+        """Return so many faults in a random order."""
+        every = [kind for kind, often in KINDS.items() for _ in range(often)]
+        self.random.shuffle(every)
+        return [every[n % len(every)] for n in range(count)]
+
+    def begin(self, kind: str, host: str, **more: Any) -> Fault:
+        """Note a fault that is done now."""
+        fault = Fault(kind, host, time.time(), **more)
+        self.faults.append(fault)
+        self.account.faults[kind] += 1
+        at = time.time() - self.began
+        print(f"  {at:5.0f} s  {len(self.faults):>3}  {kind}: {host}", file=sys.stderr, flush=True)
+        return fault
+
+    # --- the faults -------------------------------------------------------------------------------------------------
+    def one(self, kind: str, deck: list[str]) -> None:
+        """Do one, and wait until it is mended."""
+        host = self.random.choice(self.here())
+        match kind:
+            case "host killed" | "host without power" | "link away" | "packets lost one way":
+                fault = self.away(kind, host, deck)
+            case "host joins":
+                fault = self.joins(kind)
+            case "host drained" | "SIGTERM to a host":
+                fault = self.leaves(kind, host)
+            case "host of the head killed" | "link of the head away":
+                fault = self.head_away(kind)
+            case _:
+                fault = self.short(kind, host)
+        fault.until = fault.until or time.time()
+        self.mended(fault)
+
+    def away(self, kind: str, host: HostMachine, deck: list[str]) -> Fault:
+        """Have a host be away for some time, in which now and then something else happens."""
+        time.sleep(max(0.0, self.calm_since + self.calm - time.time()))
+        disturbing = next((k for k in deck if k in SHORT), None) if self.random.random() < DISTURBED else None
+        others = ["", *(h.name for h in self.here() if h is not host)]
+        off = kind in ("host killed", "host without power")
+        for_good = self.random.random() < 0.6
+        seconds = self.timeout + 5 if for_good else self.timeout * self.random.uniform(0.2, 0.8)
+        fault = self.begin(kind, f"{host.name}", others=others, calm=time.time() - self.calm_since,
+                           loses=off or for_good, restarts=off)
+        with contextlib.ExitStack() as healed:
+            if kind == "packets lost one way":
+                healed.enter_context(self.network.one_way(host.name, self.random.choice(["to head", "to host"])))
+            elif kind != "host killed":
+                self.network.away(host.name)
+                healed.callback(self.network.back, host.name)
+            if off:
+                host.kill()
+            until = time.time() + seconds
+            if disturbing is not None:
+                deck.remove(disturbing)
+                fault.disturbed = True
+                time.sleep(self.random.uniform(1, seconds - 1))
+                self.short(disturbing, self.random.choice([h for h in self.here() if h is not host]))
+            time.sleep(max(0.0, until - time.time()))
+            fault.until = time.time()
+        if off:
+            host.start()
+        return fault
+
+    def joins(self, kind: str) -> Fault:
+        """Have a host join that was not there."""
+        fault = self.begin(kind, self.spare.name)
+        self.spare.start()
+        return fault
+
+    def leaves(self, kind: str, host: HostMachine) -> Fault:
+        """Have a host leave in order, and come back."""
+        fault = self.begin(kind, host.name)
+        if kind == "host drained":
+            head = self.leading() or self.heads[0]
+            asked = [*head.into(), sys.executable, "-m", "trinity_es.cli", "hosts", "drain", host.name, "--config",
+                     str(head.config)]
+            done = subprocess.run(asked, env=head.env, cwd=head.folder, capture_output=True, text=True, check=False,
+                                  timeout=120)
+            if done.returncode:
+                self.account.person.append(f"hosts drain {host.name}: {done.stderr.strip()[-300:]}")
+                host.sigterm()
+        else:
+            host.sigterm()
+        if wrong := host.left():
+            self.account.person.append(wrong)
+        fault.until = time.time()
+        host.start()
+        return fault
+
+    def head_away(self, kind: str) -> Fault:
+        """Have the machine of the head be away until another leads; then it is back, and waits."""
+        head = self.wait(self.leading, "somebody leads", MEND_SECONDS) or self.heads[0]
+        fault = self.begin(kind, head.name)
+        self.network.away(head.name)
+        if kind == "host of the head killed":
+            head.kill()
+        self.wait(lambda: self.leading() not in (None, head), "the other head leads", MEND_SECONDS)
+        fault.until = time.time()
+        self.network.back(head.name)
+        if kind == "host of the head killed":
+            head.start()
+        return fault
+
+    def short(self, kind: str, host: HostMachine) -> Fault:
+        """Do what is over at once."""
+        if kind == "PostgreSQL restarted":
+            fault = self.begin(kind, "")
+            self.database.stop()
+            time.sleep(self.random.uniform(0.2, 2.0))
+            self.database.start()
+            return fault
+        of_head = kind == "coordinator killed"
+        machine: Machine | None = self.wait(self.leading, "somebody leads", MEND_SECONDS) if of_head else host
+        fault = self.begin(kind, "" if machine is None else machine.name, loses=kind[0] == "g", restarts=kind[0] == "g")
+        if kind == "runner of a host killed":
+            self.killed.add(f"runner-0@{host.name}")
+        title = {"r": "Runner", "g": "Guardian", "h": "HostAgent", "c": "Coordinator"}[kind[0]]
+        if machine is None or not self.wait(lambda: machine.kill_one(title), f"a {title} on {fault.host}", 60):
+            fault.loses = fault.restarts = False
+        return fault
+
+    # --- the account ------------------------------------------------------------------------------------------------
+    def settle(self, offset: float) -> None:
+        """Compare the log with what was seen beside it. `offset`: unix seconds at zero of the monotonic clock."""
+        account, trainer = self.account, self.trainer
+        account.person += trainer.trouble
+        account.trainers = trainer.starts
+        with trinity_es.open_log(self.database.url) as log:
+            seen = {item.position: item.recorded_at - offset for item in log.events()}
+            account.settle_hosts(log, self.faults, self.killed, self.timeout)
+        faults = [(fault.at - offset, f"{fault.kind} {fault.host}") for fault in self.faults]
+        Evidence(self.database.url, self.tasks, trainer.submitted, trainer.finalized, self.notes / "ran", seen,
+                 faults).settle(account)
+
+    def settle_work(self, quiet: tuple[float, float], offset: float) -> None:
+        """Compare what hosts did, in the `quiet` time and around the faults."""
+        busy = slept(self.notes / "slept", PLACES, quiet[0] - offset, quiet[1] - offset)
+        with trinity_es.open_log(self.database.url) as log:
+            self.account.settle_work(Work(log.events()), self.faults, quiet, busy, PLACES)
+
+    def close(self) -> None:
+        """Switch everything off."""
+        self.trainer.kill()
+        for machine in [*self.hosts.values(), self.spare, *self.heads]:
+            machine.kill()
+        if hasattr(self, "watch"):
+            self.watch.close()
+
+
+def _free_port(address: str) -> int:
+    with socket.create_server((address, 0)) as listening:
+        port: int = listening.getsockname()[1]
+        return port
+
+
+def chaos_hosts(
+    *, seed: int, faults: int = 0, kinds: Sequence[str] = (), measured: bool = True, **more: Any
+) -> HostsAccount:
+    """One run, in a folder of its own: of so many random faults, or of these `kinds`."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-hosts-")))
+        folder.chmod(0o755)  # the server of PostgreSQL has a user of its own
+        network = stack.enter_context(made_network())
+        database = stack.enter_context(made_postgres(network.head, _free_port(network.head), network.all))
+        run = HostsChaos(network, database, folder, seed, **more)
+        try:
+            return run.run(kinds or run.deck(faults), measured=measured)
+        finally:
+            run.close()
+            if os.environ.get("KEEP_CHAOS"):
+                shutil.copytree(folder, os.environ["KEEP_CHAOS"], dirs_exist_ok=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", help="also write the figures to this file")
+    options = parser.parse_args()
+    if reason := lacks():
+        print(f"skipped: {reason}")
+        return 0
+    account = chaos_hosts(faults=options.faults, seed=options.seed)
+    print(hosts_report(account))
+    if options.json:
+        Path(options.json).write_text(json.dumps(vars(account), indent=2, default=list))
+    return 0 if account.clean else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

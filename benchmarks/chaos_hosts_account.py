@@ -1,0 +1,234 @@
+"""The account of `benchmarks.chaos_hosts`: what its log says of hosts, beside what `chaos_account` says of results."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import trinity_es
+from benchmarks.chaos_account import BAD, Account
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.store.recorded import Recorded
+from trinity_es.projections.hosts import Hosts, evolve_hosts, host_of
+
+__all__ = [
+    "KNOWN_SECONDS", "LEAST_SECONDS", "PROMISES", "SHARE", "Fault", "HostsAccount", "Work", "hosts_report", "slept",
+]
+
+KNOWN_SECONDS = 5.0
+"""How much longer than `hosts.timeout` the loss of a host may take to be known: 20 s in all by default."""
+SHARE = 0.1
+"""Share by which hosts may do less while another is away, and be off their share of the work."""
+LEAST_SECONDS = 8.0
+"""Minimum length of a stretch of time in which work is counted: less has too few tasks in it."""
+PROMISES = {
+    **{name: label for name, label in BAD.items() if name not in ("ended", "not_told", "left")},
+    "over": "results of an epoch that was over", "blamed": "attempts blamed for the loss of a host",
+    "late": "losses that were not known in time", "needless": "hosts lost that were away for a moment",
+    "slower": "hosts slower while another was away",
+    "shares": "hosts without their share of the work", "idle": "hosts with places idle while work waited",
+}
+"""The lists of an account that are to be empty, and their labels."""
+
+
+@dataclass
+class Fault:
+    """Something that was done to the run. Times are unix seconds."""
+
+    kind: str
+    host: str
+    at: float
+    until: float = 0.0
+    """When it was over: the host was started again, its link was back."""
+    loses: bool = False
+    """It ends an epoch of its host."""
+    restarts: bool = False
+    """Its host is started anew by it."""
+    disturbed: bool = False
+    """Another fault came before it was over."""
+    calm: float = 0.0
+    """Seconds before it in which all was well."""
+    others: Sequence[str] = ()
+    """Hosts that worked before it, and that it has nothing to do with; "" is the head."""
+
+
+class Work:
+    """Units that ended: on which host, from when to when."""
+
+    def __init__(self, log: Iterable[Recorded]) -> None:
+        began: dict[tuple[str, int, int, int], float] = {}
+        self.units: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for item in log:
+            event = item.event
+            if isinstance(event, ev.TasksDispatched):
+                for unit in event.units:
+                    began[item.stream, unit.task, unit.run_id_base, unit.attempt] = item.recorded_at
+            elif isinstance(event, ev.RunsFinished):
+                key = item.stream, event.task, event.run_id_base, event.attempt
+                self.units[host_of(event.runner)].append((began[key], item.recorded_at))
+
+    def rate(self, host: str, begin: float, end: float) -> float:
+        """Return units per second; one that was under way at the edge of the time counts by the part that is in it."""
+        parts = (_within(unit, begin, end) / max(unit[1] - unit[0], 1e-6) for unit in self.units[host])
+        return sum(parts) / (end - begin)
+
+    def full(self, host: str, places: int, begin: float, end: float) -> float:
+        """Return the share of its places that the coordinator had given away."""
+        return sum(_within(unit, begin, end) for unit in self.units[host]) / (places * (end - begin))
+
+
+def _within(unit: tuple[float, float], begin: float, end: float) -> float:
+    return max(0.0, min(unit[1], end) - max(unit[0], begin))
+
+
+def slept(notes: Path, places: int, begin: float, end: float) -> dict[str, float]:
+    """Return the share of each host's places in which tasks were, as they noted themselves; times are monotonic."""
+    found: dict[str, float] = defaultdict(float)
+    for line in notes.read_text().splitlines():
+        host, start, stop = line.split()
+        found[host] += _within((float(start), float(stop)), begin, end) / (places * (end - begin))
+    return {host: share for host, share in sorted(found.items()) if share}
+
+
+@dataclass
+class HostsAccount(Account):
+    """What came of it."""
+
+    over: list[str] = field(default_factory=list)
+    blamed: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
+    needless: list[str] = field(default_factory=list)
+    slower: list[str] = field(default_factory=list)
+    shares: list[str] = field(default_factory=list)
+    idle: list[str] = field(default_factory=list)
+    known: list[tuple[float, str]] = field(default_factory=list)
+    """Seconds from a fault to the loss of its host, and which."""
+    away: list[tuple[float, str]] = field(default_factory=list)
+    """Tasks per second of a host while another was away, as a share of its own before; and which."""
+    spread: dict[str, float] = field(default_factory=dict)
+    """Tasks per second of each host before any fault."""
+    busy: dict[str, float] = field(default_factory=dict)
+    """Share of each host's places in which tasks slept before any fault; what is missing is time between two tasks."""
+    given: dict[str, float] = field(default_factory=dict)
+    """Share of each host's places that were given away then."""
+    epochs: int = 0
+    """Of all hosts."""
+    coordinators: int = 0
+    trainers: int = 0
+    """Processes that were the trainer, one after the other."""
+
+    @property
+    def clean(self) -> bool:
+        return not any(getattr(self, name) for name in PROMISES)
+
+    def settle_hosts(self, log: trinity_es.Log, faults: Sequence[Fault], killed: set[str], timeout: float) -> None:
+        """Read the log: was anything taken of an epoch that was over, who was blamed, when was each loss known.
+
+        `killed`: runners whose own process was killed, for which units may be blamed. `timeout`: of hosts.
+        """
+        hosts: Hosts = {}
+        lives: dict[tuple[str, int], int] = {}
+        losses: dict[str, list[float]] = defaultdict(list)
+        leads = 0
+        for item in log.events():
+            event, epoch = item.event, int(item.metadata.get("epoch", 0))
+            if item.metadata.get("lease") == "coordinator":
+                if epoch < leads:
+                    self.over.append(f"event {item.position} is of coordinator {epoch}, after one of {leads}")
+                leads = max(leads, epoch)
+            match event:
+                case ev.CoordinatorStarted():
+                    self.coordinators += 1
+                case ev.HostJoined() | ev.HostDraining() | ev.HostLost() | ev.HostLeft():
+                    evolve_hosts(hosts, event)
+                    self.epochs += isinstance(event, ev.HostJoined)
+                    if isinstance(event, ev.HostLost):
+                        losses[event.host].append(item.recorded_at)
+                case ev.RunnerStarted():
+                    lives.setdefault((event.runner, event.incarnation), _epoch(hosts, event.runner))
+                case ev.RunnerLost() | ev.RunnerRetired() | ev.RunnerQuarantined():
+                    lives[event.runner, event.incarnation] = -1
+                case ev.RunsFinished():
+                    of, now = lives.get((event.runner, event.incarnation), -1), _epoch(hosts, event.runner)
+                    if of == -1 or of != now:
+                        self.over.append(f"event {item.position}: {event.runner} #{event.incarnation} of epoch {of}")
+                case ev.AttemptFailed() if event.blamed and event.runner not in killed:
+                    self.blamed.append(f"task {event.task} for {event.runner}: {event.kind}: {event.message}")
+        for fault in faults:
+            if fault.loses:
+                self._known(fault, losses[fault.host], timeout + KNOWN_SECONDS)
+            elif fault.others and not fault.disturbed and fault.until - fault.at < timeout / 2:
+                self.needless += [f"{fault.kind} of {fault.host} for {fault.until - fault.at:.1f} s"
+                                  for at in losses[fault.host] if fault.at <= at <= fault.until + timeout]
+
+    def _known(self, fault: Fault, losses: Sequence[float], limit: float) -> None:
+        after = [at for at in losses if at >= fault.at]
+        name = f"{fault.kind} of {fault.host}"
+        if not after or min(after) > fault.until + 60:
+            self.late.append(f"{name}: never")
+            return
+        seconds = min(after) - fault.at
+        self.known.append((seconds, f"{name}{', with another fault' if fault.disturbed else ''}"))
+        if seconds > limit and not fault.disturbed:
+            self.late.append(f"{name}: after {seconds:.1f} s")
+
+    def settle_work(
+        self, work: Work, faults: Sequence[Fault], quiet: tuple[float, float], busy: Mapping[str, float], places: int
+    ) -> None:
+        """Compare what hosts did before and while another was away, and with each other in the `quiet` time."""
+        for fault in faults:
+            length = fault.until - fault.at
+            if fault.disturbed or length < LEAST_SECONDS or fault.calm < LEAST_SECONDS:
+                continue
+            for host in fault.others:
+                before = work.rate(host, fault.at - min(length, fault.calm), fault.at)
+                ratio = work.rate(host, fault.at, fault.until) / before if before else 0.0
+                name = f"{host or 'the head'} during {fault.kind} of {fault.host}"
+                self.away.append((ratio, name))
+                if ratio < 1 - SHARE:
+                    self.slower.append(f"{name}: {ratio:.2f} of before")
+        self.busy = dict(busy)
+        self.spread = {host or "the head": work.rate(host, *quiet) for host in sorted(work.units)}
+        self.spread = {host: rate for host, rate in self.spread.items() if rate}
+        mean = statistics.fmean(self.spread.values())
+        self.shares += [f"{host}: {rate:.2f} tasks/s, the mean is {mean:.2f}" for host, rate in self.spread.items()
+                        if abs(rate / mean - 1) > SHARE]
+        self.given = {host or "the head": share for host in sorted(work.units)
+                      if (share := work.full(host, places, *quiet))}
+        self.idle += [f"{host}: {share:.0%} of its places were given away" for host, share in self.given.items()
+                      if share < 1 - SHARE]
+
+
+def _epoch(hosts: Hosts, runner: str) -> int:
+    """Return the epoch that this runner's host is in now; 0 for the head's own, -2 where the host is gone."""
+    name = host_of(runner)
+    if not name:
+        return 0
+    return hosts[name].epoch if name in hosts and hosts[name].there else -2
+
+
+def hosts_report(account: HostsAccount) -> str:
+    """The account as a table."""
+    lines = [f"hosts: {account.batches} batches, {account.tasks} tasks finished in {account.seconds:.0f} s"]
+    lines += [f"  {count:>6}  {name}" for name, count in sorted(account.faults.items())]
+    lines.append(f"  {sum(account.faults.values()):>6}  faults in all; {account.epochs} times a host joined, "
+                 f"{account.coordinators} coordinators led, {account.trainers} processes were the trainer")
+    for name, label in PROMISES.items():
+        found = getattr(account, name)
+        lines.append(f"  {len(found):>6}  {label}")
+        lines += [f"          {line}" for line in found[:10]]
+    for what, times, low in (("a fault to the next finished task", account.recoveries, False),
+                             ("a fault to HostLost", account.known, False),
+                             ("tasks/s of a host while another is away, of its own before", account.away, True)):
+        if times:
+            (worst, cause), most, unit = (min(times), "least", "") if low else (max(times), "most", " s")
+            middle = statistics.median(value for value, _ in times)
+            lines.append(f"  {what}: median {middle:.2f}{unit}, {most} {worst:.2f}{unit} ({cause}), of {len(times)}")
+    for what, shares, form in (("tasks/s before any fault", account.spread, ".2f"),
+                               ("places given away then", account.given, ".1%"),
+                               ("places in which tasks slept then", account.busy, ".1%")):
+        lines.append(f"  {what}: " + ", ".join(f"{host} {value:{form}}" for host, value in shares.items()))
+    return "\n".join(lines)

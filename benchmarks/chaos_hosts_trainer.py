@@ -1,0 +1,118 @@
+"""The trainer of `benchmarks.chaos_hosts`: a process on one of the hosts, which may die at any moment.
+
+It keeps some batches in flight and prints a line of JSON for each thing that it was told: `{"submitted": batch}`,
+`{"finalized": batch, "result": {...}}`, `{"trouble": text}`. The next one, on another host, gets what is open as
+`--lanes`. When its standard input says `end` it submits nothing more, finalizes what is open, and ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import trinity_es
+from trinity_es import Task, Workflow
+from trinity_es.events.errors import BatchAlreadyActive, TrinityError
+from trinity_es.events.experience import EID, Experience
+
+__all__ = ["HOST_VARIABLE", "Nap"]
+
+HOST_VARIABLE = "CHAOS_HOST"
+"""Environment variable in which a host's processes find its name."""
+PATIENCE_SECONDS = 300.0
+"""How long one submit or one finalize is tried again and again until that needs a person."""
+
+
+class Nap(Workflow):
+    """Sleeps on the engine's loop, and notes on which host, from when to when."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        args, began = self.task.workflow_args, time.monotonic()
+        _note(f"{args['notes']}/ran", f"{self.task.batch_id} {self.task.task_id} {began}")
+        await asyncio.sleep(args["seconds"])
+        _note(f"{args['notes']}/slept", f"{os.environ.get(HOST_VARIABLE)} {began} {time.monotonic()}")
+        tokens = np.arange(16, dtype=np.int32)
+        return [Experience(eid=EID(), tokens=tokens, prompt_length=8, reward=1.0, metrics={"reward": 1.0})]
+
+
+def _note(path: str, line: str) -> None:
+    with open(path, "a") as f:
+        f.write(line + "\n")
+
+
+class _Trainer:
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given, self.over, self._printing = given, threading.Event(), threading.Lock()
+        self.config = trinity_es.Config.from_dict(
+            {
+                "mode": "explore", "explorer": {"rollout_model": {"engine_type": "scripted"}},
+                "store": {"url": given.url},
+            },
+            folder=given.folder,
+        )
+
+    def say(self, **said: Any) -> None:
+        with self._printing:
+            print(json.dumps(said), flush=True)
+
+    def asking(self, ask: Callable[[trinity_es.RolloutClient], Any]) -> Any:
+        """Return the answer of a system that may be gone at any moment."""
+        until = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                with trinity_es.connect(self.config) as client:
+                    return ask(client)
+            except BatchAlreadyActive:
+                return None  # the answer to an earlier try was lost; the batch was not
+            except (TrinityError, TimeoutError, OSError):
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.5)
+
+    def lane(self, batch: int, is_submitted: bool) -> None:
+        """Submit and finalize, one batch after the other."""
+        while is_submitted or not self.over.is_set():
+            tasks = [
+                Task(workflow="benchmarks.chaos_hosts_trainer:Nap",
+                     workflow_args={"notes": self.given.notes, "seconds": self.given.seconds})
+                for _ in range(self.given.tasks)
+            ]
+            try:
+                if not is_submitted:
+                    self.asking(lambda c, b=batch, t=tasks: c.submit_batch(batch_id=b, tasks=t, batch_type="train"))
+                    self.say(submitted=batch)
+                result = self.asking(lambda c, b=batch: c.finalize_train_batch(b, timeout=60))
+                self.say(finalized=batch, result=result)
+            except Exception as e:
+                self.say(trouble=f"batch {batch}: {type(e).__name__}: {e}")
+                return
+            batch, is_submitted = batch + self.given.every, False
+
+    def run(self) -> None:
+        lanes = [threading.Thread(target=self.lane, args=lane) for lane in json.loads(self.given.lanes)]
+        for lane in lanes:
+            lane.start()
+        threading.Thread(target=lambda: (sys.stdin.readline(), self.over.set()), daemon=True).start()
+        for lane in lanes:
+            lane.join()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("url", "folder", "notes", "lanes"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--tasks", type=int, required=True)
+    parser.add_argument("--every", type=int, required=True, help="between the numbers of a lane's batches")
+    parser.add_argument("--seconds", type=float, required=True, help="that a task takes")
+    _Trainer(parser.parse_args()).run()

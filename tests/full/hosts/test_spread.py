@@ -1,0 +1,82 @@
+"""How work spreads over hosts: to each its share, and no place idle while work waits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import trinity_es
+from benchmarks.chaos_hosts_account import SHARE
+from tests.helpers.hosts import KEY, Head, free_port, host_joins, ready
+from tests.helpers.systems import end, scripted, sleepers
+from trinity_es.events import vocabulary as ev
+from trinity_es.projections.hosts import host_of
+from trinity_es.system import lifecycle
+
+pytestmark = [pytest.mark.postgres, pytest.mark.slow, pytest.mark.timeout(280)]
+HOSTS = ("b", "c", "d")
+PLACES = 8
+"""Of each host, as of the head."""
+
+
+def idle_beside_overfull(url: str, batch: int) -> list[str]:
+    """Return when a place was idle, by the log, while a unit waited for one: not dispatched, or behind others.
+
+    From one commit to the one after the next, at least.
+    """
+    found: list[str] = []
+    load, waiting, before = dict.fromkeys(("", *HOSTS), 0), 0, False
+    with trinity_es.open_log(url) as log:
+        commits: dict[str, list[ev.Event]] = {}
+        for item in log.events(batch):
+            commits.setdefault(item.commit_id, []).append(item.event)
+    for events in commits.values():
+        for event in events:
+            match event:
+                case ev.BatchSubmitted():
+                    waiting += len(event.repeat_times)
+                case ev.TasksDispatched():
+                    waiting -= len(event.units)
+                    load[host_of(event.runner)] += len(event.units)
+                case ev.RunsFinished():
+                    load[host_of(event.runner)] -= 1
+        behind = sum(max(0, units - PLACES) for units in load.values())
+        now = waiting + behind > 0 and min(load.values()) < PLACES
+        if before and now:
+            found.append(f"{waiting} waited, {behind} behind others: {load}")
+        before = now
+    return found
+
+
+def test_f3_four_hosts_get_their_shares_and_no_place_is_idle_while_work_waits(
+    postgres: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRINITY_ES_KEY", KEY)
+    url = postgres()
+    config = scripted(tmp_path / "head", store={"url": url}, hosts={"address": f"127.0.0.1:{free_port()}"})
+    lifecycle.start(config)
+    client = trinity_es.connect(config)
+    try:
+        with contextlib.ExitStack() as stack:
+            for name in HOSTS:
+                stack.enter_context(host_joins(url, name, tmp_path))
+            client.wait_ready(60)
+            for name in HOSTS:
+                ready(client, name)
+            head = Head(client, url, tmp_path, 0)
+            head.submit(1, 320, 0.5)
+            head.finish(1, 320)
+            ran = head.ran_on(1)
+            assert all(abs(ran[name] / 80 - 1) <= SHARE for name in ("", *HOSTS)), ran
+            assert idle_beside_overfull(url, 1) == []
+
+            # Short units, of which some wait in a runner, and then long ones
+            short, long = sleepers(400, seconds=0.01), sleepers(96, seconds=1.0)
+            client.submit_batch(batch_id=2, tasks=[*short, *long], batch_type="train")
+            head.finish(2, 496)
+            assert idle_beside_overfull(url, 2) == []
+    finally:
+        end(client)

@@ -1,0 +1,73 @@
+"""What goes over a network of this machine, as `tcpdump -i any net ...` sees it. Needs root."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import struct
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+
+__all__ = ["Capture", "captured"]
+
+_ALL_PROTOCOLS, _IPV4, _TCP = 0x0003, 0x0800, 6
+_SOL_PACKET, _PACKET_STATISTICS = 263, 6
+_Flow = tuple[bytes, bytes, int, int]
+
+
+class Capture:
+    """The TCP streams between the addresses of a network, both ways of each."""
+
+    def __init__(self, network: str) -> None:
+        self._network = ipaddress.ip_network(network)
+        self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(_ALL_PROTOCOLS))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 2**20)
+        self._socket.settimeout(0.2)
+        self._parts: defaultdict[_Flow, dict[int, bytes]] = defaultdict(dict)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        low, high = (int(self._network[n]).to_bytes(4, "big") for n in (0, -1))
+        while not self._over.is_set():
+            with contextlib.suppress(TimeoutError):
+                packet, (_, protocol, *_) = self._socket.recvfrom(65536)
+                if protocol == _IPV4 and packet[9] == _TCP and low <= packet[12:16] <= high and \
+                        low <= packet[16:20] <= high:
+                    self._keep(packet)
+
+    def _keep(self, packet: bytes) -> None:
+        start = (packet[0] & 15) * 4
+        source, target, number = struct.unpack_from(">HHI", packet, start)
+        size = struct.unpack_from(">H", packet, 2)[0] or len(packet)
+        payload = packet[start + (packet[start + 12] >> 4) * 4 : size]
+        if payload:
+            self._parts[packet[12:16], packet[16:20], source, target][number] = payload
+
+    def stop(self) -> None:
+        """Hear no more. Fails where packets were missed."""
+        self._over.set()
+        self._thread.join(10)
+        _, dropped = struct.unpack("II", self._socket.getsockopt(_SOL_PACKET, _PACKET_STATISTICS, 8))
+        self._socket.close()
+        assert dropped == 0, f"{dropped} packets were missed"
+
+    def streams(self, port: int) -> bytes:
+        """Everything that was said over connections to this port, 0: to any; each way of each in its order."""
+        return b"\n".join(
+            b"".join(part for _, part in sorted(parts.items()))
+            for (_, _, source, target), parts in self._parts.items() if port in (0, source, target)
+        )
+
+
+@contextlib.contextmanager
+def captured(network: str) -> Iterator[Capture]:
+    """Give what goes over this network; it is whole after the block."""
+    capture = Capture(network)
+    try:
+        yield capture
+    finally:
+        capture.stop()

@@ -1,0 +1,36 @@
+"""A CA of a test, and certificates of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import trustme
+
+__all__ = ["Authority", "Files"]
+
+
+@dataclass(frozen=True)
+class Files:
+    """A certificate and its private key."""
+
+    cert: Path
+    key: Path
+
+
+class Authority:
+    """A CA, whose own certificate is the file `ca`."""
+
+    def __init__(self, folder: Path, name: str = "ca") -> None:
+        self._ca, self._folder, self._name = trustme.CA(), folder, name
+        self.ca = folder / f"{name}.pem"
+        self._ca.cert_pem.write_to_path(str(self.ca))
+
+    def issue(self, *names: str) -> Files:
+        """Make a certificate for these names and addresses, in the place of one that was made before."""
+        made = self._ca.issue_cert(*names)
+        files = Files(self._folder / f"{self._name}-server.pem", self._folder / f"{self._name}-server.key")
+        files.cert.write_bytes(b"".join(part.bytes() for part in made.cert_chain_pems))
+        files.key.touch(0o600)
+        files.key.write_bytes(made.private_key_pem.bytes())
+        return files

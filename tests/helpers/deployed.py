@@ -1,0 +1,45 @@
+"""A run that the files of `deploy/` start: a folder with its config, and `trinity-es` as a command."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import yaml
+
+import trinity_es
+from trinity_es.events import vocabulary as ev
+
+__all__ = ["STEPS", "has_ended", "made_run"]
+
+STEPS = 4
+
+
+def made_run(folder: Path) -> str:
+    """Put a run of some seconds into a folder; returns the folder of commands, which goes before others in PATH."""
+    (folder / "tasks.jsonl").write_text("".join('{"prompt": "1 + 1", "response": "2"}\n' for _ in range(16)))
+    (folder / "config.yaml").write_text(yaml.safe_dump({
+        "mode": "explore", "total_steps": STEPS,
+        "explorer": {"max_concurrency": 2, "rollout_model": {
+            "engine_type": "scripted", "script": {"response": "2", "latency_seconds": 0.5}}},
+        "buffer": {"batch_size": 4, "explorer_input": {"tasksets": [
+            {"name": "sums", "path": "tasks.jsonl", "workflow": "math_workflow", "repeat_times": 4}]}},
+        "trainer": {"class": None}, "synchronizer": {"sync_style": "fully_async", "max_inflight_batches": 4},
+    }))
+    commands = folder / "bin"
+    commands.mkdir()
+    # Each host has a folder for temporary files of its own, as on machines of their own.
+    (commands / "trinity-es").write_text(
+        f'#!/bin/sh\nTMPDIR="{folder}/tmp-$1-${{SLURMD_NODENAME:-$HOSTNAME}}" && mkdir -p "$TMPDIR" && export TMPDIR\n'
+        f'exec {sys.executable} -m trinity_es.cli "$@"\n'
+    )
+    (commands / "trinity-es").chmod(0o755)
+    return str(commands)
+
+
+def has_ended(url: str) -> set[str]:
+    """The run came to its end whole; returns the hosts that took part."""
+    with trinity_es.open_log(url) as log:
+        assert [b.state for b in log.batches()] == ["finalized"] * STEPS
+        assert log.verify() == []
+        return {r.event.host for r in log.read(types=["HostJoined"]) if isinstance(r.event, ev.HostJoined)}

@@ -1,0 +1,37 @@
+"""The section `hosts` of the config: other hosts that take part in the run."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from trinity_es.config.section import Seconds, Section
+from trinity_es.config.tls import HostsTlsConfig
+
+__all__ = ["HostsConfig"]
+
+
+class HostsConfig(Section):
+    """Other hosts that take part in the run (`trinity-es join`, docs/DEPLOY.md)."""
+
+    address: str = ""
+    """Where this host takes others in while its coordinator leads, as ADDRESS:PORT of a network of your own; empty: it
+    takes none. Needs a store in PostgreSQL. Without the key nobody is heard there; with `hosts.tls` nothing is read."""
+    listen: str = Field(default="", json_schema_extra={"shown": "hosts.address"})
+    """Where it listens, as ADDRESS:PORT, if others reach it elsewhere: 0.0.0.0:7700 behind a service's name."""
+    timeout: Seconds = 15.0
+    """A host that was not heard of for so many seconds is lost: what its runners had is attempted again elsewhere."""
+    key_file: str = Field(default="", json_schema_extra={"shown": "the system's key"})
+    """File with the keys of the connections between hosts, a line for each, the newest first; read again when it
+    changes, so keys are replaced in a run (docs/DEPLOY.md). Goes before TRINITY_ES_KEY."""
+    tls: HostsTlsConfig = Field(default_factory=HostsTlsConfig)
+    """The head's certificate: with one all that is said between hosts is encrypted, too."""
+
+    @model_validator(mode="after")
+    def _has_a_port(self) -> Self:
+        for key, given in (("address", self.address), ("listen", self.listen)):
+            host, _, port = given.rpartition(":")
+            if given and not (host and port.isdecimal() and 0 < int(port) < 65536):
+                raise ValueError(f"has {key} {given!r}: give an address of this host and a port, as in 10.0.0.1:7700")
+        return self
