@@ -25,7 +25,7 @@ from trinity_es.actors.settings import TlsSettings
 from trinity_es.events.errors import WrongKey
 from trinity_es.events.store.retry import Backoff
 
-__all__ = ["Admission", "HeadEnd", "HostEnd", "Items"]
+__all__ = ["NO_TLS", "Admission", "HeadEnd", "HostEnd", "Items"]
 
 BEAT_SECONDS = 1.0
 """Interval between two frames, where there is nothing to say."""
