@@ -10,7 +10,7 @@ from typing import Literal
 
 from trinity_es.events import vocabulary as ev
 
-__all__ = ["Host", "HostEvent", "Hosts", "evolve_hosts", "host_of"]
+__all__ = ["Host", "HostEvent", "Hosts", "evolve_hosts", "host_of", "left_reason", "lost_reason", "went_with_host"]
 
 HostEvent = ev.HostJoined | ev.HostDraining | ev.HostLost | ev.HostLeft
 
@@ -61,3 +61,19 @@ def evolve_hosts(hosts: Hosts, event: HostEvent) -> None:
 def host_of(runner: str) -> str:
     """Return the host whose runner this is; empty for one of the head's own."""
     return runner.rpartition("@")[2] if "@" in runner else ""
+
+
+def lost_reason(host: str, why: str) -> str:
+    """Return why a runner is gone whose host is lost."""
+    return f"host {host} is lost: {why}"
+
+
+def left_reason(host: str, why: str) -> str:
+    """Return why a runner is gone whose host left before it did."""
+    return f"host {host} left: {why}"
+
+
+def went_with_host(runner: str, reason: str) -> bool:
+    """Return True if a runner that ended for this reason went with its host: no fault of its own."""
+    host = host_of(runner)
+    return bool(host) and reason.startswith((lost_reason(host, ""), left_reason(host, "")))

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from trinity_es.projections.reading.log_reader import Log
 
 __all__ = [
-    "batch_named", "clock", "cut", "does", "error_line", "event_document", "event_line", "harmless_json", "name_of",
-    "place_of", "plain", "shown", "sparkline", "summary",
+    "batch_named", "clock", "cut", "devices", "does", "error_line", "event_document", "event_line", "harmless_json",
+    "name_of", "place_of", "plain", "shown", "sparkline", "summary",
 ]
 
 
@@ -104,6 +104,12 @@ def does(runner: Mapping[str, Any]) -> str:
     return str(runner["state"])
 
 
+def devices(places: Mapping[str, int]) -> str:
+    """Return what a host has, in words: `8 gpus, 64 cores`."""
+    return ", ".join(f"{count} {what if count != 1 else what.removesuffix('s')}"
+                     for what, count in sorted(places.items(), reverse=True) if count)
+
+
 def sparkline(values: Sequence[float], width: int = 60) -> str:
     """Return a curve in one line of text: values from 0 to 1, in groups where there are more than `width`."""
     if not values:
@@ -180,8 +186,11 @@ def summary(event: ev.Event) -> str:
         case ev.ServerRemoved():
             return f"{event.url} of {event.runner} was taken away, by {event.by}"
         case ev.HostJoined():
-            return f"{event.host} #{event.epoch} from {event.address}, pid {event.pid}"
-        case ev.HostDraining() | ev.HostLost() | ev.HostLeft():
+            had = devices(event.places)
+            return f"{event.host} #{event.epoch} from {event.address}, pid {event.pid}" + (f", {had}" if had else "")
+        case ev.HostDraining():
+            return f"{event.host} #{event.epoch} gets no more units: {event.reason}"
+        case ev.HostLost() | ev.HostLeft():
             return f"{event.host} #{event.epoch}: {event.reason}"
         case ev.WeightsPublished():
             return f"version {event.version} at {event.path}"

@@ -180,12 +180,18 @@ class Coordinator(BaseActor):
         if not settings.address:
             return
         self.leader_lock = LeaderLock(self.config.store.url)
-        end = listening(settings, self.post, lambda: self.hosts if self.running else None)
+        end = listening(settings, self.post, lambda: self.hosts if self.running else None, self.folders)
         self.hosts = HostFleet(
             settings, self.fleet.registry, end, epoch=self.opened().lease.epoch,
             handle=self._handle, died=lambda death: self.on_RunnerDied(death, None), models=self.config.model_paths(),
         )
         self.look_at_hosts()
+
+    def folders(self) -> list[str]:
+        """Return the folders of the models and of the current weights, which hosts have to have too; in a thread."""
+        models = (self.config.rollout, *self.config.auxiliary.values())
+        weights = "" if self.live.weights.in_memory_only else self.live.weights.path
+        return [path for path in (*(m.engine.model_path for m in models), weights) if path]
 
     def look_at_hosts(self) -> None:
         """See which hosts are gone, and which may leave."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trinity_es.actors.hosts.check import serve_check
 from trinity_es.actors.hosts.folder_sender import FolderSender
 from trinity_es.actors.hosts.head_dialer import HELLO_SECONDS, NO_TLS, HeadDialer, Keys
 from trinity_es.actors.hosts.sealed_stream import Answer, NotOurs, Refused, SealedStream, accept
@@ -193,8 +194,10 @@ class HeadEnd:
         self, address: tuple[str, int], keys: Keys, timeout: float, *,
         hello: Callable[[Mapping[str, Any], str, Callable[[Admission], None]], None],
         take: Callable[[str, int, Items], None], gone: Callable[[str, int, str, float], None],
-        tls: TlsSettings = NO_TLS,
+        tls: TlsSettings = NO_TLS, facts: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
+        """`facts()`, which may block: what is told to a host that asks and does not join."""
+        self._facts = facts
         self._address, self._keys, self._timeout, self._tls = address, keys, timeout, tls
         self._hello, self._take, self._gone = hello, take, gone
         self._pipes: dict[str, tuple[int, _Pipe]] = {}
@@ -265,6 +268,12 @@ class HeadEnd:
         self._hello(said, _address_of(writer), lambda found: self._thread.call(lambda: _settle(asked, found)))
         try:
             admission = await asyncio.wait_for(asked, self._timeout)
+            if said.get("check"):
+                known = await asyncio.to_thread(self._facts)
+                with suppress(OSError):
+                    await answer.take(refused=admission.refused, facts=dict(known))
+                    await serve_check(answer.stream())
+                return
             if admission.refused:
                 _log.warning("host %s is not taken in: %s", said.get("name"), admission.refused)
                 with suppress(OSError):

@@ -23,9 +23,10 @@ from trinity_es.events.store.type_index import RARE
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.freed_payloads import EXPERIENCES, freed_at
+from trinity_es.projections.history.host_lives import HostLife, host_lives
 from trinity_es.projections.leases import OpenLease
 from trinity_es.projections.reading.overview import Distributions, Overview, distributions, summarize
-from trinity_es.projections.tables import open_leases, read_models, runner_history, serve_answers
+from trinity_es.projections.tables import host_work, open_leases, read_models, runner_history, serve_answers
 from trinity_es.projections.tables.batch_list import SORTS, BatchRow, count_batches, read_batches
 from trinity_es.projections.tables.experience_usage import Usage, read_usage
 from trinity_es.projections.tables.read_models import Totals
@@ -159,6 +160,14 @@ class Log:
     def model_version(self) -> int:
         """Return the current version of the weights; 0 where none was published."""
         return self._read(runner_history.published)
+
+    def hosts(self) -> list[HostLife]:
+        """Return every life of every host that joined, in the order in which they began; few, however long the log."""
+        return host_lives(self.read(stream=ev.HostJoined.stream))
+
+    def finished_elsewhere(self) -> dict[str, int]:
+        """Return how many tasks ended on each host that joined: all others ended on the head's own runners."""
+        return self._read(host_work.read_finished) if self.streams(ev.HostJoined.stream) else {}
 
     def losses(self, batch_id: BatchId | None = None) -> dict[tuple[str, str], int]:
         """Return what came to nothing, of a batch or of all: (`attempt`, kind), (`task`, reason), (`experience`,

@@ -6,6 +6,7 @@ recovery costs what is open, not what has ever been. `rebuild` makes them again 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,8 +40,9 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.store import schema
 from trinity_es.events.store.log import EventLog, Recorded
 from trinity_es.events.values import BatchId, BatchLifecycleState
+from trinity_es.projections.hosts import host_of
 from trinity_es.projections.run import mean_reward
-from trinity_es.projections.tables import experience_usage, open_leases, runner_history, serve_answers
+from trinity_es.projections.tables import experience_usage, host_work, open_leases, runner_history, serve_answers
 
 __all__ = [
     "ReadModels", "Totals", "delivered_batches", "next_delivered", "open_batches", "other_streams", "projectors",
@@ -96,7 +98,9 @@ losses = Table(
     sqlite_with_rowid=False,
 )
 
-_METADATA = (_metadata, runner_history.metadata, experience_usage.metadata, open_leases.metadata)
+_METADATA = (
+    _metadata, runner_history.metadata, experience_usage.metadata, open_leases.metadata, host_work.metadata,
+)
 
 
 def _tables() -> Iterator[Table]:
@@ -107,7 +111,7 @@ def _tables() -> Iterator[Table]:
 class ReadModels:
     """All read models: a row a batch (its latest submission), an answer, an open lease; and a row for each life of a
     runner, publication and load of weights, delivery of a batch, version that made some of it, use of some of it,
-    failed task, and reason of a loss."""
+    failed task, host that joined and finished some, and reason of a loss."""
 
     name, version = "read_models", 5
 
@@ -132,15 +136,24 @@ class ReadModels:
         """Fold a group of events into their rows: one statement a batch, however many events."""
         changes: dict[str, dict[str, Any]] = {}
         dispatched: dict[tuple[str, str, int], runner_history.Dispatched] = {}
+        elsewhere = Counter[str]()
         for item in recorded:
             if item.stream.startswith("batch/"):
                 event = item.event
                 if isinstance(event, ev.BatchSubmitted):
                     _flush(connection, changes, item.stream)
                     if item.version > 1:  # the id was used before
+                        host_work.flush(connection, elsewhere)
+                        host_work.forget(connection, item)
                         for table in (batches, failed_tasks, losses):
                             connection.execute(delete(table).where(table.c.stream == item.stream))
                     connection.execute(insert(batches), [_new_row(item, event)])
+                elif isinstance(event, ev.TaskFinished):
+                    if "@" in event.runner:
+                        elsewhere[host_of(event.runner)] += 1
+                elif isinstance(event, ev.TaskReopened) and event.finished:
+                    host_work.flush(connection, elsewhere)
+                    host_work.forget(connection, item, event.task)
                 change = changes.setdefault(item.stream, dict(_NO_CHANGE))
                 _note(change, item, event)
                 if isinstance(event, ev.FinalizeFailed):  # as `projections.batch` has it: without tasks it is pending
@@ -162,6 +175,7 @@ class ReadModels:
                 open_leases.apply(connection, item)
         for stream in list(changes):
             _flush(connection, changes, stream)
+        host_work.flush(connection, elsewhere)
 
 
 def stored_version(log: EventLog) -> int:

@@ -36,6 +36,7 @@ from sqlalchemy import (
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store import schema
 from trinity_es.events.store.log import Recorded
+from trinity_es.projections.hosts import went_with_host
 
 __all__ = [
     "Dispatched", "RunnerIncarnation", "RunnerLives", "WeightsLoad", "WeightsVersion", "apply", "attempt_lost",
@@ -84,6 +85,11 @@ class RunnerIncarnation:
         """It ended as nobody wanted."""
         return self.how in ("lost", "failed", "quarantined")
 
+    @property
+    def went_with_host(self) -> bool:
+        """It ended because its host was lost, or left: no fault of its own."""
+        return self.died and went_with_host(self.runner, self.reason)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerLives:
@@ -95,6 +101,9 @@ class RunnerLives:
     """Of the last, as it can be seen."""
     lives: int
     deaths: int
+    """Those that went with their host too."""
+    with_host: int
+    """Of its deaths, those that came because its host was lost, or left before it had ended."""
     attempts_lost: int
     seconds_lost: float
     all: list[RunnerIncarnation]
@@ -108,8 +117,8 @@ def by_runner(lives: Iterable[RunnerIncarnation], up: bool | None = None) -> lis
     return [
         RunnerLives(
             name=name, last=of[-1], how=seen(of[-1], up), lives=len(of), deaths=sum(life.died for life in of),
-            attempts_lost=sum(life.attempts_lost for life in of), seconds_lost=sum(life.seconds_lost for life in of),
-            all=of,
+            with_host=sum(life.went_with_host for life in of), attempts_lost=sum(life.attempts_lost for life in of),
+            seconds_lost=sum(life.seconds_lost for life in of), all=of,
         )
         for name, of in sorted(found.items(), key=lambda item: natural(item[0]))
     ]

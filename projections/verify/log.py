@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from sqlalchemy import Connection, bindparam, create_engine, delete, insert, select, text
+from sqlalchemy import Connection, create_engine, delete, insert, select, text
 from sqlalchemy.pool import StaticPool
 
 from trinity_es.events import vocabulary as ev
@@ -41,9 +41,9 @@ from trinity_es.events.store.verify import Problems, raw_text
 from trinity_es.events.values import BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import BatchState, batch_result, evolve
 from trinity_es.projections.leases import OpenLeases, evolve_leases
-from trinity_es.projections.tables import open_leases, read_models
+from trinity_es.projections.tables import host_work, read_models
 from trinity_es.projections.verify.payloads import Needs, Payloads
-from trinity_es.projections.verify.tables import REBUILD, UNREADABLE, compare_tables, short
+from trinity_es.projections.verify.tables import NEWER, REBUILD, UNREADABLE, compare_tables, short
 
 __all__ = ["Verification", "canonical", "recomputed_result", "verify_log", "verify_open"]
 
@@ -225,6 +225,8 @@ class _Fold:
             projector.create(self._connection)
         self._defined = {row[1]: _definition(row) for row in self.scratch.execute(_DEFINITIONS)}
         schema.drop_triggers(self._connection)
+        self._of_hosts = False
+        """A host has joined: until one does no task ends elsewhere."""
         self.needs = Needs(self.scratch)
         self.scratch.execute("BEGIN")  # one for all: it is never committed
 
@@ -264,16 +266,24 @@ class _Fold:
             )
 
     def _lend(self, recorded: Sequence[Recorded]) -> None:
-        """Answer what a projector asks of the log: when the attempts of a runner that died were dispatched."""
-        streams = dict.fromkeys(
-            r.stream for r in recorded if isinstance(r.event, ev.AttemptFailed) and r.event.kind == "runner_lost"
-        )
-        query = select(schema.events).where(
-            schema.events.c.stream == bindparam("of"), schema.events.c.type == "TasksDispatched",
-            schema.events.c.position <= recorded[-1].position,
-        )
-        for stream in streams:
-            rows = self._log.query(lambda c, of=stream: [dict(row) for row in c.execute(query, {"of": of}).mappings()])  # type: ignore[misc]  # mypy can't infer a lambda with defaults
+        """Answer what a projector asks of the log: when the attempts of a runner that died were dispatched, and where
+        the tasks had ended that are run again.
+        """
+        asked: dict[str, set[str]] = {}
+        for item in recorded:
+            match item.event:
+                case ev.AttemptFailed() if item.event.kind == "runner_lost":
+                    asked.setdefault(item.stream, set()).add("TasksDispatched")
+                case ev.HostJoined():
+                    self._of_hosts = True
+                case ev.BatchSubmitted() | ev.TaskReopened() if self._of_hosts and item.version > 1:
+                    asked.setdefault(item.stream, set()).update(host_work.ASKED)
+        for stream, types in asked.items():
+            query = select(schema.events).where(
+                schema.events.c.stream == stream, schema.events.c.type.in_(sorted(types)),
+                schema.events.c.position <= recorded[-1].position,
+            )
+            rows = self._log.query(lambda c, of=query: [dict(row) for row in c.execute(of).mappings()])  # type: ignore[misc]  # mypy can't infer a lambda with defaults
             if rows:
                 self._connection.execute(insert(schema.events), rows)
 
@@ -388,8 +398,8 @@ class _Fold:
                 self.notes.append(f"{stored[name][0]} {name} is in the database and none of the log's")
 
     def _may_be_missing(self, table: str) -> bool:
-        """Return True for the table of leases where none is open: an older release made the log without it."""
-        if table != open_leases.NAME:
+        """Return True for a table that would be empty: an older release made the log without it."""
+        if table not in NEWER:
             return False
         return self.scratch.execute(f"SELECT 1 FROM {table}").fetchone() is None
 

@@ -13,12 +13,14 @@ from sqlalchemy.exc import SQLAlchemyError
 from trinity_es.events.store import schema
 from trinity_es.events.store.retry import is_transient
 from trinity_es.events.store.verify import Problems, raw_text
-from trinity_es.projections.tables import open_leases
+from trinity_es.projections.tables import host_work, open_leases
 
-__all__ = ["REBUILD", "UNREADABLE", "compare_tables", "short"]
+__all__ = ["NEWER", "REBUILD", "UNREADABLE", "compare_tables", "short"]
 
 UNREADABLE = (SQLAlchemyError, ValueError, TypeError, OverflowError)
 """What comes of a damaged file: errors of the driver (whose own text may be no UTF-8), and of values of other types."""
+NEWER = {open_leases.NAME, host_work.NAME}
+"""Tables that logs of older releases lack: where they would be empty nothing is wrong."""
 REBUILD = "`trinity-es rebuild` makes it again"
 
 
@@ -51,8 +53,8 @@ def _compare(
     there = {column["name"] for column in inspect(connection).get_columns(table)} if inspect(
         connection).has_table(table) else set()
     (count,) = scratch.execute(f"SELECT count(*) FROM {table}").fetchone()
-    if not there and table == open_leases.NAME and not count:
-        return  # an older release made the log, which knew no leases
+    if not there and table in NEWER and not count:
+        return  # an older release made the log, which knew nothing of what it holds
     if lacks := [column for column in columns if column not in there]:
         problems.add(f"table {table} lacks {', '.join(lacks) if there else 'altogether'}: {REBUILD}")
         return

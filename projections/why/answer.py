@@ -38,7 +38,7 @@ class Waiting:
 
     cause: str
     """Of a unit: `running`, `slow`, `hung`, `unstored` (its runner can't store what it finished), `interrupted` (when
-    the system ended). Of a runner that takes no units:
+    the system ended), `away` (its host is). Of a host: `draining`, `host_lost`. Of a runner that takes no units:
     `loading`, `server` (of others, not there), `weights`, `failed`, `quarantined`, `lost`, `ended`. Of one that could
     not load the current weights: `refused`. Of units without
     a runner: `no_runner`, `no_server`, `places`, `elsewhere`, `dispatch`, `paused`. Of the batch: `finalizing`,
@@ -60,6 +60,8 @@ class Waiting:
     """The last sign of life of its runner."""
     limit: float | None = None
     """Seconds that the attempt may take."""
+    host: str = ""
+    """The host that it is about, or that its runner is on; empty: the head's own."""
     server: str = ""
     """URL of the server of others that is its runner's engine, where the system told."""
     resume: str = ""
@@ -210,6 +212,10 @@ _WAYS = {
     "failed": "mend what it names (its text log in system.log_dir tells more), then `trinity-es down` and "
               "`trinity-es up`; nothing of the batch is lost",
     "no_server": ADD_SERVER,
+    "away": "nothing, where the host comes back in time; else see to its network, or to the machine: `trinity-es "
+            "hosts` tells how it is",
+    "host_lost": "`trinity-es join` on it brings it back, where it does not come by itself",
+    "draining": "nothing, where other hosts work; else `trinity-es join` on another, or start it there again",
     "ended": "`trinity-es up CONFIG` starts runners again",
     "hung": "a silent runner is ended after system.heartbeat_timeout or hang_timeout, and what it had is attempted "
             "again; where that does not come, the workflow blocks: see the runner's text log, or give the batch up "

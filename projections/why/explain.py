@@ -20,7 +20,9 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, said_and_where
 from trinity_es.events.values import BatchId, BatchLifecycleState, sort_batch_id
 from trinity_es.projections.batch import BatchState, Flight
+from trinity_es.projections.hosts import host_of
 from trinity_es.projections.why.answer import OF_TRAINER, Waiting, Why, counted, moment, resume_command, span
+from trinity_es.projections.why.hosts import hosts_now, idle_hosts, on_its_host
 from trinity_es.projections.why.situation import BatchTimes, RunnerSnapshot, SystemSnapshot, with_live
 
 __all__ = ["why"]
@@ -36,8 +38,9 @@ SLOW_TIMES = 3.0
 
 _RANK = {
     "unwritten": 0, "fenced": 0, "no_system": 0, "ending": 0, "restarting": 0, "no_answer": 0, "no_coordinator": 1,
-    "finalizing": 2, "finalize_failed": 2, "grace": 2, "finalize": 2, "hung": 3, "unstored": 3, "lost": 4, "slow": 5,
-    "running": 6, "elsewhere": 7, "paused": 7, "places": 7, "dispatch": 7, "interrupted": 8, "refused": 9, "unseen": 10,
+    "finalizing": 2, "finalize_failed": 2, "grace": 2, "finalize": 2, "hung": 3, "away": 3, "unstored": 3, "lost": 4,
+    "slow": 5, "running": 6, "elsewhere": 7, "paused": 7, "places": 7, "dispatch": 7, "interrupted": 8, "refused": 9,
+    "unseen": 10,
 }
 _RANK_RUNNER, _RANK_OTHER_RUNNER = 4, 9
 """A runner that takes no units, where none does and where others do."""
@@ -135,8 +138,11 @@ def _open(
         text = f"its system was last on {host} (coordinator pid {pid}); whether it still is can't be seen from here"
         yield ranked(Waiting(cause="unseen", what="the actor system", text=text))
     usual = statistics.median(course.took) if course.took else None
+    hosts = hosts_now(situation, live, now)
     for flight in state.flights.values():
-        yield ranked(_flying(situation, course, flight, lives, now, usual))
+        w = _flying(situation, course, flight, lives, now, usual)
+        yield ranked(on_its_host(w, hosts.get(host_of(flight.runner)), now, situation.host_timeout))
+    lives = {name: r for name, r in lives.items() if (h := hosts.get(host_of(name))) is None or h.there}
     for r in lives.values():
         if r.state == "ready" and _refuses(situation, r):
             yield ranked(_behind(r))
@@ -154,6 +160,9 @@ def _open(
         text = f"{_units(course)} without a runner: its scheduler was stopped"
         yield ranked(Waiting(cause="paused", what=_units(course), text=text))
         return
+    leaving = {name for name, h in hosts.items() if h.state == "draining"}
+    of_hosts = [*idle_hosts(hosts.values(), lives, now, bool([n for n in lives if host_of(n) not in leaving]))]
+    lives = {name: r for name, r in lives.items() if host_of(name) not in leaving}
     serving = [r for r in lives.values() if _serves(situation, r)]
     if serving:
         yield ranked(_without_place(situation, course, serving, now))
@@ -161,11 +170,11 @@ def _open(
         text = f"{_units(course)} without a runner: there is no server{' any more' if gone else ' yet'}"
         w = Waiting(cause="no_server", what=_units(course), text=text, person=not state.flights)
         yield ranked(w, _RANK_RUNNER)
-    elif not lives:
+    elif not lives and not of_hosts:
         text = f"{_units(course)} without a runner: none has come up yet"
         yield ranked(Waiting(cause="no_runner", what=_units(course), text=text), _RANK_RUNNER)
     # Where every runner needs a person, so does the batch, but for what is still in the air.
-    others = [_idle(situation, r, now) for r in lives.values() if r not in serving]
+    others = [*(_idle(situation, r, now) for r in lives.values() if r not in serving), *of_hosts]
     stuck = not serving and not state.flights and all(w.person for w in others)
     for w in others:
         text = w.text if serving else f"{_units(course)} without a runner: {w.text}"

@@ -21,8 +21,8 @@ from trinity_es.projections.batch import BatchState, contiguous, evolve
 from trinity_es.projections.hosts import host_of
 from trinity_es.projections.incremental_fold import KeptFold
 
-__all__ = ["BatchTimes", "Followed", "Key", "RunnerSnapshot", "SystemSnapshot", "observe", "read_situation",
-           "with_live"]
+__all__ = ["BatchTimes", "Followed", "HostSnapshot", "Key", "RunnerSnapshot", "SystemSnapshot", "observe",
+           "read_situation", "with_live"]
 
 Key = tuple[int, int]
 """A unit of a batch: task, first run."""
@@ -90,11 +90,35 @@ class RunnerSnapshot:
 
 
 @dataclass(slots=True, kw_only=True)
+class HostSnapshot:
+    """A host that joined, as it last was."""
+
+    name: str
+    state: str
+    """`joined`, `draining`, `lost`, `left`."""
+    since: float | None = None
+    """When it came into this state."""
+    reason: str = ""
+    heard: float | None = None
+    """When it was last heard of, where it has no connection and the system told."""
+    why_away: str = ""
+    """Why it has none."""
+
+    @property
+    def there(self) -> bool:
+        return self.state in ("joined", "draining")
+
+
+@dataclass(slots=True, kw_only=True)
 class SystemSnapshot:
     """Everything that a batch may wait for. Made by `observe`, or by who knows it already."""
 
     courses: dict[BatchId, BatchTimes] = field(default_factory=dict)
     runners: dict[str, RunnerSnapshot] = field(default_factory=dict)
+    hosts: dict[str, HostSnapshot] = field(default_factory=dict)
+    """Those that joined."""
+    host_timeout: float | None = None
+    """hosts.timeout: seconds after which one that is not heard of is lost."""
     weights: int = 0
     """The current version."""
     published_at: float | None = None
@@ -113,6 +137,10 @@ class SystemSnapshot:
     """The last event that was observed."""
 
 
+_HOST_STATES: dict[type[ev.Event], str] = {
+    ev.HostJoined: "joined", ev.HostDraining: "draining", ev.HostLost: "lost", ev.HostLeft: "left"}
+
+
 def observe(situation: SystemSnapshot, recorded: Iterable[Recorded]) -> SystemSnapshot:
     """Return the situation after these events, in the order of the log, or stream by stream: runners before batches."""
     batches = {batch_stream(batch_id): batch_id for batch_id in situation.courses}
@@ -125,11 +153,16 @@ def observe(situation: SystemSnapshot, recorded: Iterable[Recorded]) -> SystemSn
                 situation.limit, situation.stall_after = explorer.get("max_timeout"), explorer.get("stall_after")
                 situation.sequential = explorer.get("concurrent_mode") == "sequential"
                 situation.store = event.config.get("store", {}).get("url", "")
+                situation.host_timeout = event.config.get("hosts", {}).get("timeout")
                 situation.of_servers = explorer.get("rollout_model", {}).get("engine_type") == "http"
             case ev.TasksetAdvanced():
                 situation.of_run = True
             case ev.WeightsPublished():
                 situation.weights, situation.published_at = event.version, at
+            case ev.HostJoined() | ev.HostDraining() | ev.HostLost() | ev.HostLeft():
+                reason = "" if isinstance(event, ev.HostJoined) else event.reason
+                situation.hosts[event.host] = HostSnapshot(
+                    name=event.host, state=_HOST_STATES[type(event)], since=at, reason=reason)
             case _ if item.stream.startswith("runner/"):
                 _observe_runner(situation, event, at)
             case ev.BatchSubmitted():
@@ -212,6 +245,7 @@ def read_situation(events: EventLog, batch_ids: Iterable[BatchId], followed: Fol
     followed.seen_from(straight.offset)
     for stream, type_name in (("system", "SystemConfigured"), ("weights", "WeightsPublished")):
         observe(situation, map(straight, filter(None, [events.last(stream, type_name)])))
+    observe(situation, map(straight, events.read(stream=ev.HostJoined.stream)))
     for stream, _ in events.streams("runner/"):
         observe(situation, map(straight, _last_life(events, stream)))
     followed.follow(

@@ -239,7 +239,8 @@ def test_a_last_batch_of_which_every_run_failed_is_a_problem(run: dict[str, Any]
 
 def test_a_host_that_is_away_or_lost_is_a_problem() -> None:
     config = Config.model_validate({})
-    host = {"host": "b", "state": "joined", "connected": True, "reason": "", "away_for": None, "why_away": ""}
+    host = {"host": "b", "state": "joined", "connected": True, "reason": "", "away_for": None, "why_away": "",
+            "lost_after": 15.0}
 
     def told(**changes: Any) -> list[str]:
         live = {"system": {"children": []}, "runners": [], "batches": [], "weights_version": 0}

@@ -26,12 +26,17 @@ from trinity_es.events.errors import (
 )
 from trinity_es.events.store.retry import within
 from trinity_es.events.values import BatchId, BatchLifecycleState
+from trinity_es.events.vocabulary import HostJoined
+from trinity_es.projections.history.host_lives import last_lives
+from trinity_es.projections.hosts import host_of
+from trinity_es.projections.reading.host_list import read_hosts
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.tables.runner_history import natural
 from trinity_es.projections.why.answer import (
     ADD_SERVER,
     Why,
     another_life,
+    counted,
     go_on,
     mend,
     mend_weights,
@@ -43,7 +48,7 @@ from trinity_es.projections.why.answer import (
 from trinity_es.projections.why.explain import SILENT_SECONDS
 from trinity_es.projections.why.situation import RunnerSnapshot, SystemSnapshot, with_live
 from trinity_es.system import remembered_log_end
-from trinity_es.text import does, plain
+from trinity_es.text import clock, devices, does, plain
 
 __all__ = ["explain", "facts", "look", "problems", "show"]
 
@@ -161,6 +166,10 @@ def look(config: Config) -> dict[str, Any]:
             if live is None or "weights_version" not in live:
                 _read(config, log, out)
             out.update(last_batch=_last_batch(log), run=_run(log))
+            if log.streams(HostJoined.stream):
+                shown = {h["host"] for h in out["hosts"]}
+                out["hosts"] = [row.as_dict() for row in read_hosts(log, live, processes)
+                                if row.host and (row.there or row.host in shown)]
             return log.why_open(live=live, system=processes)
 
     try:
@@ -214,10 +223,12 @@ def _read(config: Config, log: Log, out: dict[str, Any]) -> None:
     ]
     if out["runners"]:
         return
+    gone = {host for host, last in last_lives(log.hosts()).items() if not last.there}
     out["runners"] = [
         {"runner": life.runner, "incarnation": life.incarnation, "last_state": life.state, "state": "down",
          "pid": life.pid, "model_version": life.model_version, "reason": life.reason}
         for life in {life.runner: life for life in log.runner_lives()}.values()
+        if host_of(life.runner) not in gone
     ]
 
 
@@ -297,7 +308,7 @@ def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, w
         yield (f"lease {lease['lease']} of {lease['provider']} could not be released in {lease['tries']} tries, and is "
                f"tried again: {lease['error']}; mend what it names; `trinity-es leases` lists all {failing['failing']}")
     for host in live.get("hosts", []):
-        if wrong := _wrong_host(config, host):
+        if wrong := _wrong_host(host):
             yield f"host {host['host']} {wrong}"
     of_servers = config.explorer.rollout_model.engine_type == "http" and "servers" in live
     if of_servers and not any(s["wanted"] for s in live["servers"]):
@@ -323,14 +334,14 @@ def _killed(killed: dict[str, int], resume: str) -> Iterator[str]:
         yield f"the run was not ended in order: {who} ended in the middle of it; {way}"
 
 
-def _wrong_host(config: Config, host: dict[str, Any]) -> str | None:
+def _wrong_host(host: dict[str, Any]) -> str | None:
     """Return what is wrong with a host that joined, and the way out; None: nothing."""
     if host["state"] == "lost":
         return (f"was lost: {host['reason']}; what it had is attempted elsewhere. `trinity-es join` on it brings it "
                 "back, where it does not come by itself")
     if not host["connected"]:
         why = host["why_away"] or "the coordinator was started"
-        return (f"has not been heard of for {span(host['away_for'])} ({why}): after {span(config.hosts.timeout)} it is "
+        return (f"has not been heard of for {span(host['away_for'])} ({why}): after {span(host['lost_after'])} it is "
                 "lost, and what it has is attempted elsewhere")
     return None
 
@@ -403,6 +414,28 @@ def _idle(last: dict[str, Any]) -> str:
             + (", and no trainer has acknowledged it" if untrained else ""))
 
 
+def _runner_line(r: dict[str, Any]) -> str:
+    load = ""
+    if "load" in r and r.get("places"):  # more units than places: they are short, and the next ones wait there
+        ahead = f", {r['load'] - r['places']} more units sent ahead" if r["load"] > r["places"] else ""
+        load = f", {min(r['load'], r['places'])} of {r['places']} places taken{ahead}"
+    version = f", version {r['model_version']}" if r.get("model_version") is not None else ""
+    of = r.get("model", "rollout")
+    version = version if of == "rollout" else f", auxiliary model {of}"
+    endpoint = f", {r['endpoint']}" if r.get("endpoint") else ""
+    return f"{r['runner']:<12} {does(r)}, pid {r['pid']}{version}{load}{endpoint}"
+
+
+def _host_line(h: dict[str, Any]) -> str:
+    since = f" since {clock(h['since'], date=True)}" if h.get("since") else ""
+    away = f", not heard of for {span(h['away_for'])}" if h.get("away_for") and h["state"] != "lost" else ""
+    has = f", {devices(h['places'])}" if devices(h["places"]) else ""
+    runners = counted(len(h["runners"]), "runner") + (f", {len(h['ready'])} ready" if "ready" in h else "")
+    work = "" if h["state"] in ("lost", "left") else f", {runners}, {counted(h['units'], 'unit')}"
+    finished = f", {counted(h['finished'], 'task')} finished" if "finished" in h else ""
+    return f"host {h['host']:<7} {h['state']}{since}{away}, epoch {h['epoch']}, {h['address']}{has}{work}{finished}"
+
+
 def show(out: Console, found: dict[str, Any]) -> None:
     """Show the same to a person."""
     def line(text: str, style: str = "") -> None:
@@ -416,20 +449,13 @@ def show(out: Console, found: dict[str, Any]) -> None:
         coordinator = found["coordinator"]
         line(f"coordinator  pid {coordinator['pid']}, epoch {coordinator['epoch']}, "
              f"weights version {found['weights_version']}")
-    for r in found["runners"]:
-        load = ""
-        if "load" in r and r.get("places"):  # more units than places: they are short, and the next ones wait there
-            ahead = f", {r['load'] - r['places']} more units sent ahead" if r["load"] > r["places"] else ""
-            load = f", {min(r['load'], r['places'])} of {r['places']} places taken{ahead}"
-        version = f", version {r['model_version']}" if r.get("model_version") is not None else ""
-        of = r.get("model", "rollout")
-        version = version if of == "rollout" else f", auxiliary model {of}"
-        endpoint = f", {r['endpoint']}" if r.get("endpoint") else ""
-        line(f"{r['runner']:<12} {does(r)}, pid {r['pid']}{version}{load}{endpoint}")
-    for h in found.get("hosts", []):
-        had = ", ".join(f"{count} {what}" for what, count in h["places"].items())
-        line(f"host {h['host']:<7} {h['state']}, epoch {h['epoch']}, {h['address']}, {had}, "
-             f"{len(h['runners'])} runners, {h['units']} units")
+    hosts = {h["host"]: h for h in found.get("hosts", [])}
+    for r in sorted(found["runners"], key=lambda r: host_of(r["runner"])):  # stays as it is on one host
+        if (h := hosts.pop(host_of(r["runner"]), None)) is not None:
+            line(_host_line(h))
+        line(_runner_line(r))
+    for h in hosts.values():
+        line(_host_line(h))
     line(f"open batches {len(found['batches'])}")
     for b in found["batches"]:
         running = f", {b['running_units']} units running, {b['pending_units']} waiting" if "running_units" in b else ""

@@ -1,8 +1,9 @@
 """A log as Prometheus metrics: `prometheus_text(log)`, which the dashboard serves under `/metrics`.
 
 Every number comes from the read models and the head of the log, so a scrape costs the same on a log of a million
-events, and a dead run's log answers as well. Labels take values from fixed lists only. Counters count each batch as it
-was last submitted: where an id is used again they go back, as after a restart.
+events, and a dead run's log answers as well. Labels take values from fixed lists only, but for `host`: a run over
+several hosts has series of each, by its name, and one of the head's own as `(head)`; a run on one host has none of
+them. Counters count each batch as it was last submitted: where an id is used again they go back, as after a restart.
 
 `python -m trinity_es.telemetry.prometheus` prints docs/METRICS.md.
 """
@@ -16,10 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from trinity_es.events.values import BatchLifecycleState, BatchType, FailureKind
+from trinity_es.projections.history.host_lives import HostLife, last_lives
+from trinity_es.projections.hosts import host_of
 from trinity_es.projections.leases import OpenLease
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.batch_list import BatchRow
 from trinity_es.projections.tables.read_models import Totals
+from trinity_es.projections.tables.runner_history import RunnerIncarnation
 
 __all__ = ["CONTENT_TYPE", "METRICS", "Metric", "describe", "prometheus_text"]
 
@@ -29,6 +33,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 RUNNER_STATES = ("starting", "running", "lost", "failed", "quarantined", "retired")
 """Of a runner's last life. `starting`: it lives, and its engine is not ready yet."""
 LEASE_STATES = ("taken", "held", "orphaned")
+HEAD = "(head)"
+"""What the head's own host is called: no name of a host is like that."""
+HOST_STATES = ("joined", "draining", "lost", "left")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +57,10 @@ class _Facts:
     stalls: int
     coordinators: int
     leases: list[OpenLease]
+    hosts: list[HostLife]
+    lives: list[RunnerIncarnation]
+    finished: dict[str, int]
+    """Tasks, by host that joined."""
 
     def sum_of(self, name: str) -> int:
         return sum(getattr(t, name) for t in self.totals)
@@ -92,6 +103,42 @@ def _batches(facts: _Facts) -> Samples:
             yield (batch_type, state.value), float(counts.get((batch_type, state.value), 0))
 
 
+def _host_states(facts: _Facts) -> Samples:
+    last = last_lives(facts.hosts).values()
+    for state in HOST_STATES if facts.hosts else ():
+        yield (state,), float(sum(life.state == state for life in last))
+
+
+def _by_host(value: Callable[[_Facts, str], float]) -> Callable[[_Facts], Samples]:
+    """Return what gives a series for each host that ever joined, and one for the head's own; none where none did."""
+    def read(facts: _Facts) -> Samples:
+        for host in ["", *sorted({life.host for life in facts.hosts})] if facts.hosts else ():
+            yield (host or HEAD,), value(facts, host)
+
+    return read
+
+
+def _host_runners(facts: _Facts) -> Samples:
+    last = list({life.runner: life for life in facts.lives}.values())
+    for host in ["", *sorted({life.host for life in facts.hosts})] if facts.hosts else ():
+        here = [_state_of(life) for life in last if host_of(life.runner) == host]
+        for state in RUNNER_STATES:
+            yield (host or HEAD, state), float(here.count(state))
+
+
+def _finished_on(facts: _Facts, host: str) -> float:
+    rest = facts.sum_of("finished") - sum(facts.finished.values())
+    return float(facts.finished.get(host, 0) if host else rest)
+
+
+def _deaths_on(facts: _Facts, host: str) -> float:
+    return float(sum(x.died and not x.went_with_host and host_of(x.runner) == host for x in facts.lives))
+
+
+def _state_of(life: RunnerIncarnation) -> str:
+    return "starting" if life.how == "running" and life.ready_at is None else life.how
+
+
 def _of_last(name: str) -> Callable[[_Facts], float | None]:
     return lambda f: None if f.last_train is None else getattr(f.last_train, name)
 
@@ -131,6 +178,16 @@ METRICS: tuple[Metric, ...] = (
            help="Runners by the state of their last life."),
     _one("counter", "trinity_es_runner_deaths_total", "Lives of runners that did not end on purpose.",
          lambda f: f.deaths),
+    Metric(name="trinity_es_hosts", kind="gauge", labels=("state",), read=_host_states,
+           help="Hosts that ever joined the run, by the state of their last life."),
+    _one("counter", "trinity_es_hosts_lost_total", "Times that a host was lost.",
+         lambda f: sum(life.state == "lost" for life in f.hosts) if f.hosts else None),
+    Metric(name="trinity_es_host_runners", kind="gauge", labels=("host", "state"), read=_host_runners,
+           help="Runners of a host by the state of their last life."),
+    Metric(name="trinity_es_host_tasks_finished_total", kind="counter", labels=("host",), read=_by_host(_finished_on),
+           help="Tasks of which every run completed, by the host that ended them."),
+    Metric(name="trinity_es_host_runner_deaths_total", kind="counter", labels=("host",), read=_by_host(_deaths_on),
+           help="Lives of a host's runners that did not end on purpose; not those that went with the host."),
     _one("counter", "trinity_es_coordinator_starts_total", "Coordinators that took the lease.",
          lambda f: f.coordinators),
     _one("counter", "trinity_es_stalls_total", "Times that nothing moved in a batch for longer than usual.",
@@ -177,7 +234,8 @@ class _Collector:
             family = make(metric.name, metric.help, labels=metric.labels)
             for labels, value in metric.read(self._facts):
                 family.add_metric(labels, value)
-            yield family
+            if family.samples or not metric.name.startswith("trinity_es_host"):
+                yield family
 
 
 def _facts(log: Log, now: float) -> _Facts:
@@ -188,7 +246,7 @@ def _facts(log: Log, now: float) -> _Facts:
     lived = log.runner_lives()
     runners: dict[str, int] = {}
     for life in {life.runner: life for life in lived}.values():
-        how = "starting" if life.how == "running" and life.ready_at is None else life.how
+        how = _state_of(life)
         runners[how] = runners.get(how, 0) + 1
     losses = log.losses()
     return _Facts(
@@ -199,10 +257,12 @@ def _facts(log: Log, now: float) -> _Facts:
         experiences_dropped=sum(count for (what, _), count in losses.items() if what == "experience"),
         stalls=sum(1 for _ in log.rare(["StallDetected"])),
         coordinators=sum(1 for _ in log.rare(["CoordinatorStarted"])), leases=log.leases(),
+        hosts=log.hosts(), lives=lived, finished=log.finished_elsewhere(),
     )
 
 
-_STATES = {"trinity_es_runners": RUNNER_STATES, "trinity_es_leases": LEASE_STATES}
+_STATES = {"trinity_es_runners": RUNNER_STATES, "trinity_es_leases": LEASE_STATES, "trinity_es_hosts": HOST_STATES,
+           "trinity_es_host_runners": RUNNER_STATES}
 
 
 def describe() -> Iterator[tuple[str, str, str, str]]:
@@ -210,6 +270,7 @@ def describe() -> Iterator[tuple[str, str, str, str]]:
     values = {"type": get_args(BatchType), "state": tuple(BatchLifecycleState), "kind": get_args(FailureKind)}
     for metric in METRICS:
         known = values | {"state": _STATES.get(metric.name, values["state"])}
+        known |= {"host": ("its name", f"`{HEAD}`")}
         labels = "; ".join(f"`{label}`: {', '.join(known[label])}" for label in metric.labels)
         yield metric.name, metric.kind, labels, metric.help
 
@@ -219,7 +280,8 @@ def main() -> None:
     lines = [
         "# Metrics", "",
         "What `/metrics` of the dashboard tells Prometheus. This page is printed by",
-        "`python -m trinity_es.telemetry.prometheus`. A metric without a value yet is left out.", "",
+        "`python -m trinity_es.telemetry.prometheus`. A metric without a value yet is left out; so are those of hosts",
+        "where none has joined.", "",
         "| metric | type | labels | meaning |", "|---|---|---|---|",
         *(f"| `{name}` | {kind} | {labels} | {meaning} |" for name, kind, labels, meaning in describe()),
     ]

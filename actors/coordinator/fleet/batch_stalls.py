@@ -16,7 +16,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState
 from trinity_es.projections.why.explain import why
-from trinity_es.projections.why.situation import BatchTimes, Key, RunnerSnapshot, SystemSnapshot
+from trinity_es.projections.why.situation import BatchTimes, HostSnapshot, Key, RunnerSnapshot, SystemSnapshot
 
 __all__ = ["Stalls"]
 
@@ -116,5 +116,7 @@ class Stalls:
             for r in fleet
         }
         return SystemSnapshot(
-            courses=courses, runners=runners, limit=self.limit, sequential=self.sequential, of_servers=bool(urls)
+            courses=courses, runners=runners, hosts={
+                h.name: HostSnapshot(name=h.name, state=h.state, reason=h.reason) for h in self.live.hosts.values()},
+            limit=self.limit, sequential=self.sequential, of_servers=bool(urls)
         )

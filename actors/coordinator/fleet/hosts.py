@@ -16,13 +16,14 @@ from typing import Any
 
 from trinity_es.actors.coordinator.decisions import hosts
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
+from trinity_es.actors.hosts.check import facts
 from trinity_es.actors.hosts.link import Admission, HeadEnd, Items
 from trinity_es.actors.messages import HostDrained, HostLeaves, RunnerDied
 from trinity_es.actors.settings import HostsSettings
 from trinity_es.actors.system_key import HostKeys
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.software_version import VERSION
-from trinity_es.projections.hosts import Host, Hosts, host_of
+from trinity_es.projections.hosts import Host, Hosts, host_of, left_reason, lost_reason
 from trinity_es.projections.runner import Lives, RunnerState
 
 __all__ = ["LOOK_SECONDS", "FarProcess", "HostFleet", "far_lives", "listening"]
@@ -49,9 +50,11 @@ def far_lives(known: Hosts, lives: Lives) -> dict[str, int]:
 
 
 def listening(
-    settings: HostsSettings, post: Callable[[Callable[[], None]], None], fleet: Callable[[], HostFleet | None]
+    settings: HostsSettings, post: Callable[[Callable[[], None]], None], fleet: Callable[[], HostFleet | None],
+    folders: Callable[[], list[str]],
 ) -> HeadEnd:
-    """Return the end that listens for hosts; what it hears is done in the actor's loop."""
+    """Return the end that listens for hosts; what it hears is done in the actor's loop. `folders`: those that hosts
+    have to have too, of models and weights."""
     address, _, port = (settings.listen or settings.address).rpartition(":")
 
     def do(call: Callable[[HostFleet], None]) -> None:
@@ -67,6 +70,7 @@ def listening(
         hello=lambda said, where, answer: do(lambda fleet: fleet.hello(said, where, answer)),
         take=lambda host, epoch, items: do(lambda fleet: fleet.take(host, epoch, items)),
         gone=lambda host, epoch, why, heard: do(lambda fleet: fleet.gone(host, epoch, why, heard)),
+        facts=lambda: facts(folders()),
     )
     end.start()
     return end
@@ -118,6 +122,9 @@ class HostFleet:
             # Durable first: a head that was cut off believes all hosts lost, while another leads and has them.
             refusal = Admission(refused=decided.reason, for_good=decided.for_good)
             self._live.then(lambda: answer(refusal))
+            return
+        if said.get("check"):
+            answer(Admission())
             return
         for event in decided:
             if isinstance(event, ev.HostLost):
@@ -196,7 +203,7 @@ class HostFleet:
                 "host": h.name, "epoch": h.epoch, "state": h.state, "address": h.address, "pid": h.pid,
                 "places": dict(h.places), "reason": h.reason, "connected": self._is_connected(h),
                 "away_for": None if self._is_connected(h) else now - self._heard.get(h.name, now),
-                "why_away": self._why.get(h.name, ""),
+                "why_away": self._why.get(h.name, ""), "lost_after": self._settings.timeout,
                 "runners": sorted(runners.get(h.name, ())),
                 "units": units.get(h.name, 0),
             }
@@ -226,7 +233,7 @@ class HostFleet:
         if message.final:
             reason = host.reason or message.reason
             self._live.record(ev.HostLeft(host=host.name, epoch=host.epoch, reason=reason))
-            self._end_runners(host.name, f"host {host.name} left: {reason}")
+            self._end_runners(host.name, left_reason(host.name, reason))
 
     def _lose(self, event: ev.Event) -> None:
         assert isinstance(event, ev.HostLost)
@@ -235,7 +242,7 @@ class HostFleet:
         self._connected.pop(event.host, None)
         self._end.hang_up(event.host)
         _log.error("host %s #%d is lost: %s", event.host, event.epoch, event.reason)
-        self._end_runners(event.host, f"host {event.host} is lost: {event.reason}")
+        self._end_runners(event.host, lost_reason(event.host, event.reason))
 
     def _end_runners(self, host: str, reason: str) -> None:
         over = (RunnerState.LOST, RunnerState.QUARANTINED, RunnerState.RETIRED)

@@ -14,7 +14,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,13 +25,14 @@ from sqlalchemy import create_engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from trinity_es.cli.common import JsonOption, SetOption, print_json, read_config
+from trinity_es.cli.findings import Finding
 from trinity_es.cli.render.tables import console
 from trinity_es.config.config import Config
 from trinity_es.events.errors import TrinityError
 from trinity_es.system import running_system
 from trinity_es.text import plain
 
-__all__ = ["Finding", "doctor"]
+__all__ = ["doctor"]
 
 _WAL_FIXED = (3, 51, 3)
 _LITTLE_MEMORY = 4 * 2**30
@@ -47,28 +48,41 @@ _EXTRAS = (
 """Extras: name, package, and what needs it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at."""
-
-    what: str
-    verdict: Literal["ok", "note", "missing"]
-    told: str
-    way_out: str = ""
-
-
 def doctor(
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="Check this config too.", show_default=False)
                       ] = None,
     overrides: SetOption = None,
+    host: Annotated[
+        str | None, typer.Option("--host", metavar="STORE_URL", help="Check whether this host can join that run.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="With --host: the name to join as.", show_default="the machine's")
+    ] = None,
+    key_file: Annotated[
+        str, typer.Option("--key-file", help="With --host: file with the run's key, unless TRINITY_ES_KEY holds it.")
+    ] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Check this machine, and a config: what is missing for a run, and what to do about it. Exits 1 if anything is.
 
+    With --host: whether this machine can join the run of a store, without joining: the database, the head's port, the
+    key, clocks, versions, models, devices, and how fast the ways are. Needs the head to run; --set as for `join`.
+
     \b
-    Example:
+    Examples:
       trinity-es doctor config.yaml
+      trinity-es doctor --host postgresql://user@db/run --name gpu-7
     """
+    if host is not None:
+        if config is not None:
+            raise typer.BadParameter("the config is the run's own, as its log has it: give no CONFIG with --host")
+        from trinity_es.cli import host_checks  # here: it needs what a system does, which may be what is missing
+
+        found = [_python(), *_gpus(), _memory(), _open_files(),
+                 _writable("temporary files", Path(tempfile.gettempdir()))]
+        found += host_checks.findings(host, name, overrides or [], key_file)
+        _end(found, as_json, "this host can join the run")
+        return
     findings = [_python(), *_packages(), _sqlite(), *_gpus(), _memory(), _open_files(), _writable(
         "temporary files", Path(tempfile.gettempdir()))]
     settings: Config | None = None
@@ -82,26 +96,32 @@ def doctor(
     needs_vllm = settings is None or settings.explorer.rollout_model.engine_type == "vllm"
     findings += _engine(needs_vllm)
     findings += _of_config(settings) if settings is not None else [_port("127.0.0.1", 0)]
-    missing = [f for f in findings if f.verdict == "missing"]
+    _end(findings, as_json, "all that a run needs is here")
+
+
+def _end(findings: list[Finding], as_json: bool, well: str) -> None:
+    """Show what was found; `well`: what is said where nothing is wrong. Raises Exit(1) where something is."""
+    wrong = [f for f in findings if f.is_wrong]
     if as_json:
-        print_json({"ok": not missing, "findings": [asdict(f) for f in findings]})
+        print_json({"ok": not wrong, "findings": [asdict(f) for f in findings]})
     else:
-        _print(findings)
-    if missing:
+        _print(findings, well)
+    if wrong:
         raise typer.Exit(1)
 
 
-def _print(findings: list[Finding]) -> None:
+def _print(findings: list[Finding], well: str) -> None:
     out = console()
-    signs = {"ok": ("ok     ", "green"), "note": ("note   ", "yellow"), "missing": ("MISSING", "red")}
+    signs = {"ok": ("ok     ", "green"), "note": ("note   ", "yellow"), "missing": ("MISSING", "red"),
+             "wrong": ("WRONG  ", "red")}
     for f in findings:
         text = "\n".join(plain(line) for line in f.told.splitlines())
         out.print(Text.assemble(signs[f.verdict], f"  {f.what:<17} {text}"), soft_wrap=True)
         if f.way_out:
             out.print(Text(f"{'':28}→ {f.way_out}"), soft_wrap=True)
-    missing = sum(f.verdict == "missing" for f in findings)
-    verdict = f"{missing} missing" if missing else "all that a run needs is here"
-    out.print(Text(verdict, style="red" if missing else "green"))
+    missing, wrong = (sum(f.verdict == verdict for f in findings) for verdict in ("missing", "wrong"))
+    told = [f"{missing} missing"] * bool(missing) + [f"{wrong} wrong"] * bool(wrong)
+    out.print(Text(", ".join(told) or well, style="red" if told else "green"))
 
 
 def _version(*names: str) -> str | None:

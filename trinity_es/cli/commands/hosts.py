@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,8 +12,13 @@ import orjson
 import typer
 
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, SetOption, note, print_json
+from trinity_es.cli.render.hosts import print_hosts
+from trinity_es.cli.render.tables import console
 from trinity_es.cli.which_config import settings_of
+from trinity_es.client import health
 from trinity_es.client.rollout_client import connect
+from trinity_es.projections.reading.host_list import read_hosts
+from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.text import harmless_json, plain
 
 __all__ = ["hosts", "join"]
@@ -89,32 +95,34 @@ def hosts(
     reason: Annotated[str, typer.Option("--reason", help="Why: recorded with who asked.")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Show the hosts that take part in a run besides the head's own, and how they are; have one leave.
+    """Show the hosts of a run, the head's own first, how they are and what they did; have one leave.
 
-    One that is drained gets no more tasks, ends those that it has, and its `trinity-es join` ends: nothing is lost.
+    Of a run that is over, or can't be asked from here, what its log tells. One that is drained gets no more tasks, ends
+    those that it has, and its `trinity-es join` ends: nothing is lost.
 
     \b
     Examples:
       trinity-es hosts --config config.yaml
+      trinity-es hosts --log postgresql://user@db/run --json
       trinity-es hosts drain gpu-7 --config config.yaml --reason "its disk is replaced"
     """
     if action not in (None, "drain") or (action is None) != (name is None):
         raise typer.BadParameter("say `hosts` to list them, or `hosts drain NAME`")
-    with connect(settings_of(config, log)) as client:
-        done = None if name is None else client.drain_host(name, reason=reason)
-        there = [] if done else client.status()["hosts"]
+    settings = settings_of(config, log)
+    if name is not None:
+        with connect(settings) as client:
+            done = client.drain_host(name, reason=reason)
+        if as_json:
+            print_json(done)
+        else:
+            print(plain(f"host {done['host']} gets no more tasks, and leaves when it has ended the {done['units']} "
+                        "units that it has"))
+        return
+    live, system = health.facts(settings)
+    with open_log(settings.store.url) as opened:
+        rows, lives = read_hosts(opened, live, system), opened.hosts()
     if as_json:
-        print_json(done or {"hosts": there})
-        return
-    if done:
-        print(plain(f"host {done['host']} gets no more tasks, and leaves when it has ended the {done['units']} units "
-                    "that it has"))
-        return
-    for h in there:
-        away = "" if h["connected"] or h["state"] == "lost" else f", not heard of for {h['away_for']:.0f} s"
-        why = f": {h['reason']}" if h["reason"] else f": {h['why_away']}" if away else ""
-        had = ", ".join(f"{count} {what}" for what, count in h["places"].items())
-        print(plain(f"{h['host']} #{h['epoch']}  {h['state']}{away}{why}  {h['address']}  {had}  "
-                    f"{len(h['runners'])} runners, {h['units']} units"))
-    if not there:
-        print("no other host takes part: `trinity-es join STORE_URL` on each, with the run's key")
+        head, *others = (row.as_dict() for row in rows)
+        print_json({"head": head, "hosts": others, "lives": [asdict(life) for life in lives]})
+    else:
+        print_hosts(console(), rows, live is not None)

@@ -25,7 +25,8 @@ def runners(
 ) -> None:
     """Tell of each runner how often it died, of what, and what that cost; of one, life by life.
 
-    A death costs the attempts that were with the runner, and the seconds that they had run.
+    A death costs the attempts that were with the runner, and the seconds that they had run. Of a run over several
+    hosts: by host, with those deaths apart that came because the host was lost.
 
     \b
     Examples:

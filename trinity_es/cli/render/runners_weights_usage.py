@@ -12,9 +12,17 @@ from rich.text import Text
 from trinity_es.cli.render.tables import columns, fitted, state_text
 from trinity_es.events.values import BatchId
 from trinity_es.projections.adapters import AdapterVersion
+from trinity_es.projections.hosts import host_of
 from trinity_es.projections.reading.untried_prompts import PromptsTried
 from trinity_es.projections.tables.experience_usage import Usage
-from trinity_es.projections.tables.runner_history import RunnerIncarnation, WeightsVersion, by_runner, seen
+from trinity_es.projections.tables.runner_history import (
+    RunnerIncarnation,
+    RunnerLives,
+    WeightsVersion,
+    by_runner,
+    natural,
+    seen,
+)
 from trinity_es.text import clock, error_line, plain
 
 __all__ = ["MOST", "print_adapters", "print_lives", "print_prompts", "print_runners", "print_usage", "print_weights"]
@@ -34,18 +42,45 @@ def _when(at: float | None) -> str:
 
 def print_runners(out: Console, lives: Sequence[RunnerIncarnation], up: bool | None = None) -> None:
     """Print a line a runner. `up`: whether their system has processes; None: not known."""
-    right = ("lives", "deaths", "attempts lost", "seconds lost", "weights")
-    table = _table("runner", "state", "weights", "lives", "deaths", "attempts lost", "seconds lost", "last death",
-                   "of", right=right)
-    for runner in by_runner(lives, up):
+    found = by_runner(lives, up)
+    several = any(host_of(runner.name) for runner in found)
+    # Of a run on one host no column says so; of several, those that went with their host are counted apart.
+    extra = ["with host"] if several else []
+    right = ("lives", "deaths", "with host", "attempts lost", "seconds lost", "weights")
+    table = _table(*(["host"] if several else []), "runner", "state", "weights", "lives", "deaths", *extra,
+                   "attempts lost", "seconds lost", "last death", "of", right=right)
+    for runner in sorted(found, key=lambda runner: natural(host_of(runner.name))):
         last = next((life for life in reversed(runner.all) if life.died), None)
+        deaths, with_host = runner.deaths - runner.with_host, runner.with_host
         table.add_row(
+            *([Text(plain(host_of(runner.name) or "(head)", 40))] if several else []),
             Text(plain(runner.name)), state_text(runner.how), str(runner.last.model_version), str(runner.lives),
-            Text(str(runner.deaths), style="red" if runner.deaths else "dim"), str(runner.attempts_lost),
-            f"{runner.seconds_lost:.1f}", _when(last.ended_at if last else None),
+            Text(str(deaths), style="red" if deaths else "dim"),
+            *([Text(str(with_host), style="yellow" if with_host else "dim")] if several else []),
+            str(runner.attempts_lost), f"{runner.seconds_lost:.1f}", _when(last.ended_at if last else None),
             Text(error_line(last.reason, 100) if last else ""),
         )
     fitted(out, table, ("weights", "lives", "seconds lost", "attempts lost", "last death"))
+    if several:
+        _print_by_host(out, found)
+
+
+def _print_by_host(out: Console, found: Sequence[RunnerLives]) -> None:
+    """Print what the deaths on each host came to: those of runners, and those that came with the loss of the host."""
+    hosts: dict[str, list[RunnerIncarnation]] = {}
+    for runner in found:
+        hosts.setdefault(host_of(runner.name), []).extend(life for life in runner.all if life.died)
+    for host, died in sorted(hosts.items(), key=lambda item: natural(item[0])):
+        own, gone = ([life for life in died if life.went_with_host is with_it] for with_it in (False, True))
+        told = [f"{_count(len(some), 'death')} {how} ({_count(sum(x.attempts_lost for x in some), 'attempt')}, "
+                f"{sum(x.seconds_lost for x in some):.1f} s lost)"
+                for some, how in ((own, "of a runner"), (gone, "with the host")) if some]
+        out.print(Text(f"{f'host {plain(host, 40)}' if host else 'the head'}: {', '.join(told) or 'nothing died'}"),
+                  soft_wrap=True)
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 def print_lives(out: Console, lives: Sequence[RunnerIncarnation], up: bool | None = None) -> None:

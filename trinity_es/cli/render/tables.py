@@ -40,6 +40,7 @@ _WORDY = 24
 _STATES = {
     "finalized": "green", "finished": "green", "ready": "green", "running": "cyan", "finalizing": "cyan",
     "started": "cyan", "aborted": "yellow", "dropped": "yellow", "failed": "red", "lost": "red",
+    "joined": "green", "draining": "yellow",
 }
 
 

@@ -26,11 +26,13 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogError, LogUnavailable
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import batch_stream
+from trinity_es.projections.history.host_lives import HostLife, last_lives
+from trinity_es.projections.hosts import host_of
 from trinity_es.projections.reading.log_reader import NOTABLE, Log
 from trinity_es.projections.tables.batch_list import BatchRow
-from trinity_es.projections.tables.runner_history import RunnerIncarnation
+from trinity_es.projections.tables.runner_history import RunnerIncarnation, natural
 from trinity_es.projections.why.situation import Followed
-from trinity_es.text import clock, event_line, name_of, place_of, plain, sparkline
+from trinity_es.text import clock, devices, error_line, event_line, name_of, place_of, plain, sparkline
 
 __all__ = ["Picture", "look", "picture_view", "show_live"]
 
@@ -62,6 +64,10 @@ class Picture:
     runners: list[RunnerIncarnation] = field(default_factory=list)
     """The last life of each."""
     deaths: dict[str, int] = field(default_factory=dict)
+    hosts: list[HostLife] = field(default_factory=list)
+    """The last life of each host that joined."""
+    finished: dict[str, int] = field(default_factory=dict)
+    """Tasks that ended on each."""
     tokens_per_second: float = 0.0
     tasks_per_second: float = 0.0
     stalls: list[Recorded] = field(default_factory=list)
@@ -76,6 +82,7 @@ class Picture:
             "log": self.url, "position": self.position, "now": self.now, "last_at": self.last_at,
             "going_on": [asdict(row) for row in self.going_on], "ended": [asdict(row) for row in self.ended],
             "rewards": self.rewards, "runners": [asdict(life) for life in self.runners], "deaths": self.deaths,
+            "hosts": [asdict(life) | {"finished": self.finished.get(life.host, 0)} for life in self.hosts],
             "tokens_per_second": self.tokens_per_second, "tasks_per_second": self.tasks_per_second,
             "stalls": list(map(place_of, self.stalls)), "last": list(map(place_of, self.last)), "waiting": self.waiting,
         }
@@ -96,7 +103,9 @@ def look(log: Log, now: float | None = None, events: int = 12, followed: Followe
     for life in log.runner_lives():
         lives[life.runner] = life
         out.deaths[life.runner] = out.deaths.get(life.runner, 0) + life.died
-    out.runners = list(lives.values())
+    out.runners = sorted(lives.values(), key=lambda life: natural(host_of(life.runner)))
+    out.hosts, out.finished = sorted(last_lives(log.hosts()).values(), key=lambda h: natural(h.host)), \
+        log.finished_elsewhere()
     still = {row.batch_id for row in out.going_on}
     with contextlib.suppress(LogError):  # a log that can't tell is shown all the same
         opened = log.why_open(now, followed=followed)[:8]
@@ -132,6 +141,8 @@ def _measure(log: Log, out: Picture) -> None:
 def picture_view(picture: Picture, height: int | None = None) -> RenderableType:
     """Return the picture; no taller than `height` lines."""
     parts: list[RenderableType] = [_head(picture), _runners(picture)]
+    if picture.hosts:
+        parts.append(_hosts(picture))
     if picture.going_on or picture.ended:
         parts.append(_batches(picture))
     for line in picture.waiting:
@@ -139,7 +150,7 @@ def picture_view(picture: Picture, height: int | None = None) -> RenderableType:
     for stall in picture.stalls:
         parts.append(_cut(Text(f"stall  {event_line(stall)}", style="bold yellow")))
     used = 4 + len(picture.runners) + len(picture.going_on) + len(picture.ended) + len(picture.waiting) \
-        + len(picture.stalls)
+        + len(picture.stalls) + (len(picture.hosts) + 1 if picture.hosts else 0)
     room = len(picture.last) if height is None else max(2, height - used - 2)
     parts.append(Text("last events", style="bold"))
     parts += [_cut(Text(event_line(recorded))) for recorded in picture.last[-room:]]
@@ -172,6 +183,19 @@ def _runners(picture: Picture) -> Table:
         table.add_row(
             Text(plain(f"{life.runner} #{life.incarnation}", 40)), state_text(state), str(life.model_version),
             Text(str(deaths), style="red" if deaths else "dim"), "" if since is None else clock(since, date=True),
+        )
+    return table
+
+
+def _hosts(picture: Picture) -> Table:
+    table = columns("host", "state", "since", "runners ready", "tasks", "has", "why", right=("tasks",))
+    for host in picture.hosts:
+        live = [life for life in picture.runners if host_of(life.runner) == host.host and life.how == "running"]
+        ready = sum(life.ready_at is not None for life in live)
+        table.add_row(
+            Text(plain(f"{host.host} #{host.epoch}", 40)), state_text(host.state), clock(host.since, date=True),
+            f"{ready} of {len(live)}" if host.there else "", f"{picture.finished.get(host.host, 0):,}",
+            devices(host.places), Text(error_line(host.reason, 80)),
         )
     return table
 

@@ -16,6 +16,7 @@ from trinity_es.events.store.recorded import Recorded
 from trinity_es.events.values import BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import BatchState
 from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline
+from trinity_es.projections.hosts import host_of
 from trinity_es.projections.tables.runner_history import natural
 from trinity_es.text import summary
 
@@ -48,6 +49,11 @@ class Work:
     seconds: float
     versions: list[int]
     lane: Lane | None
+
+    @property
+    def host(self) -> str:
+        """The host that it is on; empty: the head's own."""
+        return host_of(self.name)
 
 
 def courses(ask: PageRequest) -> BatchCache:
@@ -128,7 +134,7 @@ def _story_values(ask: PageRequest, story: BatchTimeline, dead: bool) -> dict[st
                 versions=sorted({a.model_version for _, a in did}),
                 lane=lane(did, window, window.end) if drawn else None,
             )
-            for name, did in sorted(by_runner.items(), key=lambda item: natural(item[0]))
+            for name, did in sorted(by_runner.items(), key=lambda item: (natural(host_of(item[0])), natural(item[0])))
         ],
         "metrics": _grouped((state.final_result or {}).get("metrics", {})),
     }

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 from trinity_es.dashboard.page import Nav, Page, PageRequest, Route
 from trinity_es.dashboard.pages.events import where
+from trinity_es.projections.history.host_lives import last_lives
+from trinity_es.projections.hosts import host_of
 from trinity_es.projections.reading.overview import Overview, Point
 from trinity_es.projections.tables.runner_history import RunnerIncarnation, by_runner
 from trinity_es.projections.why.answer import Why
@@ -54,7 +56,9 @@ def overview(ask: PageRequest) -> Page:
     waits: _Once = ask.kept.setdefault("waits", _Once())
     head = ask.log.head().hash
     values = run.get(head, lambda: _values(ask)) | waits.get((head, int(ask.now)), lambda: _waits(ask))
-    verdict = _verdict(values["up"], values["released"], values["opened"], values["stalled"], values["lives"])
+    left = {host.host for host in values["hosts"] if host.state == "left"}
+    here = [life for life in values["lives"] if host_of(life.runner) not in left]
+    verdict = _verdict(values["up"], values["released"], values["opened"], values["stalled"], here)
     runners = by_runner(values["lives"], values["up"])
     values |= {"verdict": verdict, "runners": sorted(runners, key=lambda runner: not runner.last.died)}
     return Page(
@@ -94,6 +98,7 @@ def _values(ask: PageRequest) -> dict[str, Any]:
         "latency": histogram(spread.attempt_seconds), "failed_latency": len(spread.failed_seconds),
         "spread": histogram(spread.rewards), "lengths": histogram(spread.response_tokens),
         "of_batches": len(spread.batch_ids),
+        "hosts": list(last_lives(ask.log.hosts()).values()),
         "lives": lives, "recent": [(r, where(r.stream), summary(r.event)) for r in run.recent],
         "losses": [*(("attempt", why, n) for why, n in _largest(run.attempts_failed)),
                    *(("task", why, n) for why, n in _largest(run.tasks_dropped)),

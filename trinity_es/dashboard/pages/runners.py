@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import orjson
@@ -12,9 +12,12 @@ from trinity_es.events.errors import RunnerNotFound
 from trinity_es.events.store.recorded import Recorded
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.events.vocabulary import RUNNER_LIFE
+from trinity_es.projections.history.host_lives import HostLife
 from trinity_es.projections.history.runner_work import WORK, RunnerWork, work_of
-from trinity_es.projections.tables.runner_history import RunnerIncarnation, by_runner, seen
-from trinity_es.text import summary
+from trinity_es.projections.hosts import host_of
+from trinity_es.projections.reading.host_list import read_hosts
+from trinity_es.projections.tables.runner_history import RunnerIncarnation, by_runner, natural, seen
+from trinity_es.text import devices, summary
 
 __all__ = ["NAV", "ROUTES", "Bar", "runner", "runners"]
 
@@ -73,8 +76,28 @@ def _apart(bars: list[Bar]) -> list[Bar]:
     return list(reversed(places.values()))
 
 
+def _host_bars(lives: list[HostLife], begin: float, end: float) -> list[Bar]:
+    """Draw the lives of a host: joined, then draining, then how each ended."""
+    whole, bars = max(end - begin, 1e-9), []
+
+    def bar(start: float, stop: float, kind: str, title: str) -> Bar:
+        x = round(1000 * min(1.0, max(0.0, (start - begin) / whole)), 2)
+        return Bar(x=x, width=max(1.0, round(1000 * (stop - start) / whole, 2)), kind=kind, title=title)
+
+    for life in lives:
+        who, ended = f"epoch {life.epoch}", end if life.ended_at is None else life.ended_at
+        drains = ended if life.draining_at is None else life.draining_at
+        bars.append(bar(life.joined_at, drains, "serving", f"{who}: joined"))
+        if life.draining_at is not None:
+            bars.append(bar(drains, ended, "draining", f"{who} drains: {life.reason}"))
+        if life.state == "lost":
+            lost = bar(ended, ended, "death", f"{who} is lost: {life.reason}")
+            bars.append(replace(lost, x=max(0.0, lost.x - 3), width=4.0))
+    return bars
+
+
 def runners(ask: PageRequest) -> Page:
-    """`/runners`: one line a runner, its last life and what its deaths cost."""
+    """`/runners`: one line a runner, its last life and what its deaths cost; by host, where several take part."""
     begin, end = _span(ask)
     sort, descending = ask.choice("sort", SORTS, "runner"), ask.choice("order", ("up", "down"), "up") == "down"
     found = by_runner(ask.log.runner_lives(), ask.log.processes()["up"])
@@ -82,10 +105,19 @@ def runners(ask: PageRequest) -> Page:
         found.sort(key=lambda runner: getattr(runner, sort), reverse=descending)
     elif descending:
         found.reverse()
+    host_lives = ask.log.hosts()
+    hosts = [
+        (row, _apart(_host_bars([life for life in host_lives if life.host == row.host], begin, end)))
+        for row in (read_hosts(ask.log, count_units=False) if host_lives else ())
+    ]
+    found.sort(key=lambda runner: natural(host_of(runner.name)))  # in each host's the order that was asked for
     lines = [(runner, _apart([bar for life in runner.all for bar in _bars(life, begin, end)])) for runner in found]
     return Page(
-        template="runners.html", title="Runners", nav="runners", watch=("runner/", "weights"),
-        values={"lines": lines, "begin": begin, "end": end, "sort": sort, "descending": descending},
+        template="runners.html", title="Runners", nav="runners", watch=("runner/", "weights", "hosts"),
+        values={
+            "lines": lines, "hosts": hosts, "host_of": host_of, "devices": devices, "begin": begin, "end": end,
+            "sort": sort, "descending": descending,
+        },
     )
 
 

@@ -1,0 +1,73 @@
+"""How many tasks ended on each host that joined: part of the read models (`projections.tables.read_models`).
+
+A row a host, and one statement a host and commit. What the head's own runners finished is what is left of all, so a run
+on one host pays nothing for this table.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import orjson
+from sqlalchemy import BigInteger, Column, Connection, MetaData, String, Table, func, insert, select, update
+
+from trinity_es.events.store import schema
+from trinity_es.events.store.recorded import Recorded
+from trinity_es.projections.hosts import host_of
+
+__all__ = ["ASKED", "NAME", "flush", "forget", "metadata", "read_finished"]
+
+NAME = "rm_host_work"
+ASKED = ("BatchSubmitted", "TaskFinished", "TaskReopened")
+"""Types of a batch's events that `forget` asks the log for."""
+
+metadata = MetaData()
+
+_work = Table(
+    NAME,
+    metadata,
+    Column("host", String(255), primary_key=True),
+    Column("finished", BigInteger, nullable=False),  # tasks, of each batch as it was last submitted
+    sqlite_with_rowid=False,
+)
+
+
+def flush(connection: Connection, finished: Counter[str]) -> None:
+    """Add what ended on hosts, and forget it."""
+    for host, count in finished.items():
+        changed = update(_work).where(_work.c.host == host).values(finished=_work.c.finished + count)
+        if connection.execute(changed).rowcount == 0:
+            connection.execute(insert(_work), [{"host": host, "finished": count}])
+    finished.clear()
+
+
+def forget(connection: Connection, item: Recorded, task: int | None = None) -> None:
+    """Take back what ended on hosts in the batch of this event, before it and since it was last submitted.
+
+    Of one task where it is given. This happens seldom, and the log is asked, in the same transaction.
+    """
+    if not connection.execute(select(func.count()).select_from(_work)).scalar_one():
+        return
+    e = schema.events.c
+    began = select(func.max(e.version)).where(
+        e.stream == item.stream, e.type == "BatchSubmitted", e.version < item.version).scalar_subquery()
+    ended: dict[int, str] = {}
+    rows = connection.execute(
+        select(e.type, e.data).where(
+            e.stream == item.stream, e.type.in_(("TaskFinished", "TaskReopened")), e.version > began,
+            e.version < item.version,
+        ).order_by(e.version)
+    )
+    for name, data in rows:
+        event = orjson.loads(data)
+        if name == "TaskFinished":
+            ended[event["task"]] = event["runner"]
+        else:  # it was taken back then
+            ended.pop(event["task"], None)
+    counts = Counter(host_of(runner) for of, runner in ended.items() if task in (None, of) and host_of(runner))
+    flush(connection, Counter({host: -count for host, count in counts.items()}))
+
+
+def read_finished(connection: Connection) -> dict[str, int]:
+    """Return how many tasks ended on each host that joined."""
+    return {row.host: int(row.finished) for row in connection.execute(select(_work).order_by(_work.c.host))}

@@ -1,0 +1,75 @@
+"""What a batch waits for because of a host: one that is away, that leaves, or that is lost. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from trinity_es.projections.hosts import host_of
+from trinity_es.projections.why.answer import Waiting, counted, moment, span
+from trinity_es.projections.why.situation import HostSnapshot, RunnerSnapshot, SystemSnapshot
+
+__all__ = ["hosts_now", "idle_hosts", "on_its_host"]
+
+SHOWN_SECONDS = 600.0
+"""How long a host that was lost is told of, while others work."""
+
+
+def hosts_now(situation: SystemSnapshot, live: Mapping[str, Any] | None, now: float) -> dict[str, HostSnapshot]:
+    """Return the hosts of the log, with what the system says of them laid over."""
+    hosts = {name: replace(host) for name, host in situation.hosts.items()}
+    for row in (live or {}).get("hosts", []):
+        host = hosts.setdefault(row["host"], HostSnapshot(name=row["host"], state=row["state"]))
+        if host.state != row["state"]:  # the log was read before, or after
+            host.state, host.since = row["state"], None
+        host.reason = row.get("reason") or host.reason
+        if host.there and not row["connected"]:
+            host.heard, host.why_away = now - float(row.get("away_for") or 0.0), row.get("why_away") or ""
+    return hosts
+
+
+def on_its_host(w: Waiting, host: HostSnapshot | None, now: float, timeout: float | None) -> Waiting:
+    """Return a unit that a runner has, with what there is to say of the runner's host."""
+    if host is None or w.cause == "interrupted":
+        return w
+    w = replace(w, host=host.name)
+    begin = w.text.partition(": ")[0]
+    if not host.there:
+        how = "is lost" if host.state == "lost" else "left"
+        text = f"{begin}: its host {host.name} {how}{_since(host)}{_because(host.reason)}, so it is attempted again"
+        return replace(w, cause="lost", text=text)
+    if host.heard is not None:
+        after = "" if timeout is None else f" after {span(timeout)}"
+        text = (f"{begin}: host {host.name} has not been heard of for {span(now - host.heard)}, since "
+                f"{moment(host.heard)}{_because(host.why_away)}; it is lost{after or ' in the end'}, and this is "
+                "attempted elsewhere then")
+        return replace(w, cause="away", text=text, since=host.heard)
+    if host.state == "draining":
+        return replace(w, text=f"{w.text}; its host {host.name} drains{_since(host)}{_because(host.reason)}")
+    return w
+
+
+def idle_hosts(
+    hosts: Iterable[HostSnapshot], lives: Mapping[str, RunnerSnapshot], now: float, others: bool
+) -> Iterator[Waiting]:
+    """Yield the hosts that get no units. `others`: there are runners that may."""
+    for host in hosts:
+        runners = sum(host_of(name) == host.name for name in lives)
+        if host.state == "draining":
+            gets = "its runner gets" if runners == 1 else f"its {counted(runners, 'runner')} get"
+            text = f"host {host.name} drains{_since(host)}{_because(host.reason)}: {gets} no more units"
+            yield Waiting(cause="draining", what=f"host {host.name}", text=text, host=host.name, since=host.since,
+                          person=True)
+        elif host.state == "lost" and not (others and now - (host.since or 0.0) > SHOWN_SECONDS):
+            text = f"host {host.name} is lost{_since(host)}{_because(host.reason)}: its runners come back with it"
+            yield Waiting(cause="host_lost", what=f"host {host.name}", text=text, host=host.name, since=host.since,
+                          person=True)
+
+
+def _since(host: HostSnapshot) -> str:
+    return "" if host.since is None else f" since {moment(host.since)}"
+
+
+def _because(reason: str) -> str:
+    return f" ({reason})" if reason else ""

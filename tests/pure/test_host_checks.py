@@ -1,0 +1,127 @@
+"""What `doctor --host` makes of what it found: which difference from the head is wrong, and what to do about it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.handmade import cli
+from trinity_es.actors.hosts import check
+from trinity_es.actors.hosts.check import HeadSays, ask_head, digest_of, facts, serve_check
+from trinity_es.actors.hosts.sealed_stream import NotOurs, accept
+from trinity_es.cli import host_checks
+from trinity_es.cli.host_checks import compared, folder_finding, judged_clock, judged_rate
+from trinity_es.config.config import Config
+
+KEY = b"a key of these tests, long enough"
+MINE: dict[str, Any] = {"build": "1", "python": "3.11.7", "packages": {"vllm": "0.9", "torch": "2.7"}}
+
+
+def verdicts(theirs: Mapping[str, Any], *, vllm: bool = True) -> dict[str, str]:
+    return {f.what: f.verdict for f in compared(HeadSays(refused="", facts={**MINE, **theirs}), MINE, vllm)}
+
+
+def test_the_same_as_the_head_is_well() -> None:
+    assert verdicts({}) == {"trinity-es": "ok", "python": "ok", "vllm": "ok", "torch": "ok"}
+    assert verdicts({"python": "3.11.9"})["python"] == "ok"
+
+
+@pytest.mark.parametrize(("theirs", "vllm", "what", "verdict"), [
+    ({"build": "2"}, False, "trinity-es", "wrong"),
+    ({"python": "3.12.7"}, True, "python", "note"),
+    ({"packages": {"vllm": "0.10", "torch": "2.7"}}, True, "vllm", "wrong"),
+    ({"packages": {"vllm": "0.10", "torch": "2.7"}}, False, "vllm", "note"),
+    ({"packages": {"vllm": "0.9", "torch": "2.8"}}, True, "torch", "note"),
+])
+def test_what_differs_is_told(theirs: dict[str, Any], vllm: bool, what: str, verdict: str) -> None:
+    assert verdicts(theirs, vllm=vllm)[what] == verdict
+
+
+@pytest.mark.parametrize(("ahead", "verdict"), [(0.1, "ok"), (-1.9, "ok"), (2.5, "note"), (-30.0, "note"),
+                                                (61.0, "wrong"), (-3600.0, "wrong")])
+def test_a_clock_is_judged_by_how_far_it_is_off(ahead: float, verdict: str) -> None:
+    found = judged_clock("head", ahead, 0.01)
+    assert found.verdict == verdict
+    assert ("behind" if ahead > 0 else "ahead of") in found.told
+    assert bool(found.way_out) == (verdict != "ok")
+
+
+def test_a_slow_way_is_worth_a_word() -> None:
+    assert (judged_rate("to the head", 1e9).verdict, judged_rate("to the head", 1e6).verdict) == ("ok", "note")
+
+
+def test_a_model_is_compared_by_its_config_and_the_sizes_of_its_weights(tmp_path: Path) -> None:
+    assert digest_of(str(tmp_path / "none")) is None
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"12345")
+    first = digest_of(str(tmp_path))
+    assert facts([str(tmp_path), "a/hub-id"])["digests"] == {str(tmp_path): first}
+    (tmp_path / "README.md").write_text("of no matter")
+    assert digest_of(str(tmp_path)) == first
+    assert folder_finding(str(tmp_path), first).verdict == "ok"
+    assert folder_finding(str(tmp_path), "another").verdict == "wrong"
+    assert folder_finding(str(tmp_path), None).verdict == "note"
+    missing = folder_finding(str(tmp_path / "none"), first)
+    assert (missing.verdict, "copy it to the same path" in missing.way_out) == ("missing", True)
+    (tmp_path / "model.safetensors").write_bytes(b"123456")
+    assert digest_of(str(tmp_path)) != first
+
+
+async def asked(key: bytes, said: Mapping[str, Any]) -> HeadSays:
+    """Ask a head that is no more than its door."""
+    async def met(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            hello, answer = await accept(reader, writer, [KEY])
+        except NotOurs:
+            writer.transport.abort()
+            return
+        assert hello["check"] is True
+        await answer.take(**said)
+        await serve_check(answer.stream())
+
+    server = await asyncio.start_server(met, "127.0.0.1", 0, limit=1 << 20)
+    async with server:
+        return await ask_head(server.sockets[0].getsockname()[:2], key, {"name": "b"}, 5.0)
+
+
+def test_the_way_to_the_head_is_measured_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "CHECK_SECONDS", 0.2)
+    says = asyncio.run(asked(KEY, {"refused": "taken already", "facts": {"build": "7"}}))
+    assert (says.refused, says.facts["build"]) == ("taken already", "7")
+    assert says.to_head > 0
+    assert says.from_head > 0
+    assert says.latency > 0
+    assert abs(says.clock_ahead) < 5
+
+
+def test_a_head_with_another_key_and_one_that_knows_no_checks_are_told() -> None:
+    with pytest.raises(NotOurs, match="another key"):
+        asyncio.run(asked(b"another key, long enough for one", {"refused": "", "facts": {}}))
+    with pytest.raises(NotOurs, match="runs another trinity-es"):
+        asyncio.run(asked(KEY, {"epoch": 1, "coordinator_epoch": 1}))
+
+
+def test_what_can_t_be_a_store_or_a_name_is_told_at_once(tmp_path: Path) -> None:
+    store = cli("doctor", "--host", tmp_path / "log.sqlite")
+    assert store.exit_code == 1
+    assert "do not reach over a network" in store.stdout
+    away = cli("doctor", "--host", "postgresql://me:secret@127.0.0.1:9/run", "--json")
+    assert away.exit_code == 1
+    assert "secret" not in away.stdout
+    both = cli("doctor", "config.yaml", "--host", "postgresql://me@127.0.0.1:9/run")
+    assert both.exit_code == 2
+
+
+def test_the_key_is_looked_for_where_join_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRINITY_ES_KEY", raising=False)
+    monkeypatch.setattr(host_checks, "find_head", lambda url: "127.0.0.1:9")
+    store = {"url": f"sqlite:///{tmp_path}/log.sqlite"}
+    config = Config.from_dict({"store": store, "system": {"log_dir": str(tmp_path)}})
+    [found] = host_checks._head("postgresql://me@db/run", "b", config, "")
+    assert (found.what, found.verdict) == ("key", "missing")
+    assert str(tmp_path) in found.told
+    assert "TRINITY_ES_KEY" in found.way_out

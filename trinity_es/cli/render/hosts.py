@@ -1,0 +1,52 @@
+"""What `hosts` shows: a line a host, the head's own first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from trinity_es.cli.render.tables import columns, fitted
+from trinity_es.projections.reading.host_list import HostRow
+from trinity_es.projections.why.answer import span
+from trinity_es.text import clock, devices, error_line, plain
+
+__all__ = ["print_hosts"]
+
+_STATES = {"leads": "green", "joined": "green", "draining": "yellow", "lost": "red", "gone": "red"}
+_NUMBERS = ("epoch", "units", "places", "tasks", "lost")
+
+
+def print_hosts(out: Console, rows: Sequence[HostRow], asked: bool) -> None:
+    """Print a line a host; `asked`: its running system was, and not the log alone."""
+    table = columns("host", "epoch", "state", "since", "heard of", "address", "has", "runners", "units", "places",
+                    "tasks", "lost", "why", right=_NUMBERS, whole=(*_NUMBERS, "state", "since", "heard of", "runners"))
+    for row in rows:
+        table.add_row(
+            Text(plain(row.host or f"{row.machine or 'this'} (head)", 40)), str(row.epoch or ""),
+            Text(row.state, style=_STATES.get(row.state, "")),
+            "" if row.since is None else clock(row.since, date=True), _heard(row), Text(plain(row.address, 40)),
+            devices(row.places), f"{len(row.ready)} of {len(row.runners)} ready" if row.runners else "",
+            str(row.units), str(row.runner_places), f"{row.finished:,}",
+            Text(str(row.lost), style="red" if row.lost else "dim") if row.host else "",
+            Text(error_line(_why(row), 120)),
+        )
+    fitted(out, table, ("lost", "has", "places", "epoch", "address", "since"))
+    if len(rows) == 1:
+        out.print(Text("no other host takes part: `trinity-es join STORE_URL` on each, with the run's key"))
+    if not asked:
+        out.print(Text("this is as the log has it: its system does not run, or can't be asked from here", style="dim"))
+
+
+def _heard(row: HostRow) -> Text:
+    if row.connected is None:
+        return Text("")
+    if row.connected:
+        return Text("now")
+    return Text(f"{span(row.away_for or 0.0)} ago", style="red")
+
+
+def _why(row: HostRow) -> str:
+    return "; ".join(part for part in (row.reason, "" if row.connected else row.why_away) if part) \
+        if row.there or not row.reason else row.reason
