@@ -23,7 +23,7 @@ class Capacity:
 
     @property
     def share(self) -> float:
-        """How full it is."""
+        """Return how full it is."""
         return self.load / self.places
 
 
