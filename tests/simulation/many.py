@@ -224,7 +224,7 @@ def play(
         _begin(world)
         second = 0.0
         while world.client.finalized * plan.batch < plan.tasks or world.client.waiting:
-            if not world.step() or world.now > 100 * plan.seconds + 1000:
+            if not world.step() or world.now > 20 * plan.seconds + 1000:
                 raise Violation(f"not over after {world.now:.0f} s: {len(world.account.done)} of {plan.tasks} tasks")
             if not process.alive:
                 raise world.account.failure or Violation("the coordinator ended")

@@ -26,7 +26,7 @@ class Capacity:
 
     @property
     def share(self) -> float:
-        """How full it is."""
+        """Return how full it is."""
         return self.load / self.places
 
 

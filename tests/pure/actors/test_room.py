@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
+from trinity_es.actors.coordinator.decisions.batches import runner_lost
 from trinity_es.actors.coordinator.decisions.room import Capacity, Room
+from trinity_es.actors.coordinator.units_in_flight import UnitsInFlight
+from trinity_es.events import vocabulary as ev
+from trinity_es.projections.batch import evolve
 
 
 def walked(runners: list[Capacity], avoid: str | None = None) -> Capacity | None:
@@ -57,6 +62,25 @@ def test_one_that_may_not_have_units_is_passed_over_until_it_is_put_in_again() -
     assert room.least() is b, "it was forgotten"
     room.put(a)
     assert room.least() is a
+
+
+def test_the_loss_of_a_runner_looks_at_its_own_units_alone() -> None:
+    """And so costs no more where others have 100,000."""
+    class Flights(dict[Any, Any]):
+        def values(self) -> Any:
+            raise AssertionError("all units in flight were looked at")
+
+    submitted = ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[1] * 4, tasks=[], max_attempts=2)
+    batch, known = evolve(None, submitted), UnitsInFlight()
+    for name, tasks in (("a", (0, 2)), ("b", (1, 3))):
+        units = [ev.Unit(task=n, run_id_base=0, runs=1, attempt=1) for n in tasks]
+        given = ev.TasksDispatched(runner=name, incarnation=1, units=units, model_version=0)
+        batch = evolve(batch, given)
+        known.evolve(batch, given)
+    batch.flights = Flights(batch.flights)
+    had = known.of(1, "b", 1)
+    assert [e.task for e in runner_lost(batch, "b", 1, "gone", had=had)] == [1, 3]  # type: ignore[attr-defined]
+    assert (known.loads, known.lives("b")) == ({("a", 1): 2, ("b", 1): 2}, [1])
 
 
 def test_what_was_true_once_does_not_pile_up() -> None:

@@ -23,6 +23,7 @@ from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.fleet.weights import WeightLoading
+from trinity_es.actors.coordinator.units_in_flight import UnitsInFlight
 from trinity_es.actors.engines import vllm_weights
 from trinity_es.actors.engines.checkpoints import read_tensor, torch_type, unloadable
 from trinity_es.actors.engines.interface import EngineConfig
@@ -216,6 +217,7 @@ class FakeBook:
     def __init__(self) -> None:
         self.weights = Weights()
         self.batches: dict[Any, Any] = {}
+        self.in_flight = UnitsInFlight()
         self.adapters: dict[str, Any] = {}
         self.lives: Lives = {}
         self.hosts: dict[str, Any] = {}
