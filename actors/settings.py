@@ -117,6 +117,7 @@ class HostsSettings:
     address: str
     listen: str
     timeout: float
+    engines_on_head: bool = True
 
 
 @dataclass(frozen=True, slots=True)

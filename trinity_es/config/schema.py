@@ -432,9 +432,14 @@ class HostsConfig(Section):
     """Where it listens, as ADDRESS:PORT, if others reach it elsewhere: 0.0.0.0:7700 behind a service's name."""
     timeout: Seconds = 15.0
     """A host that was not heard of for so many seconds is lost: what its runners had is attempted again elsewhere."""
+    engines_on_head: bool = True
+    """Engines on the head, too; false: it only leads, and all engines are on hosts that join."""
 
     @model_validator(mode="after")
     def _has_a_port(self) -> Self:
+        if not self.engines_on_head and not self.address:
+            raise ValueError("has engines_on_head: false without hosts.address: no host could join, and nothing would "
+                             "generate")
         for key, given in (("address", self.address), ("listen", self.listen)):
             host, _, port = given.rpartition(":")
             if given and not (host and port.isdecimal() and 0 < int(port) < 65536):

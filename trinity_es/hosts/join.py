@@ -90,7 +90,7 @@ def config_of(url: str, name: str, overrides: Sequence[str], log_dir: Path, key_
         raise NotRunning(f"nobody has led the run of {masked(url)} yet: start its head with `trinity-es up` or `run`")
     given: dict[str, Any] = escaped(cast(ev.SystemConfigured, last.event).config)
     given["store"] = {**given["store"], "url": url}
-    given["hosts"] = {**given.get("hosts", {}), "address": ""}
+    given["hosts"] = {**given.get("hosts", {}), "address": "", "engines_on_head": True}
     system = {**given["system"], "log_dir": str(log_dir), "port": 0, "address": "127.0.0.1"}
     given["system"] = {**system, "key_file": key_file or system.get("key_file", "")}
     apply_overrides(given, list(overrides))
