@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from trinity_es.actors.engines.devices import lacking, visible
 from trinity_es.actors.messages import HostLeaves
 from trinity_es.actors.settings import HostSettings
 from trinity_es.client.connection import Connection
@@ -35,7 +36,7 @@ from trinity_es.projections.hosts import HostEvent, Hosts, evolve_hosts
 from trinity_es.system import running_system
 from trinity_es.system.launch import launch_host
 
-__all__ = ["HostRun", "config_of", "find_head", "host_name"]
+__all__ = ["HostRun", "config_of", "find_head", "host_name", "require_gpus"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 PAUSE_SECONDS = 1.0, 30.0
@@ -101,6 +102,21 @@ def config_of(url: str, name: str, overrides: Sequence[str], log_dir: Path, key_
     return Config.from_dict(given, source=f"the run's config, for host {name}")
 
 
+def require_gpus(config: Config, name: str) -> None:
+    """Require that each engine of this config can be on this host. Raises ConfigError."""
+    explorer = config.explorer
+    models = {"explorer.rollout_model": explorer.rollout_model}
+    models |= {f"explorer.auxiliary_models {m.name}": m for m in explorer.auxiliary_models}
+    sizes = [(key, m.tensor_parallel_size) for key, m in models.items() if m.engine_type not in ("scripted", "http")]
+    gpus = visible()
+    if key := lacking(sizes, len(gpus)):
+        raise ConfigError(
+            f"host {name} may use {len(gpus)} GPUs ({', '.join(gpus)}), and each engine of {key} spans "
+            f"{models[key].tensor_parallel_size}: join from a host with as many, give it more by CUDA_VISIBLE_DEVICES, "
+            "or say otherwise for this host with --set (tensor_parallel_size)"
+        )
+
+
 class HostRun:
     """A host's part in a run, from its start to its end."""
 
@@ -128,6 +144,7 @@ class HostRun:
             try:
                 where = find_head(self._url)
                 config = config_of(self._url, self._name, self._overrides, self._log_dir, self._key_file)
+                require_gpus(config, self._name)
                 config.check()
                 self._tell(f"the head takes hosts in at {where}: joining as {self._name}")
                 why = self._one_life(config)
