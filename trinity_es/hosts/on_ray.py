@@ -235,8 +235,9 @@ def start(
     )]
     try:
         if wait:
+            said: set[str] = set()
             lifecycle.wait_ready(
-                lambda: _status(ray, agents), config.system.startup_timeout, progress=progress,
+                lambda: _status(ray, agents, said, tell), config.system.startup_timeout, progress=progress,
                 runners=hosts * config.explorer.engine_num, logs=config.system.log_dir,
             )
     except BaseException:
@@ -245,14 +246,21 @@ def start(
     return {"hosts": hosts, "takes": bundle, "ready": wait}
 
 
-def _status(ray: Any, agents: Sequence[Any]) -> dict[str, Any]:
-    """Return the status of a run that starts. Raises StartupError where an actor says that it never will."""
+def _status(ray: Any, agents: Sequence[Any], said: set[str], tell: Callable[[str], None]) -> dict[str, Any]:
+    """Return the status of a run that starts, and tell what keeps an actor from its work, once.
+
+    Raises StartupError where one says that it will never do it.
+    """
     time.sleep(LOOK_SECONDS)
     placed, _ = ray.wait([agent.told.remote() for agent in agents], num_returns=len(agents), timeout=LOOK_SECONDS)
     try:
-        for problem in (told["problem"] for told in ray.get(placed)):
+        for told in ray.get(placed):
+            problem = told["problem"]
             if problem["for_good"]:
-                raise StartupError(problem["text"])
+                raise StartupError(f"{told['node']}: {problem['text']}")
+            if problem["text"] and problem["text"] not in said:
+                said.add(problem["text"])
+                tell(f"{told['node']}: {problem['text']}; it is tried again")
         return dict(ray.get(agents[0].status.remote(), timeout=LOOK_SECONDS * 10))
     except ray.exceptions.ActorDiedError as e:
         raise StartupError(f"a node could not start what Ray placed there; trinity_es, in this version, has to be "
