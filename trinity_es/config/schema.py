@@ -438,8 +438,7 @@ class HostsConfig(Section):
     @model_validator(mode="after")
     def _has_a_port(self) -> Self:
         if not self.engines_on_head and not self.address:
-            raise ValueError("has engines_on_head: false without hosts.address: no host could join, and nothing would "
-                             "generate")
+            raise ValueError("has engines_on_head: false without hosts.address: no host could join, none has engines")
         for key, given in (("address", self.address), ("listen", self.listen)):
             host, _, port = given.rpartition(":")
             if given and not (host and port.isdecimal() and 0 < int(port) < 65536):
