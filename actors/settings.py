@@ -130,6 +130,7 @@ class HostsSettings:
     tls: TlsSettings
     weights_dir: str = ""
     """Where a host keeps what it pulls; empty: shared memory."""
+    engines_on_head: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-__all__ = ["chosen", "cores", "counted", "place", "placed", "share", "visible"]
+__all__ = ["chosen", "cores", "counted", "lacking", "place", "placed", "share", "visible"]
 
 
 def placed(engines: Iterable[tuple[str, int]]) -> dict[str, int]:
@@ -45,6 +45,14 @@ def chosen(names: Sequence[str], first: int, count: int) -> str | None:
     if not names or count > len(names):
         return None
     return ",".join(names[(first + i) % len(names)] for i in range(count))
+
+
+def lacking(engines: Iterable[tuple[str, int]], gpus: int) -> str:
+    """Return which of these engines, each with the GPUs that it takes, can't be on a machine with so many; "" if none.
+
+    Nor without any GPU: there an engine is one of cores, or says itself what it lacks.
+    """
+    return next((name for name, count in engines if 0 < gpus < count), "")
 
 
 def cores(cpus: Path = Path("/sys/devices/system/cpu")) -> list[int]:

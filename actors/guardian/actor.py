@@ -83,12 +83,13 @@ class Guardian(BaseActor):
         own = rollout.engine_num if rollout.servers is None else 0  # the coordinator says which servers there are
         host = self.config.host
         at = "" if host is None else f"@{host.name}"
-        slots = [(f"runner-{number}{at}", "rollout", rollout) for number in range(own)]
+        serves = host is not None or self.config.hosts.engines_on_head
+        slots = [(f"runner-{number}{at}", "rollout", rollout) for number in range(own if serves else 0)]
         self.urls: dict[str, str] = {}
         """Runner -> the server of others that it supervises."""
         self.weights = 0, ""
         """The current ones, of the rollout model: version, and where they lie."""
-        for model, how in self.config.auxiliary.items():
+        for model, how in self.config.auxiliary.items() if serves else ():
             slots += [(f"{model}-{number}{at}", model, how) for number in range(how.engine_num)]
             self.urls |= {f"{model}-{n}{at}": url for n, url in enumerate(how.servers.urls if how.servers else ())}
         sizes = [(name, how.engine.tensor_parallel_size) for name, _, how in slots if name not in self.urls]

@@ -31,9 +31,13 @@ class HostsConfig(Section):
     weights_dir: str = Field(default="", json_schema_extra={"shown": "/dev/shm"})
     """Folder in which a host keeps weights and adapters that it pulls from the head, as it can't read them where they
     were published: room for two versions. Each host may have another: `join --set hosts.weights_dir=...`."""
+    engines_on_head: bool = True
+    """Engines on the head, too; false: it only leads, and all engines are on hosts that join."""
 
     @model_validator(mode="after")
     def _has_a_port(self) -> Self:
+        if not self.engines_on_head and not self.address:
+            raise ValueError("has engines_on_head: false without hosts.address: no host could join, none has engines")
         for key, given in (("address", self.address), ("listen", self.listen)):
             host, _, port = given.rpartition(":")
             if given and not (host and port.isdecimal() and 0 < int(port) < 65536):

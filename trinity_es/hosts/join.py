@@ -20,6 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
+from trinity_es.actors.engines.devices import lacking, visible
 from trinity_es.actors.hosts.folder_files import FolderName
 from trinity_es.actors.hosts.folder_puller import FolderPuller, pulled_dir
 from trinity_es.actors.hosts.head_dialer import HeadDialer
@@ -44,7 +45,7 @@ from trinity_es.system import running_system
 from trinity_es.system.launch import launch_host
 from trinity_es.system.running_system import key_file
 
-__all__ = ["HostRun", "config_of", "find_head", "host_name"]
+__all__ = ["HostRun", "config_of", "find_head", "host_name", "require_gpus"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 PAUSE_SECONDS = 1.0, 30.0
@@ -108,7 +109,7 @@ def config_of(
     hosts, shared = given.get("hosts", {}), key_file
     if not shared and not os.environ.get(KEY_VARIABLE):  # then it lies where the head has it
         shared = hosts.get("key_file") or given["system"].get("key_file", "")
-    given["hosts"] = {**hosts, "address": "", "key_file": shared}
+    given["hosts"] = {**hosts, "address": "", "key_file": shared, "engines_on_head": True}
     given["system"] = {**given["system"], "log_dir": str(log_dir), "port": 0, "address": "127.0.0.1", "key_file": ""}
     asked = {m["name"] for m in given["explorer"].get("auxiliary_models") or []}
     apply_overrides(given, list(overrides))
@@ -126,6 +127,21 @@ def config_of(
             f"the config in {masked(url)} has no secrets in it ({', '.join(hidden)}): give each to this host with --set"
         )
     return Config.from_dict(given, source=f"the run's config, for host {name}")
+
+
+def require_gpus(config: Config, name: str) -> None:
+    """Require that each engine of this config can be on this host. Raises ConfigError."""
+    explorer = config.explorer
+    models = {"explorer.rollout_model": explorer.rollout_model}
+    models |= {f"explorer.auxiliary_models {m.name}": m for m in explorer.auxiliary_models}
+    sizes = [(key, m.tensor_parallel_size) for key, m in models.items() if m.engine_type not in ("scripted", "http")]
+    gpus = visible()
+    if key := lacking(sizes, len(gpus)):
+        raise ConfigError(
+            f"host {name} may use {len(gpus)} GPUs ({', '.join(gpus)}), and each engine of {key} spans "
+            f"{models[key].tensor_parallel_size}: join from a host with as many, give it more by CUDA_VISIBLE_DEVICES, "
+            "or say otherwise for this host with --set (tensor_parallel_size)"
+        )
 
 
 class HostRun:
@@ -164,6 +180,7 @@ class HostRun:
             try:
                 where = find_head(self._url)
                 config = self._with_models(where, self._config())
+                require_gpus(config, self._name)
                 config.check()
                 self._tell(f"the head takes hosts in at {where}: joining as {self._name}")
                 why = self._one_life(config)

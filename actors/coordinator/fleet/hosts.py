@@ -246,8 +246,10 @@ class HostFleet:
 
     def _end_runners(self, host: str, reason: str) -> None:
         over = (RunnerState.LOST, RunnerState.QUARANTINED, RunnerState.RETIRED)
+        loads = self._live.in_flight.loads
         for life in [life for (name, _), life in self._live.lives.items() if host_of(name) == host]:
-            if life.state not in over:
+            # One that retired may have units still: its host ended before they did.
+            if life.state not in over or loads.get((life.name, life.incarnation)):
                 self._died(RunnerDied(life.name, life.incarnation, reason, model=life.model, asked=True))
 
     def units_of(self, host: str) -> int:

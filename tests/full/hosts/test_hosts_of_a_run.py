@@ -179,6 +179,19 @@ def test_a_host_is_drained_by_a_person_and_its_join_ends(start_head: StartHead) 
     assert head.events(ev.AttemptFailed, ev.HostLost) == []
 
 
+def test_what_a_host_has_that_ends_before_its_tasks_do_is_attempted_elsewhere(start_head: StartHead) -> None:
+    head = start_head()
+    with host_joins(head.url, "b", head.folder, "--drain", "0") as b:
+        ready(head.client, "b")
+        head.submit(1, 64, 2.0)
+        wait_until(lambda: head.client.status()["hosts"][0]["units"] > 0, "work for b", 20)
+        assert b.drain() == 0
+        head.finish(1, 64)
+    failed = head.events(ev.AttemptFailed)
+    assert {(e.runner, e.kind, e.blamed) for e in failed} == {("runner-0@b", "runner_lost", False)}
+    assert head.events(ev.HostLost) == []
+
+
 def test_a_runner_of_another_host_is_restarted(start_head: StartHead) -> None:
     head = start_head()
     with host_joins(head.url, "b", head.folder):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_es.actors.engines.devices import chosen, cores, place, placed, share, visible
+from trinity_es.actors.engines.devices import chosen, cores, lacking, place, placed, share, visible
 
 
 def test_engines_take_gpus_in_line() -> None:
@@ -26,6 +26,12 @@ def test_with_fewer_gpus_than_engines_they_share() -> None:
 @pytest.mark.parametrize(("names", "count"), [([], 1), (["0"], 2)])
 def test_where_there_are_none_or_too_few_nothing_is_changed(names: list[str], count: int) -> None:
     assert chosen(names, 0, count) is None
+
+
+def test_an_engine_that_spans_more_gpus_than_there_are_is_named() -> None:
+    engines = [("rollout", 2), ("judge", 4)]
+    assert [lacking(engines, gpus) for gpus in (8, 4, 3, 1)] == ["", "", "judge", "rollout"]
+    assert lacking(engines, 0) == "", "an engine of cores, or it says itself what it lacks"
 
 
 def test_what_the_user_allowed_is_all_there_is(monkeypatch: pytest.MonkeyPatch) -> None:

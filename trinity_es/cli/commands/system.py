@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +31,15 @@ from trinity_es.system import lifecycle, running_system
 from trinity_es.text import does, plain
 
 __all__ = ["Progress", "down", "redo", "restart_runner", "scale", "up"]
+
+
+class On(StrEnum):
+    """What starts a run's processes."""
+
+    RAY = "ray"
+
+
+OnOption = Annotated[On | None, typer.Option("--on", help="What starts it, on several nodes: a Ray cluster.")]
 
 
 def restart_runner(
@@ -137,17 +147,28 @@ def up(
     standby: Annotated[
         bool, typer.Option("--standby", help="Wait until nobody leads this run, then lead it (docs/DEPLOY.md).")
     ] = False,
+    on: OnOption = None,
+    hosts: Annotated[int | None, typer.Option(
+        "--hosts", min=1, metavar="N", show_default="all nodes with room now",
+        help="With --on ray: hosts, each on a node of its own.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Start the actor system of a config and wait for its engines; it then serves any trainer that connects.
 
-    Exits 1 when the log lacks what was acknowledged, as far as this host knows: see `trinity-es accept-rewind`.
+    Exits 1 when the log lacks what was acknowledged, as far as this host knows: see `trinity-es accept-rewind`. With
+    `--on ray` a Ray cluster starts it, over several nodes, and again whatever of it dies (docs/DEPLOY.md).
 
     \b
-    Example:
+    Examples:
       trinity-es up config.yaml --set explorer.rollout_model.engine_num=2
+      trinity-es up --on ray config.yaml --hosts 4
     """
     settings = read_config(config, overrides)
+    if on is not None:
+        _up_on_ray(settings, hosts, wait=not no_wait, standby=standby, as_json=as_json)
+        return
+    if hosts is not None:
+        raise typer.BadParameter("--hosts goes with --on ray; without it, hosts come with `trinity-es join`")
     if standby:
         wait_to_lead(settings)
     started = time.monotonic()
@@ -171,6 +192,22 @@ def up(
     print(f"next       trinity-es status {first}\n           trinity-es down {last}")
 
 
+def _up_on_ray(settings: Config, hosts: int | None, *, wait: bool, standby: bool, as_json: bool) -> None:
+    from trinity_es.hosts import on_ray
+
+    if standby:
+        raise typer.BadParameter("--standby is not for --on ray: Ray starts the head again by itself")
+    started = time.monotonic()
+    answer = on_ray.start(settings, hosts, wait=wait, tell=note, progress=Progress() if wait else None)
+    answer |= {"log": settings.masked()["store"]["url"], "seconds": time.monotonic() - started}
+    if as_json:
+        print_json(answer)
+        return
+    state = "serve" if wait else "are starting"
+    print(f"Ray has placed the head and {answer['hosts']} hosts, which {state} ({answer['seconds']:.1f} s)")
+    print(f"log        {answer['log']}\ntext logs  {settings.system.log_dir}, on each node")
+
+
 class Progress:
     """Says what a runner is doing, or waits for, when that changes."""
 
@@ -188,17 +225,27 @@ class Progress:
 def down(
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="Config file.", show_default=False)] = None,
     log: LogOption = None,
+    on: OnOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """End the actor system of a store: engines first, then the actors. Open batches stay open in the log.
 
-    Exits 1 when a process could not be ended.
+    Exits 1 when a process could not be ended. With `--on ray` it ends what Ray has of the run, on all nodes.
 
     \b
     Example:
       trinity-es down config.yaml
     """
     settings = settings_of(config, log)
+    if on is not None:
+        from trinity_es.hosts import on_ray
+
+        was_there = on_ray.down(settings)
+        if as_json:
+            print_json({"was_running": was_there})
+        else:
+            print("Ray has ended the run on all nodes" if was_there else "Ray has nothing of this run")
+        return
     running = running_system.find(settings)
     ended = end_system(settings)
     if as_json:
