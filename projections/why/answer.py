@@ -184,9 +184,9 @@ def resume_command(store: str) -> str:
     """Return the command that goes on with the `trinity-es run` of a store, by its URL.
 
     The log is named itself: the config file may be that of another run, where `--set` gave this one its name. Where a
-    password is left out of a database's URL, its config file is what one has.
+    password is left out of a database's URL, or the log does not say where it lies, the config file is what one has.
     """
-    if "***" in store:
+    if not store or "***" in store:
         return "trinity-es resume CONFIG"
     if store.startswith("sqlite:///"):
         path = Path(store.removeprefix("sqlite:///"))

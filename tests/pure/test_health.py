@@ -141,9 +141,9 @@ DOWN: dict[str, Any] = {
     (None, "nothing runs, and nothing is open"),
     ({"step": 5, "total_steps": 5, "complete": True}, "nothing is open: the run is complete, with step 5"),
     ({"step": 5, "total_steps": 9, "complete": False},
-     "nothing is open: the run's last step is 5 of 9, and `trinity-es resume CONFIG` goes on with it"),
+     "nothing is open: the run's last step is 5 of 9, and `trinity-es resume s` goes on with it"),
     ({"step": 5, "total_steps": None, "complete": None},
-     "the run's last step is 5, and `trinity-es resume CONFIG` goes on with it, or says that it is complete"),
+     "the run's last step is 5, and `trinity-es resume s` goes on with it, or says that it is complete"),
 ])
 def test_of_a_run_of_which_nothing_runs_is_told_how_far_it_is(run: dict[str, Any] | None, said: str) -> None:
     out = io.StringIO()
@@ -162,7 +162,7 @@ def test_a_system_that_ends_with_its_owner_is_a_problem_where_something_is_left(
     found = list(health.problems(Config.model_validate({}), DOWN | {"ends": ends, "run": run}, None, []))
     assert len(found) == told
     for line in found:
-        assert line.startswith(f"the actor system ends: {ends}; `trinity-es resume CONFIG` goes on with the run")
+        assert line.startswith(f"the actor system ends: {ends}; `trinity-es resume s` goes on with the run")
 
 
 @pytest.mark.parametrize(("run", "way"), [
@@ -225,7 +225,7 @@ def test_all_is_well_where_an_engine_serves(state: str, says: str) -> None:
 
 
 @pytest.mark.parametrize(("run", "way"), [
-    ({"step": 3, "total_steps": None, "complete": None}, "`trinity-es resume CONFIG` generates it anew"),
+    ({"step": 3, "total_steps": None, "complete": None}, "`trinity-es resume s` generates it anew"),
     (None, "start its trainer again"),
 ])
 def test_a_last_batch_of_which_every_run_failed_is_a_problem(run: dict[str, Any] | None, way: str) -> None:

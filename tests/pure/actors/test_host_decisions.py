@@ -10,6 +10,7 @@ import pytest
 from trinity_es.actors.coordinator.decisions.hosts import Hello, Refusal, drained, folder_of, hello, lost
 from trinity_es.actors.coordinator.fleet.hosts import FarProcess, HostFleet, far_lives
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
+from trinity_es.actors.coordinator.units_in_flight import UnitsInFlight
 from trinity_es.actors.hosts.head_dialer import NO_TLS
 from trinity_es.actors.hosts.link import Admission
 from trinity_es.actors.messages import HostDrained, RunnerDied
@@ -188,6 +189,7 @@ class Book:
         self.hosts: Hosts = {}
         self.lives: dict[tuple[str, int], RunnerLife] = {}
         self.batches: dict[Any, Any] = {}
+        self.in_flight = UnitsInFlight()
         self.weights = Weights(3, "/published/3", "checkpoint")
         self.adapters: Adapters = {}
 

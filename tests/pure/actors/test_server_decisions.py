@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_es.actors.coordinator.decisions import batches, servers
+from trinity_es.actors.coordinator.decisions import servers
 from trinity_es.actors.coordinator.fleet import server_list
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.fleet.server_list import ServerList, read_lines
 from trinity_es.actors.coordinator.fleet.servers import ServerFleet
+from trinity_es.actors.coordinator.units_in_flight import UnitsInFlight
 from trinity_es.actors.engines.restart_command import run_command
 from trinity_es.actors.settings import ServersSettings, checked_url
 from trinity_es.config.config import Config
@@ -157,7 +158,7 @@ class Leaving:
         life = RunnerLife(name="runner-0", incarnation=1, state=state)
         live = SimpleNamespace(
             servers=after(added(A, 0), added(B, 1), removed(A, 0, "scale")), lives={("runner-0", 1): life}, batches={},
-            weights=Weights(), record=lambda *events: None, then=lambda call: call(),
+            weights=Weights(), in_flight=UnitsInFlight(), record=lambda *events: None, then=lambda call: call(),
         )
         self.registry = RunnerRegistry(live, self, clock=lambda: 0.0)  # type: ignore[arg-type]  # stand-ins
         settings = ServersSettings(urls=[A, B], file="", command="", poll_interval=1.0, drain_timeout=10.0)
@@ -182,20 +183,6 @@ def test_in_mode_serve_a_runner_that_serves_is_retired_when_its_requests_had_the
     assert [served.look(at) for at in (0.0, 9.0, 10.0)] == [{}, {}, {"runner-0": 1}]
     not_ready = Leaving(RunnerState.STARTED, proxied=True)
     assert not_ready.look(0.0) == {"runner-0": 1}, "nobody asks it"
-
-
-def test_what_runners_have_to_do_is_counted_for_those_alone_that_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted: list[Any] = []
-
-    def loads(of: Any) -> dict[tuple[str, int], int]:
-        counted.append(of)
-        return {}
-
-    monkeypatch.setattr(batches, "loads", loads)
-    Leaving(RunnerState.RETIRED).look(0.0)
-    assert not counted
-    Leaving().look(0.0)
-    assert len(counted) == 1
 
 
 # --- what a list may say --------------------------------------------------------------------------------------------
