@@ -114,7 +114,8 @@ def test_every_api_is_kept_with_the_ids_that_were_sampled(session: Session) -> N
     logprobs = [t["logprob"] for t in entries]
     assert logprobs == pytest.approx(found[6].logprobs.tolist())
     assert said.output[0].content[0].text == found[7].response_text
-    assert message["content"][0]["text"] == found[8].response_text
+    unfinished = "\N{REPLACEMENT CHARACTER}"  # a character of which the last token has the first byte alone
+    assert message["content"][0]["text"].rstrip(unfinished) == found[8].response_text.rstrip(unfinished)
     assert all(0 < len(ids) <= most for ids, most in zip(responses, [6, 6, 3, 3, 3, 3, 4, 6, 5], strict=True))
     assert found[0].messages == [*HELLO, {"role": "assistant", "content": found[0].response_text}]
     assert session.model.usage.response_tokens == sum(map(len, responses))
