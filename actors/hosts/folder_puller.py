@@ -24,7 +24,7 @@ from trinity_es.actors.hosts.folder_files import FileFacts, FolderName, digests_
 from trinity_es.actors.hosts.folder_sender import SILENT_SECONDS
 from trinity_es.actors.hosts.head_dialer import HeadDialer
 from trinity_es.actors.hosts.sealed_stream import NotOurs, Refused, SealedStream
-from trinity_es.events.errors import SyncError
+from trinity_es.events.errors import SyncError, WrongKey
 from trinity_es.events.store.retry import Backoff
 
 __all__ = ["FolderPuller", "pulled_dir"]
@@ -104,7 +104,7 @@ class FolderPuller:
                 raise SyncError(f"{name} can't be pulled from the head: {e.args[0]}", refused=True) from e
             except (NotOurs, OSError, EOFError, TimeoutError) as e:
                 why = str(e) or "the head did not answer in time"
-            except SyncError:
+            except (SyncError, WrongKey):
                 raise
             except Exception as e:  # of `find`: a database that does not answer
                 why = str(e)

@@ -225,7 +225,7 @@ class HostRun:
     def _pulled(self, head: str, config: Config, name: FolderName) -> Path:
         address, _, port = head.rpartition(":")
         folder = Path(config.hosts.weights_dir or self._log_dir / "models")
-        keys = HostKeys(config.hosts.key_file or key_file(config))
+        keys = HostKeys(config.hosts.key_file or ("" if os.environ.get(KEY_VARIABLE) else key_file(config)))
         tls = TlsSettings(**config.hosts.tls.model_dump())
         dialer = HeadDialer(keys, lambda: (address.strip("[]"), int(port)), config.hosts.timeout, tls)
         puller = FolderPuller(folder, {"name": self._name, "build": VERSION}, dialer)
