@@ -231,7 +231,7 @@ def summary(event: ev.Event) -> str:
             return f"{units} to {event.runner} #{event.incarnation}, version {event.model_version}"
         case ev.RunsFinished():
             rewards = [r.metrics["reward"] for r in event.runs if "reward" in r.metrics]
-            reward = f", reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
+            reward = f", reward {sum(rewards) / len(rewards):z.3f}" if rewards else ""
             return (f"task {event.task}: {len(event.runs)} runs on {event.runner} in {event.seconds:.2f} s"
                     f"{reward}, version {event.model_version_end}")
         case ev.AttemptFailed():

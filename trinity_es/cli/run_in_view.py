@@ -193,7 +193,7 @@ def short_path(path: Path) -> str:
 def print_summary(told: dict[str, Any]) -> None:
     """Print the end of a run, for a person: what came of it, and what to ask next."""
     def number(value: float | None) -> str:
-        return "-" if value is None else f"{value:.3f}"
+        return "-" if value is None else f"{value:z.3f}"
 
     evals = counted(len(told["evals"]), "eval")
     print(f"\nbatches          {told['batches']} ({told['train_batches']} to train on, {evals})")
