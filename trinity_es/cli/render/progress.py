@@ -140,12 +140,13 @@ class RunView:
             state = self.state
             batch = next((b for b in state.batches.values() if b.ended_at is None), None)
             batch = batch or next(reversed(state.batches.values()), None)
-            evals = [b for b in state.evals() if b.reward is not None]
+            evals = [b for b in state.evals() if b.ended_at is not None]
             lines = [Text(
                 ("" if batch is None else f"{self._name(batch)}   ") + f"version {state.model_version}   "
                 f"{state.response_tokens:,} tokens   {now - (state.started_at or now):.0f} s"
                 + (f"   {state.failed_attempts} failed attempts" if state.failed_attempts else ""), style="bold green",
             )]
         if evals:
-            lines.append(Text("eval   " + "  ".join(f"{plain(b.batch_id)} {b.reward:z.3f}" for b in evals[-4:])))
+            told = (f"{plain(b.batch_id)} {'none' if b.reward is None else f'{b.reward:z.3f}'}" for b in evals[-4:])
+            lines.append(Text("eval   " + "  ".join(told)))
         return Group(*lines, picture_view(self._picture, min(LINES, self._out.height) - len(lines)))
