@@ -262,7 +262,8 @@ def _units(course: BatchTimes) -> str:
     """Return the units that no runner has."""
     key, first = next(iter(course.state.pending.items()))
     more = len(course.state.pending) - 1
-    return _unit(course.state, first, course.state.strikes.get(key, 0)) + (f" and {counted(more, 'more unit')}" if more else "")
+    told = _unit(course.state, first, course.state.strikes.get(key, 0))
+    return told + (f" and {counted(more, 'more unit')}" if more else "")
 
 
 def _interrupted(course: BatchTimes, flight: Flight) -> Waiting:
@@ -317,7 +318,8 @@ def _flying(
     return Waiting(
         cause=cause, what=what, text=text,
         task=unit.task, attempt=unit.attempt, charged_attempt=flight.strikes + 1, max_attempts=state.max_attempts,
-        runner=flight.runner, incarnation=flight.incarnation, since=since, seen=None if runner is None else runner.seen, limit=limit,
+        runner=flight.runner, incarnation=flight.incarnation, since=since,
+        seen=None if runner is None else runner.seen, limit=limit,
     )
 
 
