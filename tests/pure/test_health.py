@@ -232,8 +232,9 @@ def test_batches_are_told_as_the_log_has_them_which_is_read_last(
     sent = ev.TasksDispatched(runner="runner-0", incarnation=1, model_version=0,
                               units=[ev.Unit(task=0, run_id_base=0, runs=1, attempt=1)])
     ended = ev.BatchFinalized(result={"batch_id": 1, "batch_type": "train", "metrics": {}})
+    written: dict[int, list[ev.Event]] = {1: [submitted(1), ended], 2: [submitted(2), sent, failed], 3: [submitted(3)]}
     with EventLog.open(url, create=True, projectors=projectors()) as log:
-        for number, events in {1: [submitted(1), ended], 2: [submitted(2), sent, failed], 3: [submitted(3)]}.items():
+        for number, events in written.items():
             log.append([Write(stream=f"batch/{number}", expected_version=0, events=events)], commit_id=str(number))
     before = [{"batch_id": n, "batch_type": "train", "state": "running", "tasks": 2, "settled": 0, "running_units": 2,
                "pending_units": 0, "failed_attempts": 0, "waited_for": 0} for n in (1, 2)]
