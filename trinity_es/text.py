@@ -111,12 +111,15 @@ def devices(places: Mapping[str, int]) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """Return a curve in one line of text: values from 0 to 1, in groups where there are more than `width`."""
+    """Return a curve in one line of text, from its least to its most: means of groups, of more than `width` values."""
     if not values:
         return ""
     size = max(1, -(-len(values) // width))
     means = [sum(g) / len(g) for g in (values[i : i + size] for i in range(0, len(values), size))]
-    return "".join("▁▂▃▄▅▆▇█"[min(7, max(0, int(v * 8)))] for v in means)
+    least, most = min(means), max(means)
+    if least == most:
+        return "▄" * len(means)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (v - least) / (most - least))] for v in means)
 
 
 def event_line(recorded: Recorded) -> str:
@@ -231,7 +234,7 @@ def summary(event: ev.Event) -> str:
             return f"{units} to {event.runner} #{event.incarnation}, version {event.model_version}"
         case ev.RunsFinished():
             rewards = [r.metrics["reward"] for r in event.runs if "reward" in r.metrics]
-            reward = f", reward {sum(rewards) / len(rewards):.3f}" if rewards else ""
+            reward = f", reward {sum(rewards) / len(rewards):z.3f}" if rewards else ""
             return (f"task {event.task}: {len(event.runs)} runs on {event.runner} in {event.seconds:.2f} s"
                     f"{reward}, version {event.model_version_end}")
         case ev.AttemptFailed():

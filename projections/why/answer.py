@@ -51,6 +51,8 @@ class Waiting:
     """One sentence, without a full stop."""
     task: int | None = None
     attempt: int | None = None
+    charged_attempt: int | None = None
+    """Its number among those that count against `max_attempts`: one that ended with its runner does not."""
     max_attempts: int | None = None
     runner: str | None = None
     incarnation: int | None = None

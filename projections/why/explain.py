@@ -246,27 +246,34 @@ def _trainers_turn(course: BatchTimes, now: float, live: Mapping[str, Any] | Non
 
 
 # --- units ----------------------------------------------------------------------------------------------------------
-def _unit(state: BatchState, unit: ev.Unit) -> str:
+def _unit(state: BatchState, unit: ev.Unit, strikes: int) -> str:
+    """Return a unit in words. `strikes`: failed attempts before this one that count."""
     last = unit.run_id_base + unit.runs - 1
     runs = f"run {last}" if unit.runs == 1 else f"runs {unit.run_id_base}-{last}"
-    of = f" of {state.max_attempts}" if unit.attempt <= state.max_attempts else ""  # else it was not blamed for some
-    return f"task {unit.task}, {runs}, attempt {unit.attempt}{of}"
+    counts = strikes + 1
+    of = f"of {state.max_attempts}"
+    if counts != unit.attempt:  # it was not blamed for some: its runner was lost
+        nth = {1: "1st", 2: "2nd", 3: "3rd"}.get(counts, f"{counts}th")
+        of = f"(the {nth} {of} that count)"
+    return f"task {unit.task}, {runs}, attempt {unit.attempt} {of}"
 
 
 def _units(course: BatchTimes) -> str:
     """Return the units that no runner has."""
-    first = next(iter(course.state.pending.values()))
+    key, first = next(iter(course.state.pending.items()))
     more = len(course.state.pending) - 1
-    return _unit(course.state, first) + (f" and {counted(more, 'more unit')}" if more else "")
+    told = _unit(course.state, first, course.state.strikes.get(key, 0))
+    return told + (f" and {counted(more, 'more unit')}" if more else "")
 
 
 def _interrupted(course: BatchTimes, flight: Flight) -> Waiting:
     unit, state = flight.unit, course.state
-    what = _unit(state, unit)
+    what = _unit(state, unit, flight.strikes)
     text = f"{what} was on {flight.runner} #{flight.incarnation} when the system ended"
     return Waiting(
         cause="interrupted", what=what, text=text, task=unit.task, attempt=unit.attempt,
-        max_attempts=state.max_attempts, runner=flight.runner, incarnation=flight.incarnation,
+        charged_attempt=flight.strikes + 1, max_attempts=state.max_attempts, runner=flight.runner,
+        incarnation=flight.incarnation,
         since=course.flying_since.get((unit.task, unit.run_id_base)),
     )
 
@@ -304,14 +311,15 @@ def _flying(
     else:
         told = "running" + (f": {told}" if told else "")
     of = "" if limit is None else f" of at most {span(limit)}"
-    what = _unit(state, unit)
+    what = _unit(state, unit, flight.strikes)
     first = state.tasks[unit.task].first_error if unit.attempt > 1 else None
     again = "" if first is None else f" (before it: {_short(first, 120)})"
     text = f"{what} on {flight.runner} #{flight.incarnation} for {span(age)}{of}: {told}{again}"
     return Waiting(
         cause=cause, what=what, text=text,
-        task=unit.task, attempt=unit.attempt, max_attempts=state.max_attempts, runner=flight.runner,
-        incarnation=flight.incarnation, since=since, seen=None if runner is None else runner.seen, limit=limit,
+        task=unit.task, attempt=unit.attempt, charged_attempt=flight.strikes + 1, max_attempts=state.max_attempts,
+        runner=flight.runner, incarnation=flight.incarnation, since=since,
+        seen=None if runner is None else runner.seen, limit=limit,
     )
 
 

@@ -11,9 +11,8 @@ from rich.console import Console
 
 from benchmarks.sample_ground import TimedLog
 from trinity_es.cli.render.progress import RunView
-from trinity_es.cli.render.tables import console
 from trinity_es.cli.render.watch import look
-from trinity_es.cli.run_in_view import run_summary
+from trinity_es.cli.run_in_view import print_summary, run_summary
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import Write
@@ -21,6 +20,7 @@ from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.run import fold_run
 from trinity_es.projections.tables.read_models import projectors
+from trinity_es.text import sparkline
 
 START = 1_772_352_000.0
 LIFE: dict[str, Any] = {"runner": "runner-0", "incarnation": 1}
@@ -100,8 +100,28 @@ def test_the_time_that_a_system_was_down_or_loaded_engines_makes_no_step_slower(
     with RunView(str(path), Console(file=out, width=160)):
         pass
     [line] = [line for line in out.getvalue().splitlines() if line.startswith("step 1")]
-    assert "  100 tokens/s" in line
+    assert "  800 tokens  40 tokens/s" in line
     assert line.endswith("  20.00 s")
+
+
+def test_the_rate_of_a_batch_is_its_own_tokens_by_its_own_seconds(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    entries: list[tuple[float, str, ev.Event]] = [(0, "runner/runner-0", READY)]
+    for n in range(1, 4):
+        entries += [(400 * n - 1, f"batch/{n}", submitted(n)), (400 * n, f"batch/{n}", done(256)),
+                    (400 * n, f"batch/{n}", finalized(n, "train", "rollout/reward/mean", -0.0001))]
+    entries += [(5000, "batch/e", submitted("e", "eval")), (5050, "batch/e", done(280)),
+                (5050, "batch/e", finalized("e", "eval", "eval/letters/reward/mean@1", 0.5)),
+                *evaluated(5050, "f", 0.5)]
+    write(path, entries)
+    out = io.StringIO()
+    with RunView(str(path), Console(file=out, width=160)):
+        pass
+    steps = [line for line in out.getvalue().splitlines() if line.startswith("step")]
+    assert [line.partition("tasks  ")[2] for line in steps] == [
+        "reward 0.000  256 tokens  256 tokens/s  version 0  1.00 s"] * 3
+    assert "  280 tokens  5.6 tokens/s  version 0  50.00 s" in out.getvalue()
+    assert "eval f  0/1 tasks  reward 0.500  0 tokens  0.00 s" in out.getvalue()
 
 
 def test_the_weights_of_a_run_are_those_that_every_runner_has(tmp_path: Path) -> None:
@@ -128,11 +148,40 @@ def test_tokens_that_come_at_once_after_a_silence_were_not_made_at_once(tmp_path
     write(path, [(0, "runner/runner-0", READY), (0, "batch/1", submitted(1)), (100, "batch/1", done(6000))])
     with open_log(str(path)) as log:
         assert look(log, now=START + 100.5).tokens_per_second == pytest.approx(6000 / 30)
-    view = RunView(str(path), console())
-    with view:
-        pass
-    assert view._rate() == pytest.approx(6000 / 10)
     young = tmp_path / "young.sqlite"
     write(young, [(0, "runner/runner-0", READY), (0, "batch/1", submitted(1)), (5, "batch/1", done(6000))])
     with open_log(str(young)) as log:
         assert look(log, now=START + 5).tokens_per_second == pytest.approx(6000 / 5)
+
+
+def test_an_eval_that_gave_nothing_is_counted_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "log.sqlite"
+    config = Config.from_dict({"store": {"url": f"sqlite:///{path}"}}, folder=tmp_path)
+    failed: list[tuple[float, str, ev.Event]] = [
+        (0, "batch/0/letters", submitted("0/letters", "eval")),
+        (1, "batch/0/letters", finalized("0/letters", "eval", "eval/letters/failed_task_count", 1.0)),
+    ]
+    steps: list[tuple[float, str, ev.Event]] = [(2, "runner/runner-0", READY)]
+    for n, reward in enumerate((-0.0001, 0.05, 0.1), 1):
+        steps += [(10 * n, f"batch/{n}", submitted(n)), (10 * n + 5, f"batch/{n}", done(300)),
+                  (10 * n + 5, f"batch/{n}", finalized(n, "train", "rollout/reward/mean", reward))]
+    write(path, [*failed, *steps, *evaluated(40, "2/letters", 0.4), *evaluated(41, "3/letters", 0.5)])
+    with open_log(str(path)) as log:
+        told = run_summary(config, fold_run(log.events()))
+    assert (told["eval_reward_before"], told["eval_reward_after"]) == (None, 0.5)
+    assert [e["reward"] for e in told["evals"]] == [None, 0.4, 0.5]
+    print_summary(told)
+    said = capsys.readouterr().out
+    assert "batches          6 (3 to train on, 3 evals, 1 of which gave no reward)\n" in said
+    assert "eval reward      none in the first eval, 0.500 in the last\n" in said
+    assert "tokens           900 generated, 60 a second while engines served\n" in said
+    assert "reward           0.000 in the first step, 0.100 in the last  ▁▅█\n" in said  # from the least to the most
+
+
+def test_a_curve_goes_from_its_least_to_its_most() -> None:
+    assert sparkline([0.010, 0.012, 0.024]) == "▁▂█"
+    assert sparkline([-3.0, 5.0, 1.0]) == "▁█▅"
+    assert sparkline([0.3] * 3) == "▄▄▄"
+    assert sparkline([n / 2 for n in range(120)], 2) == "▁█"

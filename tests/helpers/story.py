@@ -64,11 +64,11 @@ class Story:
             ))
         return self
 
-    def fail(self, task: int, kind: Any = "workflow", message: str = "boom") -> Story:
-        return self.add("batch/3", ev.AttemptFailed(
-            task=task, run_id_base=0, failed_runs=[0, 1, 2, 3], attempt=1, runner="runner-0", incarnation=1, kind=kind,
-            message=message, retry=True,
-        ))
+    def fail(self, task: int, kind: Any = "workflow", message: str = "boom", **more: Any) -> Story:
+        return self.add("batch/3", ev.AttemptFailed(**{
+            "task": task, "run_id_base": 0, "failed_runs": [0, 1, 2, 3], "attempt": 1, "runner": "runner-0",
+            "incarnation": 1, "kind": kind, "message": message, "retry": True, **more,
+        }))
 
     def why(self, after: float, batch_id: int | str = 3, **facts: Any) -> Why:
         return why(observe(SystemSnapshot(), self.recorded), batch_id, now=T + after, **facts)

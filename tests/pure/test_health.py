@@ -13,8 +13,9 @@ from rich.console import Console
 from trinity_es.cli.common import find_batch
 from trinity_es.client import health
 from trinity_es.config.config import Config
+from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound
-from trinity_es.events.store.log import EventLog
+from trinity_es.events.store.log import EventLog, Write
 from trinity_es.projections.tables.read_models import projectors
 
 URL = "http://gpu-7:8000"
@@ -215,6 +216,37 @@ def test_a_batch_that_is_not_there_may_come_when_the_system_has_started(
     assert said().endswith("lists what there is")
     del live["weights_version"]
     assert said().endswith("the system is starting: its coordinator is not up yet")
+
+
+def test_batches_are_told_as_the_log_has_them_which_is_read_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"sqlite:///{tmp_path / 'log.sqlite'}"
+    config = Config.model_validate({"store": {"url": url}})
+
+    def submitted(batch_id: int) -> ev.BatchSubmitted:
+        return ev.BatchSubmitted(batch_id=batch_id, batch_type="train", repeat_times=[1, 1], tasks=[{}, {}])
+
+    failed = ev.AttemptFailed(task=0, run_id_base=0, failed_runs=[0], attempt=1, runner="runner-0", incarnation=1,
+                              kind="workflow", message="boom", retry=False)
+    sent = ev.TasksDispatched(runner="runner-0", incarnation=1, model_version=0,
+                              units=[ev.Unit(task=0, run_id_base=0, runs=1, attempt=1)])
+    ended = ev.BatchFinalized(result={"batch_id": 1, "batch_type": "train", "metrics": {}})
+    written: dict[int, list[ev.Event]] = {1: [submitted(1), ended], 2: [submitted(2), sent, failed], 3: [submitted(3)]}
+    with EventLog.open(url, create=True, projectors=projectors()) as log:
+        for number, events in written.items():
+            log.append([Write(stream=f"batch/{number}", expected_version=0, events=events)], commit_id=str(number))
+    before = [{"batch_id": n, "batch_type": "train", "state": "running", "tasks": 2, "settled": 0, "running_units": 2,
+               "pending_units": 0, "failed_attempts": 0, "waited_for": 0} for n in (1, 2)]
+    live = {"system": {"children": []}, "weights_version": 0, "batches": before, "runners": []}
+    monkeypatch.setattr(health, "facts", lambda config: (live, {"up": True}))
+    out = io.StringIO()
+    health.show(Console(file=out, width=200), health.look(config))
+    told = out.getvalue()
+    assert "open batches 2\n" in told
+    assert "  2: running, 1 of 2 tasks, 0 units running, 1 waiting, 1 failed attempts\n" in told
+    assert "  3: running, 0 of 2 tasks, 0 units running, 2 waiting\n" in told
+    assert "finalized" not in told
 
 
 @pytest.mark.parametrize(("state", "says"), [

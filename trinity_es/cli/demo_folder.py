@@ -276,7 +276,7 @@ def judge(told: dict[str, Any], *, steps: int, engine: str) -> Verdict:
         return Verdict(None, "The scripted engine learns nothing: this showed the way, not the learning.")
     if before is None or after is None:
         return Verdict(False, "THE MODEL WAS NOT JUDGED: the evals before and after are not both in the log.")
-    rose = f"the eval reward went from {before:.3f} to {after:.3f} in {steps} steps"
+    rose = f"the eval reward went from {before:z.3f} to {after:z.3f} in {steps} steps"
     if before < CHANCE and after >= LEARNED:
         return Verdict(True, f"The model learned its task: {rose}.")
     if steps < STEPS:

@@ -151,7 +151,7 @@ def _whole(settings: Config) -> RunState:
 def run_summary(settings: Config, state: RunState) -> dict[str, Any]:
     """Return what came of a run, from the fold of its log, as plain JSON."""
     train = [b for b in state.train() if b.reward is not None]
-    evals = [{"batch_id": b.batch_id, "reward": b.reward} for b in state.evals() if b.reward is not None]
+    evals = [{"batch_id": b.batch_id, "reward": b.reward} for b in state.evals() if b.ended_at is not None]
     of_first = [e for e in evals if _taskset(e) == _taskset(evals[0])]  # one is not the after of another
     busy = state.busy_seconds
     seconds = (state.last_at or 0.0) - (state.started_at or 0.0)
@@ -193,12 +193,14 @@ def short_path(path: Path) -> str:
 def print_summary(told: dict[str, Any]) -> None:
     """Print the end of a run, for a person: what came of it, and what to ask next."""
     def number(value: float | None) -> str:
-        return "-" if value is None else f"{value:.3f}"
+        return "none" if value is None else f"{value:z.3f}"
 
-    evals = counted(len(told["evals"]), "eval")
+    evals, without = counted(len(told["evals"]), "eval"), sum(e["reward"] is None for e in told["evals"])
+    if without:
+        evals += f", {without} of which gave no reward"
     print(f"\nbatches          {told['batches']} ({told['train_batches']} to train on, {evals})")
     print(f"tokens           {told['response_tokens']:,} generated, {told['tokens_per_second']:,.0f} a second "
-          "while batches ran")
+          "while engines served")
     versions = counted(told["weight_versions"] or 1, "version")
     print(f"weights          {versions}, the last is {told['model_version']}")
     print(f"failed attempts  {told['failed_attempts']}")
@@ -209,7 +211,7 @@ def print_summary(told: dict[str, Any]) -> None:
         print(f"reward           {first} in the first step{of}  {sparkline(told['rewards'])}")
     if told["evals"]:
         of = f"{number(told['eval_reward_before'])} in the first eval"
-        if told["eval_reward_after"] is not None:
+        if sum(_taskset(e) == _taskset(told["evals"][0]) for e in told["evals"]) > 1:
             of += f", {number(told['eval_reward_after'])} in the last"
         print(f"eval reward      {of}")
     if told.get("picture"):

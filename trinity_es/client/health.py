@@ -165,12 +165,13 @@ def look(config: Config) -> dict[str, Any]:
         with open_log(config.store.url) as log:
             if live is None or "weights_version" not in live:
                 _read(config, log, out)
+            found = log.why_open(live=live, system=processes)
             out.update(last_batch=_last_batch(log), run=_run(log))
             if log.streams(HostJoined.stream):
                 shown = {h["host"] for h in out["hosts"]}
                 out["hosts"] = [row.as_dict() for row in read_hosts(log, live, processes)
                                 if row.host and (row.there or row.host in shown)]
-            return log.why_open(live=live, system=processes)
+            return found
 
     try:
         whys = within(READ_SECONDS, read)
@@ -187,10 +188,8 @@ def look(config: Config) -> dict[str, Any]:
         out["problems"].append(f"the log can't be read: {e.message}")
         return out
     out["runners"].sort(key=lambda row: natural(row["runner"]))
-    for row in out["batches"]:
-        told = next((w for w in whys if w.batch_id == row["batch_id"]), None)
-        if told is not None:
-            row |= {"cause": told.cause, "waiting_for": told.sentence, "stalled": told.stalled}
+    whys = [w for w in whys if w.state not in (BatchLifecycleState.FINALIZED, BatchLifecycleState.ABORTED)]
+    out["batches"] = _open_batches(out["batches"], whys, units=live is not None and "weights_version" in live)
     if lost is None:
         out["problems"] += problems(config, out, live, whys)
     return out
@@ -212,6 +211,18 @@ def _told(config: Config, out: dict[str, Any], live: dict[str, Any]) -> None:
                 "model": life.model}
         out["runners"].append(row)
     out["batches"], out["hosts"] = live["batches"], live.get("hosts", [])
+
+
+def _open_batches(rows: list[dict[str, Any]], whys: list[Why], *, units: bool) -> list[dict[str, Any]]:
+    """Return the open batches as `whys` has them: the log is read after the system answered, and is ahead of `rows`."""
+    known = {row["batch_id"]: row for row in rows}
+    return [
+        known.get(w.batch_id, {}) | {
+            "batch_id": w.batch_id, "state": w.state, "tasks": w.tasks, "settled": w.settled,
+            "failed_attempts": w.failed_attempts, "cause": w.cause, "waiting_for": w.sentence, "stalled": w.stalled,
+        } | ({"running_units": w.running_units, "pending_units": w.pending_units} if units else {})
+        for w in whys
+    ]
 
 
 def _read(config: Config, log: Log, out: dict[str, Any]) -> None:

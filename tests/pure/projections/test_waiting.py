@@ -96,6 +96,20 @@ def test_an_attempt_that_is_not_the_first_says_why(story: Story) -> None:
     assert unit.text.endswith("(before it: workflow: it [2J broke)")
 
 
+def test_an_attempt_that_ended_with_its_runner_is_none_of_those_that_count(story: Story) -> None:
+    story.batch(tasks=1).dispatch(0)
+    for attempt in (2, 3):
+        story.fail(0, attempt=attempt - 1, kind="runner_lost", blamed=False).dispatch(0, attempt=attempt)
+    assert story.why(5).waiting[0].what == "task 0, runs 0-3, attempt 3 (the 1st of 3 that count)"
+    story.fail(0, attempt=3)
+    [unit] = story.why(5).waiting
+    assert unit.what == "task 0, runs 0-3, attempt 4 (the 2nd of 3 that count)"
+    story.dispatch(0, attempt=4)
+    [unit] = story.why(5).waiting
+    assert unit.text.startswith("task 0, runs 0-3, attempt 4 (the 2nd of 3 that count) on runner-0 #1 for ")
+    assert (unit.attempt, unit.charged_attempt, unit.max_attempts) == (4, 2, 3)
+
+
 # --- units that no runner takes -------------------------------------------------------------------------------------
 def test_a_runner_that_loads_its_engine_is_named() -> None:
     started = ev.RunnerStarted(runner="runner-0", incarnation=1, pid=1, host="here", engine="vllm")

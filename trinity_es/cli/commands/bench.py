@@ -69,7 +69,7 @@ def _show(rows: list[BenchRow], names: list[str], where: str) -> None:
     print("\n" + f"{'checkpoint':<12}" + "".join(f"{name:>{width + 2}}" for name in names))
     for row in rows:
         rewards = (row.rewards.get(name) for name in names)
-        cells = "".join(f"{'-' if reward is None else f'{reward:.3f}':>{width + 2}}" for reward in rewards)
+        cells = "".join(f"{'-' if reward is None else f'{reward:z.3f}':>{width + 2}}" for reward in rewards)
         print(f"{row.step or 'the model':<12}{cells}" + (f"  {row.problem}" if row.problem else ""))
     print(f"\nmean reward of each; every metric: --json\nlog  {where}")
 

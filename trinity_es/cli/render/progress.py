@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from types import TracebackType
 from typing import Self
 
@@ -27,8 +26,6 @@ from trinity_es.text import error_line, plain
 
 __all__ = ["RunView"]
 
-RATE_SECONDS = 10.0
-"""How long the time is over which tokens a second are counted, or all since the log began."""
 REDRAWN_A_SECOND = 4
 LOOK_SECONDS = 0.2
 LINES = 24
@@ -46,8 +43,6 @@ class RunView:
         self.error: str | None = None
         """What kept the view from the log; the run itself goes on."""
         self._out, self._total, self._after = out, total_steps, after
-        self._tokens: deque[tuple[float, int]] = deque()
-        """Busy seconds of the run, and what was made then: while nothing generates the rate stands."""
         self._told = set[str]()
         """Streams of the batches that ended while this view was there."""
         self._lock = threading.Lock()
@@ -105,11 +100,6 @@ class RunView:
             case ev.AdapterFailed():
                 return [f"{plain(event.runner)}: version {event.version} of adapter {event.adapter} not loaded: "
                         f"{error_line(event.error, 300)}"]
-            case ev.RunsFinished():
-                at = self.state.busy_seconds
-                self._tokens.append((at, event.response_tokens))
-                while self._tokens[0][0] < at - RATE_SECONDS:
-                    self._tokens.popleft()
             case ev.TaskReopened():
                 return [f"{recorded.stream}: task {event.task} is run again: {error_line(event.reason, 300)}"]
             case ev.FinalizeFailed():
@@ -130,19 +120,16 @@ class RunView:
         return f"{'eval' if batch.batch_type == 'eval' else 'batch'} {plain(batch.batch_id)}"
 
     def _line(self, batch: BatchProgress) -> str:
-        reward = "" if batch.reward is None else f"  reward {batch.reward:.3f}"
+        reward = "" if batch.reward is None else f"  reward {batch.reward:z.3f}"
         seconds = (batch.ended_at or batch.submitted_at) - batch.submitted_at - batch.away_seconds
         kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(batch.failed_by_kind.items()))
         failed = f"  failed attempts: {kinds}; the last: {error_line(batch.last_failure, 160)}" if kinds else ""
         ended = "  ABORTED" if batch.state == "aborted" else ""
         version = "" if batch.model_version is None else f"  version {batch.model_version}"
-        return (f"{self._name(batch)}  {batch.finished}/{batch.tasks} tasks{reward}  {batch.response_tokens:,} tokens  "
-                f"{self._rate():,.0f} tokens/s{version}  {seconds:.2f} s{failed}{ended}")
-
-    def _rate(self) -> float:
-        busy = self.state.busy_seconds
-        tokens = sum(n for at, n in self._tokens if at >= busy - RATE_SECONDS)
-        return tokens / min(RATE_SECONDS, busy) if busy > 0 else 0.0
+        rate = batch.response_tokens / seconds if seconds > 0 else None  # what stands beside it, divided
+        made = "" if rate is None else f"  {rate:,.{0 if rate >= 10 else 1}f} tokens/s"
+        return (f"{self._name(batch)}  {batch.finished}/{batch.tasks} tasks{reward}  {batch.response_tokens:,} tokens"
+                f"{made}{version}  {seconds:.2f} s{failed}{ended}")
 
     # --- the terminal -----------------------------------------------------------------------------------------------
     def _render(self) -> RenderableType:
@@ -153,12 +140,13 @@ class RunView:
             state = self.state
             batch = next((b for b in state.batches.values() if b.ended_at is None), None)
             batch = batch or next(reversed(state.batches.values()), None)
-            evals = [b for b in state.evals() if b.reward is not None]
+            evals = [b for b in state.evals() if b.ended_at is not None]
             lines = [Text(
                 ("" if batch is None else f"{self._name(batch)}   ") + f"version {state.model_version}   "
                 f"{state.response_tokens:,} tokens   {now - (state.started_at or now):.0f} s"
                 + (f"   {state.failed_attempts} failed attempts" if state.failed_attempts else ""), style="bold green",
             )]
         if evals:
-            lines.append(Text("eval   " + "  ".join(f"{plain(b.batch_id)} {b.reward:.3f}" for b in evals[-4:])))
+            told = (f"{plain(b.batch_id)} {'none' if b.reward is None else f'{b.reward:z.3f}'}" for b in evals[-4:])
+            lines.append(Text("eval   " + "  ".join(told)))
         return Group(*lines, picture_view(self._picture, min(LINES, self._out.height) - len(lines)))

@@ -97,7 +97,7 @@ def state_text(name: str) -> Text:
 
 
 def _number(value: float | None, digits: int = 3) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
+    return "" if value is None else f"{value:z.{digits}f}"
 
 
 _COLUMNS = ("id", "type", "state", "tasks", "finished", "failed attempts", "experiences", "reward", "tokens", "version",
@@ -200,16 +200,17 @@ def metrics_table(metrics: dict[str, float]) -> Table:
 
 
 def _tasks_table(story: BatchTimeline, tasks: Sequence[TaskTimeline], rows: Sequence[str], span: float) -> Table:
-    numbers = ("task", "runs", "seconds", "reward", "tokens", "version")
+    numbers = ("task", "runs", "last attempt", "reward", "tokens", "version")
     named = any(rows)
     table = columns("task", *(["row"] if named else []), "state", f"0 to {span:.2f} s", *numbers[1:], right=numbers)
     table.add_column("course")
     for task in tasks:
         last = task.attempts[-1] if task.attempts else None
+        took = "" if last is None or last.seconds is None else f"{last.seconds:.2f} s"
         table.add_row(
             str(task.task), *([plain(rows[task.task], 40)] if named else []), state_text(task.state),
             Text(_bar(story, task, span), style=_STATES.get(task.state, "")),
-            str(task.runs), _number(last.seconds if last else None, 2), _number(task.reward),
+            str(task.runs), took, _number(task.reward),
             f"{task.response_tokens:,}", "" if last is None else str(last.model_version), Text(_course(story, task)),
         )
     return table
@@ -233,7 +234,7 @@ def _bar(story: BatchTimeline, task: TaskTimeline, span: float) -> str:
 
 
 def _course(story: BatchTimeline, task: TaskTimeline) -> str:
-    segments = []
+    segments, told = [], ""
     for a in task.attempts:
         part = f" runs {a.run_id_base}-{a.run_id_base + a.runs - 1}" if a.runs < task.runs else ""
         piece = f"+{a.dispatched_at - story.submitted_at:.2f} {plain(a.runner)}{part}"
@@ -241,7 +242,9 @@ def _course(story: BatchTimeline, task: TaskTimeline) -> str:
             end = a.dispatched_at if a.ended_at is None else a.ended_at
             piece += f" → +{end - story.submitted_at:.2f}"
         elif a.outcome != "running":
-            piece += f" attempt {a.attempt} {a.outcome}: {error_line(a.message, 80)}"
+            error = error_line(a.message, 80)
+            piece += f" attempt {a.attempt} {a.outcome}: {'the same' if error == told else error}"
+            told = error
         else:
             piece += " …"
         segments.append(piece)

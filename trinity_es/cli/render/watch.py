@@ -167,7 +167,7 @@ def _head(picture: Picture) -> Text:
         return Text(f"{plain(picture.url)}: no event yet", style="bold")
     quiet = picture.now - picture.last_at
     told = f"last event {quiet:.0f} s ago" if quiet < 3600 else f"last event {clock(picture.last_at, date=True)}"
-    reward = f"   reward {picture.rewards[-1]:.3f} {sparkline(picture.rewards, 40)}" if picture.rewards else ""
+    reward = f"   reward {picture.rewards[-1]:z.3f} {sparkline(picture.rewards, 40)}" if picture.rewards else ""
     return _cut(Text(
         f"position {picture.position:,}   {told}   {picture.tokens_per_second:,.0f} tokens/s   "
         f"{picture.tasks_per_second:.1f} tasks/s{reward}   {plain(picture.url)}", style="bold",
@@ -207,7 +207,7 @@ def _batches(picture: Picture) -> Table:
         table.add_row(
             Text(plain(name_of(row.batch_id), 40)), row.batch_type, state_text(row.state),
             f"{row.finished + row.failed}/{row.tasks}", str(row.failed_attempts),
-            "" if row.reward is None else f"{row.reward:.3f}", f"{row.response_tokens:,}",
+            "" if row.reward is None else f"{row.reward:z.3f}", f"{row.response_tokens:,}",
             "" if row.model_version is None else str(row.model_version), f"{end - row.submitted_at:.1f}",
         )
     return table
