@@ -29,7 +29,7 @@ from pydantic import Field, ValidationError, ValidationInfo, model_validator
 from pydantic_core import ErrorDetails
 from sqlalchemy.engine import make_url
 
-from trinity_es.actors.plugins import load, look_in, way_out
+from trinity_es.actors.plugins import lacking, load, look_in, way_out
 from trinity_es.config.buffer import BufferConfig, TasksetConfig
 from trinity_es.config.error_lines import Path_, config_error, dotted, explain
 from trinity_es.config.hosts import HostsConfig
@@ -266,17 +266,14 @@ def _import_problem(key: str, name: str | None, registered: Iterable[str] = ()) 
     if ":" not in name:
         known = ", ".join(sorted(registered)) or "none"
         return [f"{key}: there is no {name!r} (known: {known}){way_out(name, registered)}"]
-    module, _, attribute = name.partition(":")
+    module = name.partition(":")[0]
     try:
-        found: Any = load(module)
+        load(module)
     except (Exception, SystemExit) as e:  # whatever the user's module does at its top level
         return [f"{key}: {name}: importing {module} failed ({type(e).__name__}: {e}); the module must lie in the "
                 "config file's folder (or code_path), in the working directory, or be installed"]
-    for piece in attribute.split("."):
-        if not hasattr(found, piece):
-            return [f"{key}: {name}: {module} ({getattr(found, '__file__', module)}) has no {piece}"]
-        found = getattr(found, piece)
-    return []
+    missing = lacking(name)
+    return [f"{key}: {name}: {missing}"] if missing else []
 
 
 def _build_problem(
