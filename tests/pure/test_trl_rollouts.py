@@ -372,7 +372,9 @@ def test_a_reward_that_asks_for_what_no_row_has_is_refused_before_engines_load(
     own = rollouts(tmp_path, reward_fn=f"{__name__}:exact")
     with pytest.raises(ConfigError, match=re.escape(said)):
         own.check(StandInTrainer(rows, reward_funcs=[rollout_reward]))
-    with pytest.raises(ConfigError, match=r"asks for 'answer', .*: the data has the columns prompt"):
+    left_out = ("the reward of_all asks for 'answer', which the data has and columns=[] leaves out: add 'answer' to "
+                "columns, or leave columns out: tasks get all then")
+    with pytest.raises(ConfigError, match=re.escape(left_out)):
         rollouts(tmp_path, reward_fn=f"{__name__}:of_all", columns=[], reward_fn_args={"rollout_id": ["x"]}).check(
             StandInTrainer(rows, reward_funcs=[rollout_reward]))
     rollouts(tmp_path, reward_fn=f"{__name__}:exact", reward_fn_args={"answr": ["b"]}).check(
