@@ -30,6 +30,7 @@ from pydantic_core import ErrorDetails
 from sqlalchemy.engine import make_url
 
 from trinity_es.actors.plugins import lacking, load, look_in, way_out
+from trinity_es.config.arguments import call_problems, reward_problems, workflow_problems
 from trinity_es.config.buffer import BufferConfig, TasksetConfig
 from trinity_es.config.error_lines import Path_, config_error, dotted, explain
 from trinity_es.config.hosts import HostsConfig
@@ -210,6 +211,12 @@ class Config(Section):
                     wrong = _import_problem(f"{key}.reward_fn", taskset.reward_fn, REWARD_FUNCTIONS.names())
                     if not (unknown or wrong) and (missing := missing_package(taskset.workflow, taskset.reward_fn)):
                         wrong = [f"{key}: {missing}"]
+                    if not unknown:
+                        wrong += workflow_problems(f"{key}.workflow_args", WORKFLOWS.get(taskset.workflow),
+                                                   taskset.workflow_args, _import_problem)
+                    if not wrong and taskset.reward_fn is not None:
+                        wrong += reward_problems(f"{key}.reward_fn_args", REWARD_FUNCTIONS.get(taskset.reward_fn),
+                                                 taskset.reward_fn_args)
                     workflows += unknown
                     problems += wrong
             for i, operator in enumerate(self.buffer.pipeline.operators):
@@ -224,7 +231,11 @@ class Config(Section):
                                        partial(priority_of, queue.priority_fn, queue.priority_fn_args))
             for name in self.monitor.monitor_type:
                 problems += _import_problem("monitor.monitor_type", name, MONITORS)
-            problems += _import_problem("trainer.class", self.trainer.trainer_class)
+            unbuilt = _import_problem("trainer.class", self.trainer.trainer_class)
+            if self.trainer.trainer_class is not None and not unbuilt:
+                trainer = load(self.trainer.trainer_class)
+                unbuilt = call_problems("trainer.args", trainer, self.trainer.args, first=1)  # after model_path
+            problems += unbuilt
             for key, m in models.items():
                 problems += _import_problem(f"{key}.engine_type", m.engine_type, ENGINES)
         if problems or workflows:
