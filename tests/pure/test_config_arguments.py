@@ -122,6 +122,22 @@ def test_an_argument_that_a_reward_does_not_take_is_refused(
     assert problems(tmp_path, taskset) == [f"{TASKSET}.reward_fn_args.{says}"]
 
 
+def test_the_reward_that_a_workflow_or_reasoning_gym_brings_is_looked_at_too(tmp_path: Path) -> None:
+    [problem] = problems(tmp_path, {"workflow": "math_workflow", "reward_fn_args": {"patern": "x"}})
+    assert problem == f"{TASKSET}.reward_fn_args.patern: MathRewardFn has no argument 'patern'; did you mean pattern?"
+    taskset = {"path": "reasoning_gym:leg_counting", "reward_fn_args": {"answer_tg": None}}
+    assert f"{TASKSET}.reward_fn_args.answer_tg: Score has no argument 'answer_tg'; did you mean answer_tag?" in (
+        problems(tmp_path, taskset))
+    right = {**taskset, "reward_fn_args": {"answer_tag": None}}
+    assert [p for p in problems(tmp_path, right) if "reward_fn_args" in p] == []
+
+
+def test_all_that_is_wrong_with_a_taskset_is_told_at_once(tmp_path: Path) -> None:
+    wrong = {"workflow": "openenv", "workflow_args": {"observ": "json:dumps"}, "reward_fn": f"{__name__}:near",
+             "reward_fn_args": {"answer_tag": None}}
+    assert len(problems(tmp_path, wrong)) == 2
+
+
 @pytest.mark.parametrize(("reward", "args"), [
     ("near", {"within": 2.0, "grader_timeout": 3.0}), ("Share", {"scale": 2.0}), ("Takes", {"whatever": 1}),
 ])

@@ -184,6 +184,7 @@ class Config(Section):
         from trinity_es.actors.coordinator.delivery.outputs import OUTPUTS, build_outputs
         from trinity_es.actors.coordinator.delivery.pipeline import Pipeline
         from trinity_es.actors.coordinator.handlers.experiences import PRIORITIES, priority_of
+        from trinity_es.tasksets.generated import SCORER
         from trinity_es.workflows.registry import REWARD_FUNCTIONS, WORKFLOWS, missing_package
 
         problems: list[str] = []
@@ -211,12 +212,12 @@ class Config(Section):
                     wrong = _import_problem(f"{key}.reward_fn", taskset.reward_fn, REWARD_FUNCTIONS.names())
                     if not (unknown or wrong) and (missing := missing_package(taskset.workflow, taskset.reward_fn)):
                         wrong = [f"{key}: {missing}"]
-                    if not unknown:
-                        wrong += workflow_problems(f"{key}.workflow_args", WORKFLOWS.get(taskset.workflow),
-                                                   taskset.workflow_args, _import_problem)
-                    if not wrong and taskset.reward_fn is not None:
-                        wrong += reward_problems(f"{key}.reward_fn_args", REWARD_FUNCTIONS.get(taskset.reward_fn),
-                                                 taskset.reward_fn_args)
+                    workflow = None if unknown else WORKFLOWS.get(taskset.workflow)
+                    own = SCORER if taskset.kind == "reasoning_gym" else getattr(workflow, "default_reward", None)
+                    if not wrong and (reward := taskset.reward_fn or own):
+                        found = REWARD_FUNCTIONS.get(reward)
+                        wrong = reward_problems(f"{key}.reward_fn_args", found, taskset.reward_fn_args)
+                    wrong += workflow_problems(f"{key}.workflow_args", workflow, taskset.workflow_args, _import_problem)
                     workflows += unknown
                     problems += wrong
             for i, operator in enumerate(self.buffer.pipeline.operators):
