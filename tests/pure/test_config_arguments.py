@@ -132,6 +132,13 @@ def test_the_reward_that_a_workflow_or_reasoning_gym_brings_is_looked_at_too(tmp
     assert [p for p in problems(tmp_path, right) if "reward_fn_args" in p] == []
 
 
+def test_arguments_for_what_rows_name_themselves_are_not_looked_at(tmp_path: Path) -> None:
+    keys = {"workflow_key": "workflow", "reward_fn_key": "reward"}
+    taskset = {"workflow_args": {"mine": 1}, "reward_fn": f"{__name__}:near", "reward_fn_args": {"mine": 1}}
+    assert len(problems(tmp_path, taskset)) == 2
+    assert problems(tmp_path, {**taskset, "format": keys}) == []
+
+
 def test_all_that_is_wrong_with_a_taskset_is_told_at_once(tmp_path: Path) -> None:
     wrong = {"workflow": "openenv", "workflow_args": {"observ": "json:dumps"}, "reward_fn": f"{__name__}:near",
              "reward_fn_args": {"answer_tag": None}}

@@ -31,7 +31,7 @@ from sqlalchemy.engine import make_url
 
 from trinity_es.actors.plugins import lacking, load, look_in, way_out
 from trinity_es.config.arguments import call_problems, reward_problems, workflow_problems
-from trinity_es.config.buffer import BufferConfig, TasksetConfig
+from trinity_es.config.buffer import SCORER, BufferConfig, TasksetConfig
 from trinity_es.config.error_lines import Path_, config_error, dotted, explain
 from trinity_es.config.hosts import HostsConfig
 from trinity_es.config.interpolation import converted, escaped, resolved
@@ -184,7 +184,6 @@ class Config(Section):
         from trinity_es.actors.coordinator.delivery.outputs import OUTPUTS, build_outputs
         from trinity_es.actors.coordinator.delivery.pipeline import Pipeline
         from trinity_es.actors.coordinator.handlers.experiences import PRIORITIES, priority_of
-        from trinity_es.tasksets.generated import SCORER
         from trinity_es.workflows.registry import REWARD_FUNCTIONS, WORKFLOWS, missing_package
 
         problems: list[str] = []
@@ -212,9 +211,10 @@ class Config(Section):
                     wrong = _import_problem(f"{key}.reward_fn", taskset.reward_fn, REWARD_FUNCTIONS.names())
                     if not (unknown or wrong) and (missing := missing_package(taskset.workflow, taskset.reward_fn)):
                         wrong = [f"{key}: {missing}"]
-                    workflow = None if unknown else WORKFLOWS.get(taskset.workflow)
+                    rows = taskset.format  # where they name their own, the arguments are those'
+                    workflow = None if unknown or rows.workflow_key else WORKFLOWS.get(taskset.workflow)
                     own = SCORER if taskset.kind == "reasoning_gym" else getattr(workflow, "default_reward", None)
-                    if not wrong and (reward := taskset.reward_fn or own):
+                    if not (wrong or rows.reward_fn_key) and (reward := taskset.reward_fn or own):
                         found = REWARD_FUNCTIONS.get(reward)
                         wrong = reward_problems(f"{key}.reward_fn_args", found, taskset.reward_fn_args)
                     wrong += workflow_problems(f"{key}.workflow_args", workflow, taskset.workflow_args, _import_problem)
