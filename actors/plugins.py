@@ -14,7 +14,7 @@ from typing import Any
 
 from trinity_es.events.errors import ConfigError, UnknownWorkflow
 
-__all__ = ["build", "find", "load", "look_in", "resolve", "way_out"]
+__all__ = ["build", "did_you_mean", "find", "lacking", "load", "look_in", "resolve", "way_out"]
 
 MOVED = {"trinity_es.workflows_simple": "trinity_es.workflows.simple"}
 """Modules of this package that logs of earlier releases name, and where they are now."""
@@ -34,6 +34,19 @@ def load(path: str) -> Any:
     return attrgetter(attribute)(found) if attribute else found
 
 
+def lacking(path: str) -> str:
+    """Return what the module of "module:Class" does not have; "" where it has all, or was never imported whole."""
+    name, _, attribute = path.partition(":")
+    module: Any = sys.modules.get(MOVED.get(name, name))
+    found = module
+    for piece in attribute.split(".") if module is not None else ():
+        if not hasattr(found, piece):
+            near = did_you_mean(piece, (known for known in dir(found) if not known.startswith("__")))
+            return f"{name} ({getattr(module, '__file__', None) or name}) has no {piece}{near}"
+        found = getattr(found, piece)
+    return ""
+
+
 def find(kind: str, name: str, known: Mapping[str, Callable[..., Any]], shape: str) -> Callable[..., Any]:
     """Return what makes the `kind` of this name. `shape` says what a user's own must be. Raises ConfigError."""
     if name in known:
@@ -47,6 +60,8 @@ def find(kind: str, name: str, known: Mapping[str, Callable[..., Any]], shape: s
     try:
         found = load(name)
     except Exception as e:  # importing runs a user's module, which may raise anything
+        if missing := isinstance(e, AttributeError) and lacking(name):
+            raise ConfigError(f"{kind} {name!r}: {missing}", **{kind: name}) from e
         raise ConfigError(
             f"{kind} {name!r} can't be imported ({type(e).__name__}: {e}): is {module!r} installed, or on PYTHONPATH, "
             f"where it is to run? Known without importing: {names}", **{kind: name},
@@ -79,6 +94,8 @@ def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
     try:
         return load(path)  # type: ignore[no-any-return]  # a class or callable of the user's
     except (Exception, SystemExit) as e:
+        if missing := isinstance(e, AttributeError) and lacking(path):
+            raise UnknownWorkflow(f"{what} {name!r}: {missing}") from e
         raise UnknownWorkflow(
             f"{what} {name!r} can't be imported: {type(e).__name__}: {e}; put its module where the runner finds it "
             "(next to the config file, or installed)"
@@ -87,5 +104,10 @@ def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
 
 def way_out(name: str, registered: Iterable[str]) -> str:
     """Return what to do about a name that nobody registered: take the one that is spelt like it, or register it."""
-    near = difflib.get_close_matches(name, list(registered), n=1, cutoff=0.7)
-    return f"; did you mean {near[0]}?" if near else '; register it, or give it as "module:name"'
+    return did_you_mean(name, registered) or '; register it, or give it as "module:name"'
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the known name that is spelt like this one, as the end of an error; "" where none is."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
+    return f"; did you mean {near[0]}?" if near else ""

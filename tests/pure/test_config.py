@@ -363,6 +363,9 @@ def test_check_imports_the_users_modules_from_the_folder_of_the_config(tmp_path:
     ]
     with pytest.raises(UnknownWorkflow):
         load_config(tmp_path / "run.yaml").check()
+    assert checked(tmp_path, text % "W.Iner") == [
+        f"{key}: check_ok_module:W.Iner: check_ok_module (check_ok_module.py) has no Iner; did you mean Inner?"
+    ]
 
 
 def test_check_quotes_the_error_of_a_module_that_does_not_import(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 
 import trinity_es
 from tests.helpers.trl_trainers import EOS, Rows, StandInClient, StandInTrainer, answer
-from trinity_es.errors import AlreadyRunning, ConfigError, DataError, SyncError, WorkflowError
+from trinity_es.errors import AlreadyRunning, ConfigError, DataError, SyncError, UnknownWorkflow, WorkflowError
 from trinity_es.events.vocabulary import WeightsPublished
 from trinity_es.integrations import trl
 from trinity_es.integrations.step_weights import step_version
@@ -372,12 +372,25 @@ def test_a_reward_that_asks_for_what_no_row_has_is_refused_before_engines_load(
     own = rollouts(tmp_path, reward_fn=f"{__name__}:exact")
     with pytest.raises(ConfigError, match=re.escape(said)):
         own.check(StandInTrainer(rows, reward_funcs=[rollout_reward]))
-    with pytest.raises(ConfigError, match=r"asks for 'answer', .*: the data has the columns prompt"):
+    left_out = ("the reward of_all asks for 'answer', which the data has and columns=[] leaves out: add 'answer' to "
+                "columns, or leave columns out: tasks get all then")
+    with pytest.raises(ConfigError, match=re.escape(left_out)):
         rollouts(tmp_path, reward_fn=f"{__name__}:of_all", columns=[], reward_fn_args={"rollout_id": ["x"]}).check(
             StandInTrainer(rows, reward_funcs=[rollout_reward]))
     rollouts(tmp_path, reward_fn=f"{__name__}:exact", reward_fn_args={"answr": ["b"]}).check(
         StandInTrainer(rows, reward_funcs=[rollout_reward, of_all]))
     assert client.submitted == {}
+
+
+def test_a_reward_that_its_module_does_not_have_is_told_apart_from_a_module_that_is_not_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(UnknownWorkflow) as wrong:
+        rollouts(tmp_path, reward_fn=f"{__name__}:exakt")
+    assert wrong.value.message == (
+        f"reward '{__name__}:exakt': {__name__} ({__file__}) has no exakt; did you mean exact?")
+    rollouts(tmp_path, reward_fn="nowhere_to_be_found:exact")  # runners may have it
+    assert "reward 'nowhere_to_be_found:exact' can't be imported: ModuleNotFoundError" in caplog.text
 
 
 def test_a_new_process_draws_the_order_of_the_epoch_that_it_is_in(tmp_path: Path, client: StandInClient) -> None:

@@ -12,9 +12,18 @@ from trinity_es.config.section import Args, FileName, ImportName, Positive, Sect
 from trinity_es.environments.verifiers_tasks import PREFIX, tasks_file
 
 __all__ = [
-    "BufferConfig", "DataSelectorConfig", "ExplorerInputConfig", "FormatConfig", "OperatorConfig", "PipelineConfig",
+    "SCORER",
+    "BufferConfig",
+    "DataSelectorConfig",
+    "ExplorerInputConfig",
+    "FormatConfig",
+    "OperatorConfig",
+    "PipelineConfig",
     "TasksetConfig",
 ]
+
+SCORER = "trinity_es.tasksets.reasoning_gym:Score"
+"""The reward of a taskset of reasoning-gym that names none."""
 
 
 class FormatConfig(Section):

@@ -29,8 +29,9 @@ from pydantic import Field, ValidationError, ValidationInfo, model_validator
 from pydantic_core import ErrorDetails
 from sqlalchemy.engine import make_url
 
-from trinity_es.actors.plugins import load, look_in, way_out
-from trinity_es.config.buffer import BufferConfig, TasksetConfig
+from trinity_es.actors.plugins import lacking, load, look_in, way_out
+from trinity_es.config.arguments import call_problems, reward_problems, workflow_problems
+from trinity_es.config.buffer import SCORER, BufferConfig, TasksetConfig
 from trinity_es.config.error_lines import Path_, config_error, dotted, explain
 from trinity_es.config.hosts import HostsConfig
 from trinity_es.config.interpolation import converted, escaped, resolved
@@ -210,6 +211,13 @@ class Config(Section):
                     wrong = _import_problem(f"{key}.reward_fn", taskset.reward_fn, REWARD_FUNCTIONS.names())
                     if not (unknown or wrong) and (missing := missing_package(taskset.workflow, taskset.reward_fn)):
                         wrong = [f"{key}: {missing}"]
+                    rows = taskset.format  # where they name their own, the arguments are those'
+                    workflow = None if unknown or rows.workflow_key else WORKFLOWS.get(taskset.workflow)
+                    own = SCORER if taskset.kind == "reasoning_gym" else getattr(workflow, "default_reward", None)
+                    if not (wrong or rows.reward_fn_key) and (reward := taskset.reward_fn or own):
+                        found = REWARD_FUNCTIONS.get(reward)
+                        wrong = reward_problems(f"{key}.reward_fn_args", found, taskset.reward_fn_args)
+                    wrong += workflow_problems(f"{key}.workflow_args", workflow, taskset.workflow_args, _import_problem)
                     workflows += unknown
                     problems += wrong
             for i, operator in enumerate(self.buffer.pipeline.operators):
@@ -224,7 +232,11 @@ class Config(Section):
                                        partial(priority_of, queue.priority_fn, queue.priority_fn_args))
             for name in self.monitor.monitor_type:
                 problems += _import_problem("monitor.monitor_type", name, MONITORS)
-            problems += _import_problem("trainer.class", self.trainer.trainer_class)
+            unbuilt = _import_problem("trainer.class", self.trainer.trainer_class)
+            if self.trainer.trainer_class is not None and not unbuilt:
+                trainer = load(self.trainer.trainer_class)
+                unbuilt = call_problems("trainer.args", trainer, self.trainer.args, first=1)  # after model_path
+            problems += unbuilt
             for key, m in models.items():
                 problems += _import_problem(f"{key}.engine_type", m.engine_type, ENGINES)
         if problems or workflows:
@@ -266,17 +278,14 @@ def _import_problem(key: str, name: str | None, registered: Iterable[str] = ()) 
     if ":" not in name:
         known = ", ".join(sorted(registered)) or "none"
         return [f"{key}: there is no {name!r} (known: {known}){way_out(name, registered)}"]
-    module, _, attribute = name.partition(":")
+    module = name.partition(":")[0]
     try:
-        found: Any = load(module)
+        load(module)
     except (Exception, SystemExit) as e:  # whatever the user's module does at its top level
         return [f"{key}: {name}: importing {module} failed ({type(e).__name__}: {e}); the module must lie in the "
                 "config file's folder (or code_path), in the working directory, or be installed"]
-    for piece in attribute.split("."):
-        if not hasattr(found, piece):
-            return [f"{key}: {name}: {module} ({getattr(found, '__file__', module)}) has no {piece}"]
-        found = getattr(found, piece)
-    return []
+    missing = lacking(name)
+    return [f"{key}: {name}: {missing}"] if missing else []
 
 
 def _build_problem(

@@ -53,6 +53,11 @@ class OpenEnvWorkflow(Workflow):
     """
 
     is_async = True
+    ARGS = frozenset({
+        "url", "reset", "max_turns", "answer_timeout", "connect_timeout", "headers", "parser", "observe",
+        "invalid_reward",
+    })
+    FUNCTION_ARGS = frozenset({"parser", "observe"})
 
     async def run_async(self) -> list[Experience]:
         args = self.task.workflow_args

@@ -39,6 +39,7 @@ class VerifiersWorkflow(Workflow):
     """
 
     is_async = True
+    ARGS = frozenset({"env", "config", "renderer", "tokenizer", "tasks"})
 
     async def run_async(self) -> list[Experience]:
         args = self.task.workflow_args

@@ -34,6 +34,8 @@ class PromptWorkflow(SingleTurnWorkflow):
     `workflow_args["chat_template_kwargs"]`: further variables of the chat template.
     """
 
+    ARGS = frozenset({"chat_template_kwargs"})
+
     async def _answers(self) -> list[Experience]:
         prompt, template = self.task.task_desc, self.task.workflow_args.get("chat_template_kwargs")
         answers: list[Experience]

@@ -247,7 +247,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
             require_columns(fn, there)
         own, arguments = self._reward, self._task["reward_fn_args"]
         if self._task["workflow"] == PROMPTS and inspect.isfunction(own) and has_trl_form(own, arguments):
-            require_columns(own, there if self._columns is None else ["prompt", *self._columns], given=arguments)
+            require_columns(own, there, given=arguments, tasks_get=self._columns)
 
     def _on_main(self, work: Callable[[], T]) -> T:
         """Have the first process do this; all get what came of it, or raise what it raised."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from trinity_es.events.errors import ConfigError
@@ -23,25 +23,32 @@ _OF_TRL = ("prompts", "completions", "completion_ids", "trainer_state", "log_ext
 """What a reward function gets beside the columns of its rows (trl 1.16, `GRPOTrainer._calculate_rewards`)."""
 
 
-def require_columns(fn: Callable[..., Any], columns: Iterable[str], *, given: Iterable[str] = COLUMNS) -> None:
+def require_columns(
+    fn: Callable[..., Any], columns: Collection[str], *, given: Iterable[str] = COLUMNS,
+    tasks_get: Sequence[str] | None = None,
+) -> None:
     """Refuse a reward function that asks for what no row has. Raises ConfigError.
 
-    `columns`: of the data; `given`: what else it gets. What has no signature is not looked at.
+    `columns`: of the data; `given`: what else it gets; `tasks_get`: the columns that tasks get, None: all. What has no
+    signature is not looked at.
     """
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
         return
-    there = {*columns, *given, *_OF_TRL}
+    got = columns if tasks_get is None else ["prompt", *tasks_get]
+    there = {*got, *given, *_OF_TRL}
     for p in parameters:
         named = p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         if named and p.default is p.empty and p.name not in there:
+            asked = f"the reward {getattr(fn, '__name__', fn)} asks for {p.name!r}"
+            if p.name in columns:
+                raise ConfigError(f"{asked}, which the data has and columns={list(tasks_get or ())!r} leaves out: add "
+                                  f"{p.name!r} to columns, or leave columns out: tasks get all then")
             near = difflib.get_close_matches(p.name, there, n=1, cutoff=0.7)
             meant = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(
-                f"the reward {getattr(fn, '__name__', fn)} asks for {p.name!r}, which no row has: the data has the "
-                f"columns {', '.join(sorted(columns))}{meant}"
-            )
+                f"{asked}, which no row has: the data has the columns {', '.join(sorted(columns))}{meant}")
 
 
 def result_rows(batch_id: str, runs: Runs, tasks: int, group: int, eos: int) -> list[dict[str, Any]]:

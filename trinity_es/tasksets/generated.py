@@ -11,14 +11,12 @@ from typing import Any
 
 import orjson
 
-from trinity_es.config.buffer import TasksetConfig
+from trinity_es.config.buffer import SCORER, TasksetConfig
 from trinity_es.events.errors import DataError, TasksetError
 from trinity_es.tasksets import reasoning_gym
 from trinity_es.tasksets.files import plain
 
 __all__ = ["Generated", "completed"]
-
-SCORER = "trinity_es.tasksets.reasoning_gym:Score"
 
 
 class Generated:

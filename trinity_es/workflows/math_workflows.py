@@ -66,6 +66,7 @@ class MathBoxedWorkflow(SimpleWorkflow):
     """
 
     default_reward = "math_boxed_reward"
+    ARGS = frozenset({"with_think", "format_score_coef", "use_base"})
 
     def reset(self, task: Task) -> None:
         super().reset(task)

@@ -76,6 +76,9 @@ class ReActWorkflow(MultiTurnWorkflow):
     `tool_calls`, `tool_errors`, `unfinished` (1 where the last answer still calls a tool).
     """
 
+    ARGS = frozenset({"tools", "max_turns"})
+    FUNCTION_ARGS = frozenset({"tools"})
+
     def run(self) -> list[Experience]:
         tools = {tool.name: tool for tool in map(tool_of, self.task.workflow_args.get("tools", ()))}
         schemas = [tool.schema for tool in tools.values()] or None

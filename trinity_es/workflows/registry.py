@@ -16,7 +16,7 @@ __all__ = ["REWARD_FUNCTIONS", "WORKFLOWS", "WorkflowRegistry", "missing_package
 class WorkflowRegistry:
     """Short names for classes. A name that has a colon is "module:Class" and needs no registration.
 
-    `what` is what they are of: `workflow` or `reward_fn`.
+    `what` is what they are of: `workflow` or `reward`.
     """
 
     def __init__(self, paths: Mapping[str, str] | None = None, what: str = "workflow") -> None:
@@ -87,7 +87,7 @@ REWARD_FUNCTIONS = WorkflowRegistry({
     "countdown_reward": f"{_HERE}.countdown:CountDownRewardFn",
     "multiple_choice_reward": f"{_HERE}.choices:MultipleChoiceReward",
     "code_reward": f"{_HERE}.code:CodeReward",
-}, "reward_fn")
+}, "reward")
 """The registry that tasks and tasksets look rewards up in."""
 
 

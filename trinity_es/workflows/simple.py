@@ -11,7 +11,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from trinity_es.events.errors import WorkflowError
 from trinity_es.events.experience import Experience
@@ -31,6 +31,7 @@ class SimpleWorkflow(Workflow):
 
     can_reset = True
     can_repeat = True
+    ARGS: ClassVar[frozenset[str] | None] = frozenset()
     default_reward: str | None = None
     """The registered reward of tasks that name none."""
 

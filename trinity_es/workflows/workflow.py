@@ -12,7 +12,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from trinity_es.actors.rollout.graders import GRADER_BYTES, GRADER_SECONDS
 from trinity_es.actors.rollout.leases import Lease
@@ -36,6 +36,17 @@ class Workflow:
     can_reset: bool = False
     can_repeat: bool = False
     is_async: bool = False
+    ARGS: ClassVar[frozenset[str] | None] = None
+    """The `workflow_args` that it takes: a config with others is refused before a run starts. None: whatever it is
+    given. A subclass of yours takes whatever it is given, unless it says so itself."""
+    FUNCTION_ARGS: ClassVar[frozenset[str]] = frozenset()
+    """Those of `ARGS` that are a "module:name", or a list of them: imported before a run starts."""
+
+    @classmethod
+    def taken_args(cls) -> frozenset[str] | None:
+        """Return the `workflow_args` that this very class is known to take; None where that is not known."""
+        ready_made = cls.__module__.partition(".")[0] == "trinity_es"
+        return cls.ARGS if ready_made or "ARGS" in vars(cls) else None
 
     def __init__(self, *, task: Task, model: Any, auxiliary_models: Sequence[Any] | None = None) -> None:
         self.task = task
@@ -188,6 +199,7 @@ class SingleTurnWorkflow(Workflow):
     can_reset = True
     can_repeat = True
     is_async = True
+    ARGS: ClassVar[frozenset[str] | None] = frozenset()
 
     def reset(self, task: Task) -> None:
         self.task = task

@@ -1,0 +1,162 @@
+"""Arguments in a config that what they are for does not take are refused before anything is started."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trinity_es.config.config import Config, ConfigError
+from trinity_es.workflows.registry import WORKFLOWS
+from trinity_es.workflows.simple import SimpleWorkflow
+
+TASKSET = "buffer.explorer_input.tasksets[0]"
+
+
+class Mine(SimpleWorkflow):
+    """A user's own, which takes what it likes."""
+
+
+class MineThatSays(SimpleWorkflow):
+    """A user's own that says what it takes."""
+
+    ARGS = frozenset({"weight"})
+
+
+class Trainer:
+    """What a user trains with."""
+
+    def __init__(self, model_path: str, *, lr: float = 1e-3, clip: float = 0.2) -> None: ...
+
+
+class Takes:
+    """A trainer, or a reward, that takes whatever it is given."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+class Share:
+    """A reward, which is built."""
+
+    def __init__(self, scale: float = 1.0) -> None: ...
+
+
+def near(response: str, truth: str, *, within: float = 1.0) -> float:
+    return 0.0
+
+
+def problems(folder: Path, taskset: dict[str, Any] | None = None, **more: Any) -> list[str]:
+    """Return what `check` says is wrong with a config that has this taskset."""
+    (folder / "a.jsonl").write_text("{}")
+    tasksets = [] if taskset is None else [{"name": "a", "path": "a.jsonl", **taskset}]
+    given = {"explorer": {"rollout_model": {"engine_type": "scripted"}},
+             "buffer": {"explorer_input": {"tasksets": tasksets}}, **more}
+    try:
+        Config.from_dict(given, folder=folder).check()
+    except ConfigError as e:
+        return [p.replace(str(folder) + os.sep, "") for p in e.details["problems"]]
+    return []
+
+
+@pytest.mark.parametrize(("workflow", "args", "says"), [
+    ("math_boxed_workflow", {"with_thinking": True},
+     "MathBoxedWorkflow has no argument 'with_thinking'; did you mean with_think?"),
+    ("async_math_boxed_workflow", {"use_bas": 1}, "AsyncMathBoxedWorkflow has no argument 'use_bas'; did you mean use"),
+    ("openenv", {"url": "http://h:1", "max_turn": 3}, "OpenEnvWorkflow has no argument 'max_turn'; did you mean max_t"),
+    ("openenv", {"qqq": 3}, "OpenEnvWorkflow has no argument 'qqq'; it takes answer_timeout, connect_timeout, headers"),
+    ("verifiers", {"env": "letters-env", "confg": 3},
+     "VerifiersWorkflow has no argument 'confg'; did you mean config?"),
+    ("react_workflow", {"tool": []}, "ReActWorkflow has no argument 'tool'; did you mean tools?"),
+    ("single_turn", {"seconds": 3}, "SingleTurnWorkflow has no argument 'seconds'; it takes none: leave it out"),
+    (f"{__name__}:MineThatSays", {"wieght": 1}, "MineThatSays has no argument 'wieght'; did you mean weight?"),
+])
+def test_an_argument_that_a_workflow_does_not_take_is_refused(
+    tmp_path: Path, workflow: str, args: dict[str, Any], says: str
+) -> None:
+    [problem] = problems(tmp_path, {"workflow": workflow, "workflow_args": args})
+    assert problem.startswith(f"{TASKSET}.workflow_args.{list(args)[-1]}: {says}")
+
+
+@pytest.mark.parametrize(("workflow", "args"), [
+    ("math_boxed_workflow", {"with_think": True, "format_score_coef": 0.2, "use_base": True}),
+    (f"{__name__}:Mine", {"whatever": 1}), (f"{__name__}:MineThatSays", {"weight": 2.0}),
+    ("openenv", {"url": "http://h:1", "observe": "json:dumps", "parser": None}),
+    ("react_workflow", {"tools": ["json:dumps", "json:loads"], "max_turns": 3}),
+    ("trinity_es.testing:SleepWorkflow", {"seconds": 1, "mine": 2}),
+])
+def test_arguments_that_a_workflow_takes_are_fine_and_so_are_any_of_a_user_s_own(
+    tmp_path: Path, workflow: str, args: dict[str, Any]
+) -> None:
+    assert problems(tmp_path, {"workflow": workflow, "workflow_args": args}) == []
+
+
+def test_every_registered_workflow_says_what_it_takes() -> None:
+    assert [name for name in WORKFLOWS.names() if WORKFLOWS.get(name).taken_args() is None] == []
+
+
+@pytest.mark.parametrize(("workflow", "args", "key", "says"), [
+    ("openenv", {"observe": "json:laods"}, "observe", "has no laods; did you mean loads?"),
+    ("openenv", {"parser": "nowhere_to_be_found:f"}, "parser", "importing nowhere_to_be_found failed"),
+    ("openenv", {"parser": 3}, "parser", '3 is no "module:name"'),
+    ("react_workflow", {"tools": ["json:dumps", "json:laods"]}, "tools", "has no laods; did you mean loads?"),
+])
+def test_a_function_that_a_workflow_s_arguments_name_is_looked_for(
+    tmp_path: Path, workflow: str, args: dict[str, Any], key: str, says: str
+) -> None:
+    [problem] = problems(tmp_path, {"workflow": workflow, "workflow_args": args})
+    assert problem.startswith(f"{TASKSET}.workflow_args.{key}: ")
+    assert says in problem
+
+
+@pytest.mark.parametrize(("reward", "args", "says"), [
+    ("near", {"answer_tag": None}, "answer_tag: near has no argument 'answer_tag'; it takes response, truth, within"),
+    ("near", {"witin": 2.0}, "witin: near has no argument 'witin'; did you mean within?"),
+    ("Share", {"scal": 2.0}, "scal: Share has no argument 'scal'; did you mean scale?"),
+])
+def test_an_argument_that_a_reward_does_not_take_is_refused(
+    tmp_path: Path, reward: str, args: dict[str, Any], says: str
+) -> None:
+    taskset = {"reward_fn": f"{__name__}:{reward}", "reward_fn_args": args}
+    assert problems(tmp_path, taskset) == [f"{TASKSET}.reward_fn_args.{says}"]
+
+
+def test_the_reward_that_a_workflow_or_reasoning_gym_brings_is_looked_at_too(tmp_path: Path) -> None:
+    [problem] = problems(tmp_path, {"workflow": "math_workflow", "reward_fn_args": {"patern": "x"}})
+    assert problem == f"{TASKSET}.reward_fn_args.patern: MathRewardFn has no argument 'patern'; did you mean pattern?"
+    taskset = {"path": "reasoning_gym:leg_counting", "reward_fn_args": {"answer_tg": None}}
+    assert f"{TASKSET}.reward_fn_args.answer_tg: Score has no argument 'answer_tg'; did you mean answer_tag?" in (
+        problems(tmp_path, taskset))
+    right = {**taskset, "reward_fn_args": {"answer_tag": None}}
+    assert [p for p in problems(tmp_path, right) if "reward_fn_args" in p] == []
+
+
+def test_arguments_for_what_rows_name_themselves_are_not_looked_at(tmp_path: Path) -> None:
+    keys = {"workflow_key": "workflow", "reward_fn_key": "reward"}
+    taskset = {"workflow_args": {"mine": 1}, "reward_fn": f"{__name__}:near", "reward_fn_args": {"mine": 1}}
+    assert len(problems(tmp_path, taskset)) == 2
+    assert problems(tmp_path, {**taskset, "format": keys}) == []
+
+
+def test_all_that_is_wrong_with_a_taskset_is_told_at_once(tmp_path: Path) -> None:
+    wrong = {"workflow": "openenv", "workflow_args": {"observ": "json:dumps"}, "reward_fn": f"{__name__}:near",
+             "reward_fn_args": {"answer_tag": None}}
+    assert len(problems(tmp_path, wrong)) == 2
+
+
+@pytest.mark.parametrize(("reward", "args"), [
+    ("near", {"within": 2.0, "grader_timeout": 3.0}), ("Share", {"scale": 2.0}), ("Takes", {"whatever": 1}),
+])
+def test_arguments_that_a_reward_takes_are_fine(tmp_path: Path, reward: str, args: dict[str, Any]) -> None:
+    assert problems(tmp_path, {"reward_fn": f"{__name__}:{reward}", "reward_fn_args": args}) == []
+
+
+def test_an_argument_that_a_trainer_does_not_take_is_refused(tmp_path: Path) -> None:
+    mine = f"{__name__}:Trainer"
+    assert problems(tmp_path, trainer={"class": mine, "args": {"lr": 1e-4, "clp": 1}}) == [
+        "trainer.args.clp: Trainer has no argument 'clp'; did you mean clip?"]
+    assert problems(tmp_path, trainer={"class": mine, "args": {"model_path": "m"}}) == [
+        "trainer.args.model_path: Trainer has no argument 'model_path'; it takes clip, lr"]
+    assert problems(tmp_path, trainer={"class": mine, "args": {"lr": 1e-4}}) == []
+    assert problems(tmp_path, trainer={"class": f"{__name__}:Takes", "args": {"lrr": 1}}) == []
