@@ -312,7 +312,7 @@ def test_p29_lists_that_an_operator_assigns_become_arrays() -> None:
     [
         ({"name": "grop"}, r"no operator 'grop'; known: .*grpo, .*reward_filter, .*\"module:Class\""),
         ({"name": "no_such_module:A"}, "no_such_module:A.*No module named.*PYTHONPATH"),
-        ({"name": f"{__name__}:Missing"}, "Missing.*has no attribute"),
+        ({"name": f"{__name__}:Missing"}, "Missing.*has no Missing"),
         ({"name": f"{__name__}:NOT_CLASSES"}, "is a dict, not a class"),
         ({"name": f"{__name__}:NoOperator"}, "no method process"),
         ({"name": "grpo", "args": {"epsilonn": 1}}, "grpo can't be built with {'epsilonn': 1}"),
