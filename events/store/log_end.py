@@ -161,7 +161,8 @@ def rewound(url: str, head: Head | None, lost: Sequence[Claim]) -> LogRewound:
         what = f"lost what was acknowledged: {knows}, and another event is there now, in a log up to {head.position}"
     return LogRewound(
         f"{url} {what}: it was restored from an older copy, or its server lost commits. Nothing more is acknowledged: "
-        "bring the better copy back, or say that it is meant with `trinity-es accept-rewind`",
+        "bring the better copy back, or say that it is meant with `trinity-es accept-rewind`. A run that is to begin "
+        "anew takes another `name`, or another store.url where that is set",
         position=mark.position, found=0 if head is None else head.position, lost=[claim_to_dict(c) for c in lost],
     )
 

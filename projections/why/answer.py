@@ -21,6 +21,7 @@ __all__ = [
     "go_on",
     "mend",
     "mend_weights",
+    "mended",
     "moment",
     "resume_command",
     "span",
@@ -67,7 +68,10 @@ class Waiting:
     server: str = ""
     """URL of the server of others that is its runner's engine, where the system told."""
     resume: str = ""
-    """Of a system that is gone: the command that goes on with the `trinity-es run` that its batches are of."""
+    """Of a system that is gone, and of a step that failed whole: the command that goes on with the `trinity-es run`
+    that its batches are of."""
+    system_up: bool = False
+    """Of a step that failed whole: its system runs, and its runners have loaded what failed."""
     person: bool = False
     """It does not pass without a person."""
 
@@ -88,6 +92,11 @@ class Waiting:
             return start_server(self.server)
         if self.cause == "refused":
             return mend_weights(self.server)
+        if self.cause == "all_failed":
+            loaded = ", end runners that have it loaded (`trinity-es restart-runner`)" if self.system_up else ""
+            anew = (f"{mended(self.resume)} generates the step anew" if self.resume else
+                    "start its trainer again: TRL's has the batch generated anew")
+            return f"mend what failed{loaded}, and {anew}"
         return _WAYS.get(self.cause, "")
 
 
@@ -196,6 +205,13 @@ def resume_command(store: str) -> str:
     return f"trinity-es resume {shlex.quote(store)}"
 
 
+def mended(resume: str) -> str:
+    """Return the command that goes on with a run of which something was mended. `resume`: `resume_command`'s."""
+    if resume.endswith(" CONFIG"):
+        return f"`{resume}`"
+    return f"`{resume}` (`trinity-es resume CONFIG` where the config file was mended: a log holds it as it was)"
+
+
 def go_on(resume: str) -> str:
     """Return how what a dead system left open is gone on with. `resume`: of a `trinity-es run`, its command."""
     way = (f"`{resume}` goes on with the run where it stopped" if resume else
@@ -227,8 +243,7 @@ _WAYS = {
     "finalize_failed": "mend the pipeline (buffer.pipeline), then finalize it again: it has all its experiences",
     "training": "nothing where no trainer takes part; a trainer calls acknowledge(batch_id, step) when it has used it, "
                 "TRL's and `trinity-es run` by themselves: one that has ended is started again",
-    "all_failed": "mend what failed, end runners that have it loaded (`trinity-es restart-runner`), and go on: "
-                  "`trinity-es resume` and TRL's trainer have the batch generated anew",
+    "loading": "nothing, while the engine loads: its runner's text log in system.log_dir tells how far it is",
 }
 
 

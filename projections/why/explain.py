@@ -72,7 +72,7 @@ def why(
         raise BatchNotFound(f"no batch {batch_id!r} is in this log")
     state = course.state
     if state.state.ended:
-        found = [_ended(course)]
+        found = [_ended(situation, course, up=live is not None or bool((system or {}).get("up")))]
     else:
         lives = dict(with_live(situation, live, now))
         found = sorted(_open(situation, course, lives, now, live, system), key=lambda pair: pair[0])
@@ -91,8 +91,9 @@ Ranked = tuple[tuple[float, float], Waiting]
 """Its rank, then when it began."""
 
 
-def _ended(course: BatchTimes) -> Ranked:
+def _ended(situation: SystemSnapshot, course: BatchTimes, *, up: bool) -> Ranked:
     state = course.state
+    resume = resume_command(situation.store) if situation.of_run else ""
     cause, text = "nothing", "it waits for nothing"
     if state.state is BatchLifecycleState.ABORTED:
         text = f"it was aborted: {_short(course.error)}"
@@ -109,7 +110,8 @@ def _ended(course: BatchTimes) -> Ranked:
         if state.failed_whole:
             what = "each of its runs failed, the first of"
         text += f"; {what} task {task}: {_short(status.message or '')}"
-    return (0.0, 0.0), Waiting(cause=cause, what="the trainer", text=text, since=course.moved_at)
+    w = Waiting(cause=cause, what="the trainer", text=text, since=course.moved_at)
+    return (0.0, 0.0), replace(w, resume=resume, system_up=up) if cause == "all_failed" else w
 
 
 def _open(

@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 
 from tests.helpers.handmade import ROOT, cli, history, unit, write
+from trinity_es.config.config import Config
 from trinity_es.environments import installed
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import TasksetError
 from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.values import batch_stream
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.run import single_task
+from trinity_es.system import running_system
 
 
 @pytest.fixture
@@ -175,3 +178,62 @@ def test_a_check_of_an_environment_is_quiet_and_leaves_the_process_as_it_was(mon
     assert seen == ["1", "info"]
     assert "TQDM_DISABLE" not in os.environ
     assert os.environ["TRANSFORMERS_VERBOSITY"] == "info"
+
+
+def of_trl(path: Path, *events: ev.Event, log_dir: Path | None = None) -> None:
+    """Write the log of a trainer of its own, with one batch; these events end it."""
+    system = {} if log_dir is None else {"log_dir": str(log_dir)}
+    batch = ev.BatchSubmitted(batch_id="1/trl-train-0", batch_type="train", repeat_times=[2], tasks=[{}])
+    write(path, [("system", [ev.SystemConfigured(config={"mode": "explore", "store": {}, "system": system})]),
+                 (batch_stream("1/trl-train-0"), [batch, *events])])
+
+
+FINALIZED: list[ev.Event] = [ev.BatchFinalizing(), ev.BatchFinalized(result={"metrics": {}})]
+
+
+def test_a_trainer_that_was_killed_is_told_also_where_its_locks_do_not_lie_beside_the_log(tmp_path: Path) -> None:
+    path, elsewhere = tmp_path / "log.sqlite", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    of_trl(path, *FINALIZED, ev.BatchTrained(step=1), log_dir=elsewhere)
+    ended = cli("status", "--log", path)
+    assert ended.exit_code == 0, ended.output
+    assert "nothing is open: batch 1/trl-train-0, the last, was finalized " in ended.stdout
+    config = Config.from_dict({"store": {"url": f"sqlite:///{path}"}, "system": {"log_dir": str(elsewhere)}})
+    running_system.lock_file(config, "trainer").write_text("7")
+    for words in (["--log", path], [path]):
+        told = cli("status", *words)
+        assert told.exit_code == 1
+        assert "its trainer (pid 7) ended in the middle of it; start it again" in told.stdout
+
+
+def test_status_says_where_a_run_has_no_batch_yet(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    write(path, [("system", [ev.SystemConfigured(config={"mode": "both"})])])
+    assert "nothing is open: no batch has ended yet" in cli("status", "--log", path).stdout
+
+
+def test_resume_of_the_log_of_a_trainer_of_its_own_says_to_start_that_again(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    of_trl(path, *FINALIZED, ev.BatchTrained(step=1))
+    for words in ([path], ["--log", path]):
+        told = cli("resume", *words)
+        assert told.exit_code == 2
+        assert "is led by a program of its own, TRL's trainer" in told.stderr
+    assert "name one" in cli("resume", path, "--log", "another.sqlite").stderr
+
+
+def test_of_a_batch_that_failed_whole_the_way_on_is_that_of_who_leads_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    failed = ev.AttemptFailed(task=0, run_id_base=0, failed_runs=[0, 1], attempt=1, runner="runner-0", incarnation=1,
+                              kind="workflow", message="KeyError: 'stok'", retry=False)
+    sent = ev.TasksDispatched(runner="runner-0", incarnation=1, units=[unit(0)], model_version=0)
+    of_trl(path, sent, failed, *FINALIZED)
+    told = cli("why", "1/trl-train-0", "--log", path).stdout
+    assert "what to do: mend what failed, and start its trainer again: TRL's has the batch generated anew" in told
+    assert "restart-runner" not in told, "nothing runs"
+
+
+def test_a_log_right_under_runs_is_found(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    of_trl(tmp_path / "runs" / "log.sqlite", *FINALIZED)
+    assert "1/trl-train-0" in cli("batches", cwd=tmp_path).stdout

@@ -17,6 +17,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.projections.tables.read_models import projectors
+from trinity_es.projections.why.answer import Waiting, Why
 
 URL = "http://gpu-7:8000"
 AWAITED = f"{URL} does not answer (ConnectError)"
@@ -139,7 +140,7 @@ DOWN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("run", "said"), [
-    (None, "nothing runs, and nothing is open"),
+    (None, "nothing runs, and nothing is open: no batch has ended yet"),
     ({"step": 5, "total_steps": 5, "complete": True}, "nothing is open: the run is complete, with step 5"),
     ({"step": 5, "total_steps": 9, "complete": False},
      "nothing is open: the run's last step is 5 of 9, and `trinity-es resume s` goes on with it"),
@@ -257,7 +258,9 @@ def test_all_is_well_where_an_engine_serves(state: str, says: str) -> None:
 
 
 @pytest.mark.parametrize(("run", "way"), [
-    ({"step": 3, "total_steps": None, "complete": None}, "`trinity-es resume s` generates it anew"),
+    ({"step": 3, "total_steps": None, "complete": None},
+     "`trinity-es resume s` (`trinity-es resume CONFIG` where the config file was mended: a log holds it as it was) "
+     "generates it anew"),
     (None, "start its trainer again"),
 ])
 def test_a_last_batch_of_which_every_run_failed_is_a_problem(run: dict[str, Any] | None, way: str) -> None:
@@ -285,3 +288,16 @@ def test_a_host_that_is_away_or_lost_is_a_problem() -> None:
     assert away.startswith("host b has not been heard of for 3.0 s (it ended the connection): after 15")
     [lost] = told(state="lost", connected=False, away_for=20.0, reason="not heard of for 15 s")
     assert lost.startswith("host b was lost: not heard of for 15 s; what it had is attempted elsewhere")
+
+
+@pytest.mark.parametrize(("cause", "tells_more"), [("running", False), ("loading", True)])
+def test_why_is_named_where_it_tells_more(cause: str, tells_more: bool) -> None:
+    told = Why(
+        batch_id=4, batch_type="train", state="running", tasks=1, settled=0, running_units=0, pending_units=1,
+        failed_attempts=0, moved_at=0.0, now=1.0, stalled=True,
+        waiting=(Waiting(cause=cause, what="runner-0 #1", text="runner-0 #1 is loading its engine"),))
+    live = {"system": {}, "weights_version": 0, "runners": []}
+    up = DOWN | {"up": True, "coordinator": {"pid": 1}}
+    [line] = health.problems(Config.model_validate({}), up, live, [told])
+    assert line.endswith("; `trinity-es why 4` tells more") == tells_more
+    assert any("its runner's text log in system.log_dir" in s for s in told.sentences()) == tells_more

@@ -40,7 +40,7 @@ MOST = 2**63 - 1
 MOST_DIGITS = 18
 """Maximum number of digits of a batch's number that others are compared with."""
 LOG_VARIABLE = "TRINITY_ES_LOG"
-NEWEST = ("runs/*/log.sqlite", "runs/*/*/log.sqlite", "runs/*/runs/*/*/log.sqlite")
+NEWEST = ("runs/log.sqlite", "runs/*/log.sqlite", "runs/*/*/log.sqlite", "runs/*/runs/*/*/log.sqlite")
 """Where runs lie under the working directory: those of a trainer and of a config there, and of `trinity-es demo`."""
 
 HERE = ("*.sqlite", "*.db")
@@ -108,7 +108,8 @@ def _only_log_here() -> str:
         return str(here[0])
     several = f", and {len(here)} logs in this folder ({', '.join(map(str, here[:3]))})" if here else ""
     raise LogNotFound(
-        f"no run under {Path.cwd() / 'runs'}{several}: name a log with --log, or its config with --config")
+        f"no run under {Path.cwd() / 'runs'} (in log.sqlite, NAME/log.sqlite or PROJECT/NAME/log.sqlite there)"
+        f"{several}: name a log with --log, or its config with --config")
 
 
 def _is_log(path: Path) -> bool:

@@ -67,6 +67,8 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
     """
     quiet()
     remembered_log_end.require(settings)  # before the log is believed
+    if resuming:
+        _require_led_here(settings)
     part: RunProcess
     if settings.mode == "train":
         part = trainer = TrainerProcess(settings)
@@ -91,6 +93,18 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
         return in_view(settings, part, work, as_json=as_json)[0]
     finally:
         part.release()
+
+
+def _require_led_here(settings: Config) -> None:
+    """Require a log that `trinity-es run` led, where it holds a run. Raises ConfigError."""
+    with contextlib.suppress(LogNotFound), open_log(settings.store.url) as log:
+        others = any(log.count_batches(batch_type=kind) for kind in ("train", "collect"))
+        if others and not log.streams("taskset/"):
+            raise ConfigError(
+                f"the run in {settings.masked()['store']['url']} is led by a program of its own, TRL's trainer or one "
+                "that uses `connect`: start that again (TRL's with `resume_from_checkpoint=True`), and it goes on "
+                "where the log ends"
+            )
 
 
 def in_view(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+import typer
+
 from trinity_es.cli.common import choose_log, read_config
 from trinity_es.config.config import Config
 from trinity_es.config.interpolation import escaped
@@ -15,22 +17,48 @@ from trinity_es.events.store.database import masked, parse_url
 from trinity_es.events.store.retry import within
 from trinity_es.projections.reading.log_reader import open_log
 
-__all__ = ["settings_of", "settings_of_run"]
+__all__ = ["named_once", "names_config", "settings_of", "settings_of_run"]
 
 
 def settings_of(config: Path | None, log: str | None) -> Config:
     """Return a config that names the store, whichever way it was named."""
     if config is not None and log is None:
         return read_config(config)
-    url = parse_url(choose_log(log, config))
+    url = parse_url(choose_log(log, config)).render_as_string(hide_password=False)
+    system: dict[str, str] = {}
     with contextlib.suppress(LogUnavailable):  # a wrong place is an error, not a system that is down
-        within(5.0, lambda: open_log(url.render_as_string(hide_password=False)).close())
-    return Config.from_dict({"store": {"url": url.render_as_string(hide_password=False)}})
+        system = within(5.0, lambda: _places(url))
+    return Config.from_dict({"store": {"url": url}, "system": system})
+
+
+def _places(url: str) -> dict[str, str]:
+    """Return where the system of a log has its files, as it was last started, where that is on this machine.
+
+    The locks, the key and what this machine knows of the log lie there.
+    """
+    with open_log(url) as log:
+        system = log.config()[1].get("system") or {}
+    folder = system.get("log_dir")
+    if not isinstance(folder, str) or not Path(folder).is_dir():
+        return {}
+    return {"log_dir": folder, **({"key_file": system["key_file"]} if system.get("key_file") else {})}
+
+
+def named_once(what: str | None, option: str | None) -> str | None:
+    """Return what an argument or an option named. Raises typer.BadParameter where both did, and not the same."""
+    if what is not None and option is not None and what != option:
+        raise typer.BadParameter(f"{what} and {option} are named: name one")
+    return what if option is None else option
+
+
+def names_config(what: str) -> bool:
+    """Return True if this is a config file, not a log."""
+    return what.endswith((".yaml", ".yml")) or _is_text(Path(what))
 
 
 def settings_of_run(what: str | None, overrides: list[str] | None) -> Config:
     """Return the config that a person meant: that file, or what the log that they named was recorded with."""
-    if what is not None and (what.endswith((".yaml", ".yml")) or _is_text(Path(what))):
+    if what is not None and names_config(what):
         return read_config(Path(what), overrides)
     url = parse_url(choose_log(what))
     with open_log(url.render_as_string(hide_password=False)) as log:

@@ -40,6 +40,7 @@ from trinity_es.projections.why.answer import (
     go_on,
     mend,
     mend_weights,
+    mended,
     resume_command,
     span,
     start_server,
@@ -275,7 +276,7 @@ def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, w
     last = out.get("last_batch") or {}
     resume = resume_command(out["store"]) if out.get("run") else ""
     if last.get("failed_whole") and not out["batches"]:
-        way = f"`{resume}` generates it anew" if resume else "start its trainer again"
+        way = f"{mended(resume)} generates it anew" if resume else "start its trainer again"
         yield (f"batch {plain(last['batch_id'])}, the last, gave nothing: each of its runs failed; "
                f"`trinity-es why {plain(last['batch_id'])}` tells how: mend that, then {way}")
     if not out["up"]:
@@ -331,7 +332,9 @@ def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, w
             yield f"{name} {wrong} ({name}.log in {logs} tells more)"
     for told in whys:
         if told.stalled and told.cause not in _WHOLE:
-            yield f"batch {told.batch_id} is stalled: {told.sentence}; `trinity-es why {told.batch_id}` tells more"
+            first = told.waiting[0]
+            more = f"; `trinity-es why {told.batch_id}` tells more" if len(told.waiting) > 1 or first.way_out else ""
+            yield f"batch {told.batch_id} is stalled: {told.sentence}{more}"
 
 
 def _killed(killed: dict[str, int], resume: str) -> Iterator[str]:
@@ -406,10 +409,13 @@ def _count(n: int, one: str, many: str) -> str:
     return f"{n} {one} is" if n == 1 else f"{n} {many} are"
 
 
-def _of_run(run: dict[str, Any] | None, store: str) -> str:
+def _of_run(run: dict[str, Any] | None, store: str, last: dict[str, Any] | None) -> str:
     """Return how far a run is of which nothing runs."""
+    if run is None and last is not None:
+        ago = span(time.time() - last["ended_at"])
+        return f": batch {plain(last['batch_id'])}, the last, was {last['state']} {ago} ago"
     if run is None:
-        return ""
+        return ": no batch has ended yet"
     if run["complete"]:
         return f": the run is complete, with step {run['step']}"
     of = "" if run["total_steps"] is None else f" of {run['total_steps']}"
@@ -479,7 +485,7 @@ def show(out: Console, found: dict[str, Any]) -> None:
     if found["problems"]:
         return
     if not found["up"]:
-        line(f"nothing runs, and nothing is open{_of_run(found.get('run'), found['store'])}")
+        line(f"nothing runs, and nothing is open{_of_run(found.get('run'), found['store'], found.get('last_batch'))}")
     elif not found["batches"] and found.get("last_batch"):
         line(_idle(found["last_batch"]))
     elif any(r["state"] == "ready" for r in found["runners"]):

@@ -65,7 +65,8 @@ def require_sentence(code: int, err: str) -> None:
     line = err.strip().splitlines()[-1]
     assert line.startswith("error: step 2 gave nothing to train on: each of its 6 runs failed, 4 of them with ")
     assert "KeyError: 'stok' (rewards.py:8 in broken). See `trinity-es why 2`" in line
-    assert re.search(r"mend it, and `trinity-es resume \S+log\.sqlite` generates the step anew$", line)
+    ways = r"`trinity-es resume \S+log\.sqlite` \(`trinity-es resume CONFIG` where .+\)"
+    assert re.search(rf"mend it, and {ways} generates the step anew$", line)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def test_a_step_that_failed_whole_ends_the_run_and_is_generated_anew_when_it_goe
     told = cli("why", 2, "--log", config.store.url).output
     assert "2/2 runs completed" not in told
     assert "KeyError: 'stok'" in told
-    assert "`trinity-es resume`" in told
+    assert "`trinity-es resume " in told
     assert count(config, "BatchTrained", 2) == 0
 
     code, _, err = finish("resume", path, cwd=tmp_path)  # nothing was mended

@@ -263,7 +263,9 @@ def test_of_a_batch_that_failed_whole_the_way_out_is_told_without_frames(story: 
     assert told.sentence.endswith(
         "each of its runs failed, the first of task 0: 0/4 runs completed. First error: workflow: "
         "KeyError: 'stok' (mine.py:9 in run)")
-    assert any("restart-runner" in line for line in told.sentences())
+    assert not any("restart-runner" in line for line in told.sentences()), "whether its system runs is not known"
+    up = story.why(100, live=status({"seen": T + 100}), system={"up": True})
+    assert any("restart-runner" in line for line in up.sentences())
 
 
 def test_finalized_and_trained_and_aborted_are_ends(one_left: Story) -> None:

@@ -12,12 +12,13 @@ from trinity_es.cli.commands.demo import end_demo
 from trinity_es.cli.common import (
     ConfigArgument,
     JsonOption,
+    LogOption,
     SetOption,
     print_json,
     read_config,
 )
 from trinity_es.cli.run_in_view import explore, print_summary, run_summary
-from trinity_es.cli.which_config import settings_of_run
+from trinity_es.cli.which_config import named_once, settings_of_run
 from trinity_es.config.config import Config
 from trinity_es.projections.run import RunState
 
@@ -50,6 +51,7 @@ def resume(
                        "config. Default: the newest run under ./runs.", show_default=False),
     ] = None,
     overrides: SetOption = None,
+    log: LogOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Go on with a run that ended before its end, whatever died: nothing that was finished is generated again.
@@ -62,7 +64,7 @@ def resume(
       trinity-es resume
       trinity-es resume config.yaml --set total_steps=400
     """
-    settings = settings_of_run(what, overrides)
+    settings = settings_of_run(named_once(what, log), overrides)
     if settings.mode == "bench":
         run_benchmark(settings, as_json)
         return

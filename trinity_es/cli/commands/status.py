@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, find_batch, print_json
 from trinity_es.cli.render.tables import console
-from trinity_es.cli.which_config import settings_of
+from trinity_es.cli.which_config import named_once, names_config, settings_of
 from trinity_es.client import health
 from trinity_es.projections.why.answer import Why
 from trinity_es.text import plain
@@ -16,7 +17,16 @@ from trinity_es.text import plain
 __all__ = ["status", "why"]
 
 
-def status(config: ConfigOption = None, log: LogOption = None, as_json: JsonOption = False) -> None:
+def status(
+    what: Annotated[
+        str | None,
+        typer.Argument(metavar="[CONFIG|LOG]", help="Config file of the run, or its log: as with --config and --log.",
+                       show_default=False),
+    ] = None,
+    config: ConfigOption = None,
+    log: LogOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Tell how a system is: its coordinator, its runners, its open batches and what they wait for.
 
     Exits 1 when something is wrong: batches are open and nothing runs, there is no coordinator, a runner failed, was
@@ -24,10 +34,14 @@ def status(config: ConfigOption = None, log: LogOption = None, as_json: JsonOpti
     knows.
 
     \b
-    Example:
+    Examples:
       trinity-es status --config config.yaml
+      trinity-es status runs/second/log.sqlite
     """
-    settings = settings_of(config, log)
+    if what is not None and names_config(what):
+        settings = settings_of(Path(named_once(what, config and str(config))), log)
+    else:
+        settings = settings_of(config, named_once(what, log))
     found = health.look(settings)
     if as_json:
         print_json(found)
