@@ -39,7 +39,8 @@ def status(
       trinity-es status runs/second/log.sqlite
     """
     if what is not None and names_config(what):
-        settings = settings_of(Path(named_once(what, config and str(config))), log)
+        named_once(what, None if config is None else str(config))
+        settings = settings_of(Path(what), log)
     else:
         settings = settings_of(config, named_once(what, log))
     found = health.look(settings)
