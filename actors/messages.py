@@ -274,6 +274,8 @@ class Heartbeat:
     """What its engine waits for before it can start, which somebody else has to do: it is not late meanwhile."""
     end: Mark | None = None
     """Of the log, in the coordinator's."""
+    runs_wait: str = ""
+    """What some of its runs wait for that is no part of the system, a server of environments say, as they tell it."""
 
 
 @dataclass(frozen=True, slots=True)

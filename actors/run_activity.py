@@ -7,7 +7,8 @@ a row for each run that plays now (`workflow_id` "batch/task/run", `runs` where 
 `SHOWN_RUNS` at most, and `running_count`, all of them. `workflow_id, begin_time, end_time, running_time` are those of
 the run that has played longest (`end_time` null), or, where none plays, of the last one that ended; null before any.
 `terminate_time` is another name of `end_time`; `workflow_state` is what that run's workflow told by
-`model.set_workflow_state`.
+`model.set_workflow_state`. A `waits_for` in it says for what outside of the system a run waits: `why` and `status`
+tell it.
 
 None of it is in the log: it is what nobody has decided or finished yet.
 """
@@ -52,6 +53,19 @@ class RunActivity:
         finally:
             del self._running[number]
             self.last = {**row, "end_time": self.clock()}
+
+    def waits(self) -> str:
+        """Return how many runs wait for something outside of the system, and for what, as the longest tells it.
+
+        A workflow tells it by `waits_for` in its state, in words; empty: none waits.
+        """
+        rows = list(self._running.values())  # a copy: another thread writes it
+        rows.sort(key=lambda row: row["begin_time"])
+        told = [said for row in rows if isinstance(said := row.get("state", {}).get("waits_for"), str) and said]
+        if not told:
+            return ""
+        how_many = "1 of its runs waits" if len(told) == 1 else f"{len(told)} of its runs wait"
+        return f"{how_many} for {told[0][:300]}"
 
     def running(self) -> list[Row]:
         """Return the runs that play, the longest first."""

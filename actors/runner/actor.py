@@ -114,7 +114,8 @@ class Runner(BaseActor):
             silent = 0.0
         trouble, waits_for = self.engine_side.trouble, self.engine_side.waits_for
         alive = messages.Heartbeat(
-            self.name, self.incarnation, os.getpid(), silent, self.epoch, trouble, waits_for=waits_for
+            self.name, self.incarnation, os.getpid(), silent, self.epoch, trouble, waits_for=waits_for,
+            runs_wait=self.engine_side.played.waits(),
         )
         self.tell(alive)
         self.send(self.guardian, alive)

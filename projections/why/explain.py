@@ -338,7 +338,8 @@ def _signs(runner: RunnerSnapshot | None, since: float, now: float) -> str:
     if runner.silent is not None:
         quiet = runner.silent > QUIET_SECONDS
         loop = ", and its engine's loop " + (f"has not answered for {span(runner.silent)}" if quiet else "answers")
-    return f"its runner {', '.join(signs)}{loop}" if signs else ""
+    told = f"its runner {', '.join(signs)}{loop}" if signs else ""
+    return "; ".join(part for part in (told, _short(runner.runs_wait)) if part)
 
 
 def _without_place(situation: SystemSnapshot, course: BatchTimes, serving: list[RunnerSnapshot], now: float) -> Waiting:

@@ -77,6 +77,8 @@ class RunnerSnapshot:
     """Seconds until it is started again."""
     waits_for: str = ""
     """What its engine waits for before it can start, in words, where the system told."""
+    runs_wait: str = ""
+    """What some of its runs wait for outside of the system, in words, where the system told."""
     server: str = ""
     """URL of the server of others that is its engine, where the system told."""
     leaving: bool = False
@@ -342,7 +344,7 @@ def with_live(
             if life.since is None or not life.reason:  # else the log tells more
                 life.reason = row.get("reason") or life.reason
             life.silent, life.trouble = row.get("silent"), row.get("trouble") or ""
-            life.waits_for = row.get("waits_for") or ""
+            life.waits_for, life.runs_wait = row.get("waits_for") or "", row.get("runs_wait") or ""
             if "refused" in row:
                 life.refused = (told["weights_version"], row["refused"]) if row["refused"] else None
             if life.seen is not None and life.silent:

@@ -21,7 +21,7 @@ from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.result import classify
 from trinity_es.cli.commands import env
 from trinity_es.config.config import Config
-from trinity_es.environments import installed, verifiers_main
+from trinity_es.environments import installed, openenv, verifiers_main
 from trinity_es.environments.installed import Installed
 from trinity_es.environments.openenv import about_action, action_of
 from trinity_es.environments.verifiers_tasks import environment_config
@@ -401,3 +401,23 @@ def test_a_check_shows_each_token_and_which_of_them_the_model_wrote(capsys: pyte
 def test_a_removal_of_what_is_not_there_does_not_say_to_install_it(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"gsm8k-v2' is not installed in .* \(there: gsm8k-v1\)$"):
         installed.remove("gsm8k-v2")
+
+
+async def test_a_run_tells_that_its_server_is_not_there_and_for_how_long_it_waits(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openenv, "TELL_SECONDS", 0.0)
+    with socket.socket() as nobody:  # bound and not listening: who connects is refused
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        told: list[str] = []
+
+        async def tell(what: str) -> None:
+            told.append(what)
+
+        with pytest.raises(EnvironmentFailed, match="can't be reached"):
+            async with openenv.session({"url": url, "connect_timeout": 1.5}, tell):
+                pass
+    assert told
+    assert all(text.startswith(f"the OpenEnv server {url}: Cannot connect to host ") for text in told)
+    assert told[0].endswith(" s; it gives up in 1 s") or told[0].endswith(" s; it gives up in 2 s")

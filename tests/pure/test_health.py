@@ -301,3 +301,10 @@ def test_why_is_named_where_it_tells_more(cause: str, tells_more: bool) -> None:
     [line] = health.problems(Config.model_validate({}), up, live, [told])
     assert line.endswith("; `trinity-es why 4` tells more") == tells_more
     assert any("its runner's text log in system.log_dir" in s for s in told.sentences()) == tells_more
+
+
+def test_what_runs_wait_for_outside_of_the_system_is_a_problem_while_they_do() -> None:
+    outside = "2 of its runs wait for the OpenEnv server http://h:1: refused, for 12 s; it gives up in 48 s"
+    [line] = problems({"runs_wait": outside}, [server()])
+    assert line.startswith(f"runner-0 is up, and {outside}: see to that")
+    assert problems({"runs_wait": ""}, [server()]) == []

@@ -397,6 +397,8 @@ def _wrong(life: RunnerSnapshot, now: float) -> str | None:
     if (life.silent or 0.0) > SILENT_SECONDS:
         return (f"is hung: its engine's loop has not answered for {span(life.silent or 0.0)}; it is ended after "
                 "system.hang_timeout and started again")
+    if life.runs_wait and life.state == "ready":
+        return f"is up, and {life.runs_wait}: see to that"
     return None
 
 

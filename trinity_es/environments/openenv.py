@@ -11,7 +11,7 @@ import asyncio
 import json
 import math
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -30,6 +30,8 @@ ANSWER_SECONDS = 60.0
 """How long a server may take for an answer, where the task does not say."""
 CONNECT_SECONDS = 60.0
 """How long to wait for a server that plays as many episodes as it can, or is not there: it may be starting again."""
+TELL_SECONDS = 5.0
+"""How long a server may not be there before a word is said: it may be starting."""
 CLOSE_SECONDS = 2.0
 """How long the close of a session may take."""
 MESSAGE_BYTES = 100 * 1024 * 1024
@@ -66,7 +68,7 @@ class OpenEnvWorkflow(Workflow):
         messages = self.opening()
         rewards: list[float] = []
         counts = {"turns": 0.0, "invalid_actions": 0.0}
-        async with session(args) as env:
+        async with session(args, self._wait_for) as env:
             schema = await env.action_schema()
             state = await env.reset({**(args.get("reset") or {}), **((self.task.raw_task or {}).get("reset") or {})})
             for _ in range(args.get("max_turns", MAX_TURNS)):
@@ -87,6 +89,10 @@ class OpenEnvWorkflow(Workflow):
                 if state["reward"] is not None:
                     rewards.append(float(state["reward"]))
         return self._experiences(rewards, counts)
+
+    async def _wait_for(self, what: str) -> None:
+        """Tell what the run waits for; empty: for nothing any more."""
+        await self.model.set_workflow_state({"waits_for": what})
 
     def opening(self) -> list[dict[str, Any]]:
         """Return the messages before the first observation: the system prompt, and the row's prompt where it is one."""
@@ -156,7 +162,7 @@ class OpenEnvSession:
                     raise _NoAction(f"{code}: {text[:500]}")
                 text = f"in its own code, the action is not at fault: {text}"
             if code == "CAPACITY_REACHED":
-                raise _Away(f"the OpenEnv server {self._url} plays as many episodes as it can: {text}")
+                raise _Full(f"the OpenEnv server {self._url} plays as many episodes as it can: {text}")
             kind = "workflow" if code in _ENVIRONMENTS_CODE else "infra"
             raise EnvironmentFailed(f"the OpenEnv server {self._url} failed: {code}: {text[:500]}", kind=kind)
         return data
@@ -180,24 +186,37 @@ class _Away(EnvironmentFailed):
     """A server plays as many episodes as it can, or is not there."""
 
 
+class _Full(_Away):
+    """It is there, and plays as many episodes as it can: to wait is as it should be."""
+
+
 @asynccontextmanager
-async def session(args: dict[str, Any]) -> AsyncIterator[OpenEnvSession]:
-    """Give a session of the server that a task names, and close it. Waits for one that is full or not there."""
+async def session(
+    args: dict[str, Any], tell: Callable[[str], Awaitable[None]] | None = None
+) -> AsyncIterator[OpenEnvSession]:
+    """Give a session of the server that a task names, and close it. Waits for one that is full or not there.
+
+    `tell` is told what is waited for where it is not there, again and again, and with an empty text when that is over.
+    """
     url, timeout = args.get("url"), float(args.get("answer_timeout", ANSWER_SECONDS))
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):
         raise DataError(f"workflow_args.url is {url!r}: give the OpenEnv server's, http://HOST:PORT")
     url = url.rstrip("/")
     async with aiohttp.ClientSession(headers=args.get("headers"), timeout=aiohttp.ClientTimeout(timeout)) as http:
-        env = await _connected(http, url, timeout, float(args.get("connect_timeout", CONNECT_SECONDS)))
+        env = await _connected(http, url, timeout, float(args.get("connect_timeout", CONNECT_SECONDS)), tell)
         try:
             yield env
         finally:
             await env.close()
 
 
-async def _connected(http: aiohttp.ClientSession, url: str, timeout: float, patience: float) -> OpenEnvSession:
+async def _connected(
+    http: aiohttp.ClientSession, url: str, timeout: float, patience: float,
+    tell: Callable[[str], Awaitable[None]] | None,
+) -> OpenEnvSession:
     """Return a session that is there."""
-    until = asyncio.get_running_loop().time() + patience
+    clock = asyncio.get_running_loop().time
+    began, told = clock(), False
     while True:
         try:
             async with _failing(url):
@@ -208,10 +227,17 @@ async def _connected(http: aiohttp.ClientSession, url: str, timeout: float, pati
             except BaseException:
                 await env.close()
                 raise
+            if told and tell is not None:
+                await tell("")  # or it would be said to wait for as long as it plays
             return env
-        except _Away:
-            if asyncio.get_running_loop().time() >= until:
+        except _Away as e:
+            waited = clock() - began
+            if waited >= patience:
                 raise
+            if tell is not None and not isinstance(e, _Full) and waited >= TELL_SECONDS:
+                told = True
+                why = f"{e.__cause__ or e.message}, for {waited:.0f} s"
+                await tell(f"the OpenEnv server {url}: {why}; it gives up in {patience - waited:.0f} s")
             await asyncio.sleep(random.uniform(0.1, 1.0))
 
 

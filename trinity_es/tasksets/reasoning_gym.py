@@ -13,6 +13,7 @@ import functools
 import importlib
 import importlib.metadata
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -118,7 +119,9 @@ def _require_names(what: str, given: Mapping[str, Any], known: Sequence[str]) ->
 
 def _package() -> Any:
     try:
-        return importlib.import_module("reasoning_gym")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # cellpylib's, which it imports
+            return importlib.import_module("reasoning_gym")
     except ImportError as e:
         raise DataError(
             f"reasoning-gym can't be imported ({e}): `pip install 'trinity-es[reasoning-gym]'`"

@@ -109,6 +109,7 @@ class Stalls:
                 silent=r.silent,
                 trouble=r.trouble,
                 waits_for=r.waits_for,
+                runs_wait=r.runs_wait,
                 server=urls.get(r.name, ""),
                 leaving=self.registry.is_leaving(r.name),
                 model=r.life.model,

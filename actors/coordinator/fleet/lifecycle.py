@@ -110,7 +110,7 @@ class RunnerLifecycle:
         runner = self.registry.runners.get(message.name)
         if runner is not None and runner.incarnation == message.incarnation:
             runner.seen, runner.silent, runner.trouble = self.registry.clock(), message.silent, message.trouble
-            runner.waits_for = message.waits_for
+            runner.waits_for, runner.runs_wait = message.waits_for, message.runs_wait
 
     def on_ended_runners(self, message: EndedRunners) -> None:
         """Take the guardian's word on who is gone, should an earlier one have been lost."""

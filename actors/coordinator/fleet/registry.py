@@ -54,6 +54,8 @@ class RunnerRecord:
     """How many such orders in a row it could not carry out, of what is to be served now."""
     waits_for: str = ""
     """What its engine waited for before it can start, at the last sign of life."""
+    runs_wait: str = ""
+    """What some of its runs waited for outside of the system, at the last sign of life."""
     endpoint: str = ""
     """URL of its engine's OpenAI-compatible endpoint; empty while it serves none."""
 
@@ -135,6 +137,7 @@ class RunnerRegistry:
                 "silent": r.silent,
                 "trouble": r.trouble,
                 "waits_for": r.waits_for,
+                "runs_wait": r.runs_wait,
                 "endpoint": r.endpoint,
             }
             for r in sorted(self.runners.values(), key=lambda r: r.name)

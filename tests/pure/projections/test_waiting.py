@@ -44,6 +44,12 @@ def test_a_slow_unit_is_named_with_task_runs_attempt_runner_and_limit(one_left: 
     )
 
 
+def test_what_runs_wait_for_outside_of_the_system_is_told(one_left: Story) -> None:
+    outside = "2 of its runs wait for the OpenEnv server http://h:1: refused, for 12 s; it gives up in 48 s"
+    told = one_left.why(30, live=status({"seen": T + 29, "runs_wait": outside}), system={"up": True})
+    assert told.sentence.endswith(f"was heard of 1.0 s ago; {outside}")
+
+
 def test_a_log_alone_tells_that_the_runner_went_on(one_left: Story) -> None:
     assert "its runner finished another unit 29 s ago" in one_left.why(30).sentence
 
