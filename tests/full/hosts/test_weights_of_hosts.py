@@ -155,10 +155,13 @@ def test_a_host_that_can_t_pull_gets_no_work_and_says_why(start_head: StartHead,
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(900)
-def test_vllm_on_a_host_answers_with_the_model_and_weights_that_it_pulled(
+def test_vllm_pulls(
     start_head: StartHead, tiny: Path, other: Path, tmp_path: Path
 ) -> None:
-    """The head's own engine is scripted: what came from host b is compared with torch."""
+    """The head's own engine is scripted: what came from host b is compared with torch.
+
+    Its name is short, as it is in the paths of the engine's sockets, of which the system takes 107 characters.
+    """
     from examples.grpo.trainer import GRPOTrainer
 
     shared = tmp_path / "shared"
