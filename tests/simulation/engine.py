@@ -12,6 +12,7 @@ import orjson
 from tests.simulation.world import here, world
 from trinity_es.actors.rollout.engine_loop import Limits
 from trinity_es.actors.rollout.result import UnitResult
+from trinity_es.actors.run_activity import RunActivity
 from trinity_es.events.errors import SyncError
 from trinity_es.events.vocabulary import RunResult
 
@@ -65,6 +66,7 @@ class SimWorkflows:
     """Plays units: each attempt has a fate that hangs on the schedule's seed, the unit, and how often it was tried."""
 
     def __init__(self, engine: SimEngine, *, timeout: float | None = None, **_: Any) -> None:
+        self.played = RunActivity()
         self.engine, self.timeout, self.process = engine, timeout or 1e9, here()
         self.engine_dead: str | None = None
         self.limits = Limits()
