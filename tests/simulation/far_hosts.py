@@ -118,9 +118,9 @@ class FarHost:
         """End a connection; the head hears of it."""
         if connection and connection == self.connection:
             self.connection = 0
-            fleet, epoch = self.world.coordinator.hosts, self.epoch
+            fleet, epoch, heard = self.world.coordinator.hosts, self.epoch, self.world.now
             assert fleet is not None
-            self.world.coordinator.post(lambda: fleet.gone(self.name, epoch, why))
+            self.world.coordinator.post(lambda: fleet.gone(self.name, epoch, why, heard))
 
     def end(self) -> None:
         """End all processes of this host."""

@@ -356,7 +356,7 @@ def test_a_process_releases_with_the_class_that_the_log_names(tmp_path: Path, cl
     ("Kept", "hangs", "had not ended after 1 s"),
     ("AsyncKept", "hangs", "had not ended after 1 s"),
     ("Kept", "exits", "ended with status 3"),
-    ("Gone", "", "can't be imported"),
+    ("Gone", "", "has no Gone"),
     ("Half", "", "can't be built"),
 ])
 def test_a_provider_that_does_not_release_is_told_and_costs_nothing_else(

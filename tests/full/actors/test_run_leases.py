@@ -322,7 +322,7 @@ def test_a_run_that_ends_leaves_what_it_did_not_release_and_takes_no_more(tmp_pa
 
 
 @pytest.mark.parametrize(("provider", "args", "says"), [
-    (f"{PROVIDERS}:Gone", {}, "can't be imported"),
+    (f"{PROVIDERS}:Gone", {}, "has no Gone"),
     (f"{PROVIDERS}:Half", {}, "has no release"),
     (PROVIDER, {}, "can't be built"),
 ])

@@ -45,6 +45,13 @@ def fill(url: str) -> None:
         ev.BatchSubmitted(batch_id="plays", batch_type="train", repeat_times=[1], tasks=[{}]),
         ev.TasksDispatched(runner="runner-0", incarnation=1, units=[unit], model_version=0),
     ]
+    far = ev.TaskFinished(task=0, run_id_base=0, attempt=1, runner="runner-0@b", incarnation=1,
+                          runs=[ev.RunResult(run=0, metrics={})], payload=None, model_version=0, model_version_end=0,
+                          seconds=0.5)
+    on_host: list[ev.Event] = [
+        ev.BatchSubmitted(batch_id="far", batch_type="eval", repeat_times=[1], tasks=[{}], evals=[0]),
+        ev.TasksDispatched(runner="runner-0@b", incarnation=1, units=[unit], model_version=0), far,
+    ]
     taken = ev.LeaseTaken(
         lease="es-1", batch_id="plays", submission="", unit=unit, run=0, runner="runner-0", incarnation=1,
         provider="boxes:Boxes", ttl=60.0, expires=160.0, creation_timeout=60.0,
@@ -58,6 +65,7 @@ def fill(url: str) -> None:
                     Write(stream="weights", expected_version=log.stream_version("weights"),
                           events=[ev.WeightsPublished(version=1, path="/w/1")]),
                     Write(stream="batch/plays", expected_version=0, events=plays),
+                    Write(stream="batch/far", expected_version=0, events=on_host),
                     Write(stream="leases", expected_version=0, events=[taken]),
                     Write(stream=runner, expected_version=log.stream_version(runner), events=[loaded]),
                     Write(stream="batch/lone", expected_version=0, events=[*lone, failed])], commit_id="more")

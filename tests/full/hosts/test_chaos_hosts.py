@@ -15,7 +15,7 @@ pytestmark = [
 
 def test_f2_faults_of_hosts_and_heads_lose_double_and_blame_nothing() -> None:
     kinds = ["host agent killed", "link of the head away", "packets lost one way"]
-    account = chaos_hosts(seed=1, kinds=kinds, measured=False, hosts=2, lanes=2, tasks=60, timeout=4.0)
+    account = chaos_hosts(seed=1, kinds=kinds, measured=False, hosts=2, lanes=2, tasks=60, timeout=8.0)
     assert account.faults.total() == 3, hosts_report(account)
     assert account.coordinators >= 2, hosts_report(account)
     assert account.clean, hosts_report(account)
