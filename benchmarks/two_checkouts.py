@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 
-ROUNDS = {1: 90, 8: 90, 64: 60, 256: 24, 1024: 8}
+ROUNDS = {1: 180, 8: 180, 64: 120, 256: 90, 1024: 50}
 """Pairs, by the number of tasks in a batch."""
 CHILD = """
 import sys
