@@ -126,6 +126,8 @@ class StartCoordinator:
     """The end of the log as its predecessor told it."""
     told: frozenset[str] = frozenset()
     """Runners that may know more of the log than that: a predecessor told them."""
+    hosts_heard: dict[str, float] = field(default_factory=dict)
+    """When that predecessor last heard of each other host, monotonic seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +278,8 @@ class Heartbeat:
     """Of the log, in the coordinator's."""
     runs_wait: str = ""
     """What some of its runs wait for that is no part of the system, a server of environments say, as they tell it."""
+    hosts_heard: dict[str, float] = field(default_factory=dict)
+    """When each other host was last heard of, monotonic seconds, in the coordinator's."""
 
 
 @dataclass(frozen=True, slots=True)

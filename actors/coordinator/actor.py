@@ -114,6 +114,7 @@ class Coordinator(BaseActor):
     def on_StartCoordinator(self, message: StartCoordinator, sender: Any) -> None:
         config = self.config = message.config
         self.guardian, self.admin, self.alive = sender, message.admin, message.alive
+        self.hosts_heard = message.hosts_heard
         self.open_log(config.system.log_dir, "coordinator")
         look_in(*config.code_path)
         self.start_watch()
@@ -184,6 +185,7 @@ class Coordinator(BaseActor):
         self.hosts = HostFleet(
             settings, self.fleet.registry, end, epoch=self.opened().lease.epoch,
             handle=self._handle, died=lambda death: self.on_RunnerDied(death, None), models=self.config.model_paths(),
+            heard=self.hosts_heard,
         )
         self.look_at_hosts()
 
@@ -318,10 +320,11 @@ class Coordinator(BaseActor):
         """Tell the guardian that this process lives."""
         self.after(BEAT_SECONDS, "beat", self.beat)
         session = self.session
-        epoch, end = 0, None
+        epoch, end, heard = 0, None, dict[str, float]()
         if session is not None and session.running and session.begun:
             epoch, end = session.lease.epoch, session.end()
-        self.send(self.guardian, Heartbeat("coordinator", 0, os.getpid(), epoch=epoch, end=end))
+            heard = self.hosts.heard() if self.hosts is not None else {}
+        self.send(self.guardian, Heartbeat("coordinator", 0, os.getpid(), epoch=epoch, end=end, hosts_heard=heard))
         if session is not None:
             session.calm_down()
 

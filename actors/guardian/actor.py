@@ -76,6 +76,7 @@ class Guardian(BaseActor):
         """One that can't take over yet, and says why to who asks."""
         self.epoch = 0
         self.known = message.known
+        self.hosts_heard: dict[str, float] = {}
         self.incarnation = message.first_incarnation - 1
         self.stopping = self.ending = False
         self.fenced = ""
@@ -122,7 +123,8 @@ class Guardian(BaseActor):
         child = self.supervision.begin("coordinator", 0, self.createActor(self.leader), self.now())
         alive = {c.name: c.incarnation for c in self.runners() if not c.is_gone()}
         told = frozenset(alive) if self.epoch else frozenset()
-        self.send(child.address, messages.StartCoordinator(self.config, self.admin, alive, self.known, told))
+        start = messages.StartCoordinator(self.config, self.admin, alive, self.known, told, self.hosts_heard)
+        self.send(child.address, start)
         self.tell_endpoints([child])
 
     def tell_endpoints(self, to: list[Child] | None = None) -> None:
@@ -150,7 +152,7 @@ class Guardian(BaseActor):
         if message.waits_for:
             child.born = self.now()  # its time to start begins when it can
         if message.end is not None:
-            self.known = (Claim(message.end, "the guardian"),)
+            self.known, self.hosts_heard = (Claim(message.end, "the guardian"),), message.hosts_heard
         if child.is_coordinator() and message.epoch and self.coordinator_address is None:
             self.on_CoordinatorUp(messages.CoordinatorUp(sender, message.epoch), sender)  # its own word was lost
         if not child.is_coordinator() and message.epoch < self.epoch and self.coordinator_address is not None:

@@ -232,6 +232,10 @@ class HeadEnd:
 
         self._thread.call(put)
 
+    def heard(self) -> dict[str, float]:
+        """Return when each host that has a connection was last heard, monotonic seconds; from any thread."""
+        return {host: pipe.heard for host, (_, pipe) in self._pipes.copy().items()}
+
     def hang_up(self, host: str) -> None:
         """End the connection to a host; from any thread."""
         def end() -> None:

@@ -30,6 +30,8 @@ __all__ = ["LOOK_SECONDS", "FarProcess", "HostFleet", "far_lives", "listening"]
 
 LOOK_SECONDS = 0.5
 """Interval between two looks at who was not heard of."""
+BACK_SECONDS = 5.0
+"""How long a host has at least to come back to a new coordinator, however long it was silent under the one before."""
 SHOWN_SECONDS = 600.0
 """How long a host that was lost is shown."""
 _log = logging.getLogger(__name__)
@@ -82,21 +84,29 @@ class HostFleet:
     def __init__(
         self, settings: HostsSettings, registry: RunnerRegistry, end: HeadEnd, *, epoch: int,
         handle: Callable[[Any, Any], None], died: Callable[[RunnerDied], None],
-        models: Mapping[str, str] = MappingProxyType({}),
+        models: Mapping[str, str] = MappingProxyType({}), heard: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """`epoch`: of the coordinator. `handle(message, from)` takes a message as if it came from an actor; `died` the
-        loss of a runner. `models`: the model paths of the config, by the names of the models."""
+        loss of a runner. `models`: the model paths of the config, by the names of the models. `heard`: when a
+        predecessor of this one last heard of hosts, monotonic seconds."""
         self._settings, self._registry, self._live = settings, registry, registry.live
         self._end, self._epoch, self._handle, self._died = end, epoch, handle, died
         self._models = models
         self._connected: dict[str, int] = {}
         """Host -> epoch, of those that have a connection; one that is only taken in has none yet."""
-        self._heard: dict[str, float] = {}
+        # A host that was silent under a predecessor is not given the whole time again, only enough to come back.
+        least = registry.sender.now() - settings.timeout + min(BACK_SECONDS, settings.timeout)
+        self._heard = {host: max(at, least) for host, at in heard.items()}
         """When a host without a connection was last heard, monotonic seconds."""
         self._why: dict[str, str] = {}
         """Why a connection ended."""
         self._lost: dict[str, float] = {}
         """When this coordinator saw a host be lost, monotonic seconds."""
+
+    def heard(self) -> dict[str, float]:
+        """Return when each host that takes part was last heard of, monotonic seconds."""
+        last = self._heard | self._end.heard()
+        return {host.name: last[host.name] for host in self.there() if host.name in last}
 
     def there(self) -> list[Host]:
         """Return the hosts that take part."""

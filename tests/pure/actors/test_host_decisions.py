@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -204,18 +206,24 @@ class Book:
 class Around:
     """What a fleet of hosts sends, and a clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, heard: Mapping[str, float] = MappingProxyType({}), timeout: float = 5.0) -> None:
+        """`heard`: when an earlier coordinator heard of hosts. It is 0 o'clock."""
         self.time = 0.0
         self.sent: list[tuple[str, str, Any]] = []
+        self.connections: dict[str, float] = {}
         self.hung_up: list[str] = []
         self.handled: list[tuple[Any, Any]] = []
         self.died: list[RunnerDied] = []
         self.book = Book()
         self.registry = RunnerRegistry(self.book, self)  # type: ignore[arg-type]  # they have what is used here
         self.fleet = HostFleet(
-            HostsSettings("10.0.0.1:7700", "", 5.0, "", NO_TLS), self.registry, self, epoch=4,  # type: ignore[arg-type]  # as above
+            HostsSettings("10.0.0.1:7700", "", timeout, "", NO_TLS), self.registry, self, epoch=4,  # type: ignore[arg-type]  # as above
             handle=lambda message, sender: self.handled.append((message, sender)), died=self.died.append,
+            heard=heard,
         )
+
+    def heard(self) -> dict[str, float]:
+        return self.connections
 
     def now(self) -> float:
         return self.time
@@ -269,6 +277,35 @@ def test_a_host_is_there_while_it_is_connected_and_for_some_seconds_after() -> N
     it.look_at(105.0)
     assert "the connection broke" in it.book.hosts["b"].reason
     assert it.hung_up == ["b"]
+
+
+@pytest.mark.parametrize(("heard", "lost"), [(-4.0, 11.0), (-60.0, 5.0), (None, 15.0)])
+def test_a_silent_host_is_not_given_all_its_time_again_by_the_next_head(heard: float | None, lost: float) -> None:
+    it = Around({} if heard is None else {"b": heard}, timeout=15.0)
+    it.book.record(ev.HostJoined(host="b", epoch=1, life="1", address="10.0.0.2", pid=7, places={}))
+    it.look_at(0.0)
+    it.look_at(lost - 0.1)
+    assert it.book.hosts["b"].there
+    it.look_at(lost)
+    assert it.book.hosts["b"].state == "lost"
+
+
+def test_a_host_that_came_back_to_the_next_coordinator_has_its_time() -> None:
+    it = Around({"b": -60.0}, timeout=15.0)
+    it.book.record(ev.HostJoined(host="b", epoch=1, life="1", address="10.0.0.2", pid=7, places={}))
+    it.look_at(4.0)
+    it.hello()
+    it.fleet.take("b", 1, [])
+    it.fleet.gone("b", 1, "the connection broke", heard=10.0)
+    it.look_at(24.9)
+    assert it.book.hosts["b"].there
+
+
+def test_when_hosts_were_heard_is_told_of_those_that_take_part() -> None:
+    it = Around()
+    it.hello()
+    it.connections = {"b": 7.0, "gone": 3.0}
+    assert it.fleet.heard() == {"b": 7.0}
 
 
 def test_nobody_is_refused_for_what_is_not_in_the_log() -> None:
