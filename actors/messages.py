@@ -17,6 +17,7 @@ import orjson
 
 from trinity_es.actors.settings import Settings
 from trinity_es.events.errors import DataError
+from trinity_es.events.quick_pickle import quickly_pickled
 from trinity_es.events.store.log_end import Claim, Mark
 from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.values import BatchId, FailureKind
@@ -320,6 +321,7 @@ class RunnerActivity:
     state: dict[str, Any]
 
 
+@quickly_pickled
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitOutcome:
     """What came of one unit."""
@@ -421,6 +423,7 @@ class GroupJoinResult:
 
 
 # --- coordinator -> runner ------------------------------------------------------------------------------------------
+@quickly_pickled
 @dataclass(frozen=True, slots=True)
 class UnitAssignment:
     """A unit and its task: as JSON, or as the digest of the payload that holds it."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from trinity_es.events.quick_pickle import quickly_pickled
 from trinity_es.events.values import BatchId
 
 __all__ = ["Answer", "Event", "KnownEnd", "PayloadRef", "RunResult", "TakenItem", "TasksetSource", "Unit"]
 
 
+@quickly_pickled
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
     """What is dispatched: some consecutive runs of one task, and which attempt at them this is."""
@@ -21,6 +23,7 @@ class Unit:
     """1 for the first; counted per task and first run."""
 
 
+@quickly_pickled
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PayloadRef:
     """Where experiences lie: `count` of them from `first` on in the payload with this digest."""
@@ -43,6 +46,7 @@ class TakenItem:
     """How often each of them was taken, with this time."""
 
 
+@quickly_pickled
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
     """One completed run: its metrics (aggregated from its experiences), and what it cost."""
