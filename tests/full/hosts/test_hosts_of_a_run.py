@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -18,11 +21,13 @@ import trinity_es
 from tests.helpers.hosts import KEY, Head, free_port, has_settled, host_joins, ready
 from tests.helpers.links import Network, network
 from tests.helpers.systems import end, kill_system, pid_of, scripted
+from trinity_es.client import health
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import AlreadyRunning, HostNotFound
-from trinity_es.events.store.leader_lock import wait_until_led_by_nobody
-from trinity_es.system import lifecycle
+from trinity_es.events.errors import AlreadyRunning, HostNotFound, NotRunning
+from trinity_es.events.processes import process_start_time
+from trinity_es.events.store.leader_lock import is_led, wait_until_led_by_nobody
+from trinity_es.system import lifecycle, running_system
 from trinity_es.testing import wait_until
 
 pytestmark = [pytest.mark.postgres, pytest.mark.timeout(240)]
@@ -237,6 +242,39 @@ def test_a_second_head_is_refused_and_one_that_stands_by_takes_over(
             assert [e.epoch for e in taken.events(ev.HostJoined)] == [1]
         finally:
             end(client)
+
+
+def test_on_a_machine_that_takes_no_part_who_leads_is_told_and_nobody_is_sent_to_start_another(
+    start_head: StartHead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = start_head()
+    config = scripted(tmp_path / "elsewhere", store={"url": head.url})
+    monkeypatch.setattr("trinity_es.system.running_system.find_head", lambda config: None)
+    wait_until(lambda: is_led(head.url), "the lock of who leads", 20)
+    with pytest.raises(NotRunning, match=rf"is led by pid \d+ on {socket.gethostname()}.*trinity-es join"):
+        trinity_es.connect(config)
+    found = health.look(config)
+    assert found["led_by"].startswith("pid ")
+    [problem] = found["problems"]
+    assert "is led by pid" in problem
+    assert "resume" not in problem
+    assert "down" not in {r["state"] for r in found["runners"]}
+
+
+def test_a_client_finds_whichever_host_of_its_machine_takes_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    config = scripted(tmp_path / "logs", store={"url": "postgresql://nobody@127.0.0.1:1/run"})
+    monkeypatch.setattr("trinity_es.system.running_system.find_head", lambda config: None)
+    alive = {"pid": os.getpid(), "started": process_start_time(os.getpid()), "port": 1}
+    for name, admin in {"a": alive | {"pid": 2**22 + 1}, "b": alive, "c": alive | {"started": "before"}}.items():
+        place = running_system.joined_file(config.store.url, name)
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(json.dumps(admin))
+    assert running_system.find(config) == alive
+    running_system.joined_file(config.store.url, "b").unlink()
+    assert running_system.find(config) is None
 
 
 def join_says(url: str, *options: str) -> str:
