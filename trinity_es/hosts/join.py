@@ -15,7 +15,7 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -217,7 +217,7 @@ class HostRun:
             try:
                 places[path] = str(self._pulled(head, config, FolderName("model", name)))
             except SyncError as e:
-                if not e.details.get("refused"):
+                if not e.details.get("refused") or self.is_leaving():
                     raise
                 self._tell(e.message)
         return self._config(places) if places else config
@@ -229,7 +229,18 @@ class HostRun:
         tls = TlsSettings(**config.hosts.tls.model_dump())
         dialer = HeadDialer(keys, lambda: (address.strip("[]"), int(port)), config.hosts.timeout, tls)
         puller = FolderPuller(folder, {"name": self._name, "build": VERSION}, dialer)
-        return asyncio.run(puller.pull(name, None, lambda text: None))
+        return asyncio.run(self._unless_it_leaves(puller.pull(name, None, lambda text: None)))
+
+    async def _unless_it_leaves(self, pull: Coroutine[Any, Any, Path]) -> Path:
+        """Return what a pull gives. Raises SyncError when `leave` is called meanwhile."""
+        task = asyncio.ensure_future(pull)
+        try:
+            while not (await asyncio.wait([task], timeout=LOOK_SECONDS))[0]:
+                if self.is_leaving():
+                    raise SyncError("the pull of the model was given up: this host leaves")
+            return task.result()
+        finally:
+            task.cancel()
 
     def _has_left(self) -> str:
         """Return why the last life of the host left in order; empty where it did not, or nobody can say."""
@@ -256,7 +267,6 @@ class HostRun:
         admin = launch_host(config, HostSettings(self._name, self._life))
         self._tell(f"joined: the actor system of host {self._name} is up (pid {admin['pid']}), its engines are "
                    f"loading; text logs are in {config.system.log_dir}")
-        drained = False
         try:
             payloads = open_payloads(self._url)
             link = Connection(admin, payloads, lambda: None)
@@ -266,8 +276,8 @@ class HostRun:
                         told = link.where(LOOK_SECONDS).status
                         if told.get("fenced"):
                             return str(told["fenced"])
-                        if self._ends and not drained:
-                            drained = link.tell_guardian(HostLeaves(self._ends))
+                        if self._ends:  # again and again: any of the processes on the way may be away or new
+                            link.tell_guardian(HostLeaves(self._ends))
                         if self._ends and time.monotonic() > self._until:
                             link.retire(END_SECONDS)
                             return self._ends
