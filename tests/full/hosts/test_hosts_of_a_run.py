@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -149,6 +151,29 @@ def test_a_host_whose_network_is_away_for_long_is_lost_and_comes_back_as_another
         head.finish(2, 64)
         assert head.ran_on(2)["b"] > 0
     assert {e.runner for e in head.events(ev.AttemptFailed)} <= {"runner-0@b"}
+
+
+def test_a_host_that_is_told_to_leave_while_its_network_is_away_leaves_in_order_when_it_is_back(
+    start_head: StartHead
+) -> None:
+    with network(free_port()) as between:
+        head = start_head(between.port)
+        between.to(head.port)
+        with host_joins(head.url, "b", head.folder, "--drain", "60") as b:
+            ready(head.client, "b")
+            head.submit(1, 96, 0.5)
+            wait_until(partial(has_settled, head, 8), "8 tasks", 30)
+            between.away()
+            b.process.send_signal(signal.SIGTERM)
+            time.sleep(1.5)  # it has said so, and nobody heard it
+            between.cut()
+            between.heal()
+            wait_until(lambda: bool(head.events(ev.HostDraining)), "the head to hear of it", 20)
+            head.finish(1, 96)
+            assert b.process.wait(60) == 0
+    assert head.events(ev.AttemptFailed, ev.HostLost) == []
+    assert [e.host for e in head.events(ev.HostDraining)] == ["b"], "once, however often it was said"
+    assert len(head.events(ev.HostLeft)) == 1
 
 
 def test_a_coordinator_that_dies_leaves_the_hosts_to_the_next_one(start_head: StartHead) -> None:
