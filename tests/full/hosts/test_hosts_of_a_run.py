@@ -23,12 +23,14 @@ import trinity_es
 from tests.helpers.hosts import KEY, Head, free_port, has_settled, host_joins, ready
 from tests.helpers.links import Network, network
 from tests.helpers.systems import end, kill_system, pid_of, scripted
+from trinity_es import Task
 from trinity_es.client import health
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import AlreadyRunning, HostNotFound, NotRunning
 from trinity_es.events.processes import process_start_time
 from trinity_es.events.store.leader_lock import is_led, wait_until_led_by_nobody
+from trinity_es.projections.hosts import host_of
 from trinity_es.system import lifecycle, running_system
 from trinity_es.testing import wait_until
 
@@ -174,6 +176,41 @@ def test_a_host_that_is_told_to_leave_while_its_network_is_away_leaves_in_order_
     assert head.events(ev.AttemptFailed, ev.HostLost) == []
     assert [e.host for e in head.events(ev.HostDraining)] == ["b"], "once, however often it was said"
     assert len(head.events(ev.HostLeft)) == 1
+
+
+def test_tasks_whose_module_a_host_lacks_are_played_by_others_and_it_is_given_few(
+    start_head: StartHead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, text in {"here": LACKED, "empty": ""}.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "lacked_by_a_host.py").write_text(text)
+    (tmp_path / "empty" / "lacked_by_a_host.py").unlink()
+    monkeypatch.syspath_prepend(str(tmp_path / "here"))
+    head = start_head(code_path=str(tmp_path / "here"))
+    options = ["--set", f"code_path={tmp_path / 'empty'}"]
+    with host_joins(head.url, "b", head.folder, *options), host_joins(head.url, "c", head.folder, *options):
+        ready(head.client, "b")
+        ready(head.client, "c")
+        tasks = [Task(workflow="lacked_by_a_host:Lacked", raw_task={"i": i}) for i in range(64)]
+        head.client.submit_batch(batch_id=1, tasks=tasks, batch_type="train")
+        head.finish(1, 64)
+        failed = head.events(ev.AttemptFailed)
+        assert {e.kind for e in failed} == {"infra"}
+        assert all("lacked_by_a_host" in e.message for e in failed)
+        assert not any(e.blamed for e in failed)
+        assert {host_of(e.runner) for e in failed} == {"b", "c"}
+        assert head.ran_on(1) == {"": 64}
+
+
+LACKED = """
+import asyncio
+from trinity_es.testing import SleepWorkflow
+
+class Lacked(SleepWorkflow):
+    async def run_async(self):
+        await asyncio.sleep(0.2)
+        return await super().run_async()
+"""
 
 
 def test_a_coordinator_that_dies_leaves_the_hosts_to_the_next_one(start_head: StartHead) -> None:
