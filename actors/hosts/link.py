@@ -344,7 +344,7 @@ class HeadEnd:
             _log.warning("host %s did not get all of %s: %s", host, folder, str(e) or type(e).__name__)
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Where no file is left to accept a connection with, asyncio tells it for each that waits, and tries again."""
+        """Say now and then that no file is left to accept a connection with; asyncio says it for each that waits."""
         error = context.get("exception")
         if not (isinstance(error, OSError) and error.errno in NO_ROOM):
             loop.default_exception_handler(context)

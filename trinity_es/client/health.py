@@ -241,7 +241,7 @@ def _read(config: Config, log: Log, out: dict[str, Any]) -> None:
     gone = {host for host, last in last_lives(log.hosts()).items() if not last.there}
     out["runners"] = [
         {"runner": life.runner, "incarnation": life.incarnation, "last_state": life.state,
-         "state": life.state if out["led_by"] else "down",
+         "state": life.state if out.get("led_by") else "down",
          "pid": life.pid, "model_version": life.model_version, "reason": life.reason}
         for life in {life.runner: life for life in log.runner_lives()}.values()
         if host_of(life.runner) not in gone
@@ -283,7 +283,7 @@ def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, w
         way = f"{mended(resume)} generates it anew" if resume else "start its trainer again"
         yield (f"batch {plain(last['batch_id'])}, the last, gave nothing: each of its runs failed; "
                f"`trinity-es why {plain(last['batch_id'])}` tells how: mend that, then {way}")
-    if out["led_by"]:
+    if out.get("led_by"):
         yield (f"the run is led by {out['led_by']}, and this machine takes no part in it: this is what the log tells; "
                "for more ask there, or on a host that does (`trinity-es join`)")
         return
