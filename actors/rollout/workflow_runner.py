@@ -266,6 +266,7 @@ class WorkflowRunner:
         out.results.extend(done.results)
         out.experiences.extend(done.experiences)
         out.failures.extend(done.failures)
+        out.lacks = out.lacks or done.lacks
 
     def _model(self, engine: Engine, task: Task, run: int) -> Model:
         sampling = {**self.defaults, **task.rollout_args}

@@ -224,7 +224,9 @@ class HostRun:
 
     def _pulled(self, head: str, config: Config, name: FolderName) -> Path:
         address, _, port = head.rpartition(":")
-        folder = Path(config.hosts.weights_dir or self._log_dir / "models")
+        folder = self._log_dir / "models"
+        if config.hosts.weights_dir:  # where several hosts may have theirs, also of other machines
+            folder = Path(config.hosts.weights_dir) / f"models-{socket.gethostname()}-{self._name}"
         keys = HostKeys(config.hosts.key_file or ("" if os.environ.get(KEY_VARIABLE) else key_file(config)))
         tls = TlsSettings(**config.hosts.tls.model_dump())
         dialer = HeadDialer(keys, lambda: (address.strip("[]"), int(port)), config.hosts.timeout, tls)
