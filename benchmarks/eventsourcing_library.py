@@ -1,7 +1,7 @@
 """The same events appended and replayed by the `eventsourcing` library, and by us, in turn.
 
-The library (from PyPI, pinned, with psycopg) gets an environment of its own in the user's cache folder, made once; where
-it can't be had the rows are left out, with the reason. It is used as it is meant to be, see `eventsourcing_child`: an
+The library (from PyPI, pinned, with psycopg) gets an environment of its own in the cache folder of the user, made
+once; where it can't be had the rows are left out, with the reason. It is used as it is meant to be: an
 aggregate a stream, `Application.save` of a group in one transaction, `repository.get`. It has no lease, hash chain or
 read models, and its aggregates keep a count and the last event; ours have every guarantee on, and batches are folded
 whole. Both are durable against the loss of power.
