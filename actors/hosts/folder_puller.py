@@ -282,10 +282,13 @@ def _alone(folder: Path) -> Iterator[None]:
     except OSError as e:
         raise _Local(str(e)) from e
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            raise _Local("another process pulls it there now: it is looked for again") from e
+        except OSError:
+            pass  # a file system that locks no folders, as NFS: the machine's name is in the path
         yield
-    except BlockingIOError as e:
-        raise _Local("another process pulls it there now: it is looked for again") from e
     finally:
         os.close(descriptor)
 
