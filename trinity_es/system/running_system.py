@@ -149,12 +149,12 @@ def _joined(config: Config) -> dict[str, Any] | None:
 
 
 def led_elsewhere(config: Config) -> str:
-    """Return who leads the run of this store now, as "pid 12 on gpu-1", where nothing on this machine takes part in it.
+    """Return who leads the run of this store now, as "pid 12 on gpu-1"; for who found nothing here (`find`) to ask.
 
     Empty where nobody does, or where it is not known: a head that takes no hosts holds no lock that says so. Raises
     LogUnavailable.
     """
-    if parse_url(config.store.url).get_backend_name() == "sqlite" or find(config) is not None:
+    if parse_url(config.store.url).get_backend_name() == "sqlite":
         return ""
     try:
         with EventLog.open(config.store.url, read_only=True) as log:
@@ -170,8 +170,10 @@ def require(config: Config) -> dict[str, Any]:
     admin = find(config)
     if admin is None:
         remembered_log_end.require(config)
-        where = config.masked()["store"]["url"]
-        if leader := within(_FIND_SECONDS, lambda: led_elsewhere(config)):
+        where, leader = config.masked()["store"]["url"], ""
+        with contextlib.suppress(LogUnavailable):  # what is known is that nothing runs here
+            leader = within(_FIND_SECONDS, lambda: led_elsewhere(config))
+        if leader:
             raise NotRunning(f"the run of {where} is led by {leader}, and this machine takes no part in it: ask there, "
                              "or on a host that does (`trinity-es join`)")
         raise NotRunning(f"no actor system runs on {where}: start one with `trinity-es up`")

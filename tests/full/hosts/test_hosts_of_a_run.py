@@ -32,7 +32,7 @@ from trinity_es.events.processes import process_start_time
 from trinity_es.events.store.leader_lock import is_led, wait_until_led_by_nobody
 from trinity_es.projections.hosts import host_of
 from trinity_es.system import lifecycle, running_system
-from trinity_es.testing import wait_until
+from trinity_es.testing import SleepWorkflow, wait_until
 
 pytestmark = [pytest.mark.postgres, pytest.mark.timeout(240)]
 
@@ -200,6 +200,20 @@ def test_tasks_whose_module_a_host_lacks_are_played_by_others_and_it_is_given_fe
         assert not any(e.blamed for e in failed)
         assert {host_of(e.runner) for e in failed} == {"b", "c"}
         assert head.ran_on(1) == {"": 64}
+
+
+def test_tasks_whose_secret_stays_on_the_head_are_played_there(start_head: StartHead) -> None:
+    head = start_head()
+    with host_joins(head.url, "b", head.folder):
+        ready(head.client, "b")
+        tasks = [Task(workflow=SleepWorkflow, workflow_args={"seconds": 0.2},
+                      raw_task={"i": i, "api_key": f"sk-{i:032}"}) for i in range(48)]
+        head.client.submit_batch(batch_id=1, tasks=tasks, batch_type="train")
+        head.finish(1, 48)
+        failed = head.events(ev.AttemptFailed)
+        assert {(e.runner, e.kind, e.blamed, e.retry) for e in failed} == {("runner-0@b", "infra", False, True)}
+        assert all("secret" in e.message for e in failed)
+        assert head.ran_on(1) == {"": 48}
 
 
 LACKED = """
