@@ -267,8 +267,8 @@ class HostRun:
         self._life = uuid.uuid4().hex
         self._pulls_into = pulled_dir(config.hosts.weights_dir, config.store.url, config.system.log_dir)
         admin = launch_host(config, HostSettings(self._name, self._life))
-        self._tell(f"joined: the actor system of host {self._name} is up (pid {admin['pid']}), its engines are "
-                   f"loading; text logs are in {config.system.log_dir}")
+        self._tell(f"the actor system of host {self._name} is up (pid {admin['pid']}), its engines are loading; "
+                   f"host.log in {config.system.log_dir} tells when the head takes it in, or why not")
         try:
             payloads = open_payloads(self._url)
             link = Connection(admin, payloads, lambda: None)
