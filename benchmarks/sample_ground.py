@@ -7,16 +7,16 @@ import math
 import random
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, islice
 from typing import Any
 
-from sqlalchemy import Row
-
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.store import schema
 from trinity_es.events.store.log import EventLog, Lease, Write
 from trinity_es.events.store.payloads import PayloadStore
+from trinity_es.events.store.recorded import Draft
+from trinity_es.events.store.statements import LockedHead
 from trinity_es.events.values import BatchId, batch_stream
 
 __all__ = [
@@ -57,17 +57,13 @@ class TimedLog(EventLog):
         """Append as of no boot: a log made twice is the same to the last byte."""
         return super().append(*args, **{**more, "metadata": {"mono": 0.0, "boot": "", **(more.get("metadata") or {})}})
 
-    def _clock_row(self, *_: Any) -> list[Any]:
+    def _clock_row(self, *_: Any) -> None:
         """Return none: nobody set this clock."""
-        return []
 
-    def _place(self, head: Row[Any], rows: list[dict[str, Any]]) -> None:
-        position, previous, before = head.last_position, head.last_hash, head.recorded_at
-        for row, at in zip(rows, self.times, strict=True):
-            position, before = position + 1, max(round(at, 6), before)
-            previous = schema.chain_hash(previous, position, before, row["body"])
-            row["position"], row["recorded_at"], row["hash"] = position, before, previous
-
+    def _place(self, head: LockedHead, drafts: Sequence[Draft]) -> None:
+        (made,) = drafts
+        times = accumulate((round(at, 6) for at in self.times), max, initial=head.recorded_at)
+        made.place(head.last_position, head.last_hash, islice(times, 1, None))
 
 
 @dataclass(slots=True)

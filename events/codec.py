@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 import orjson
@@ -30,19 +31,8 @@ def encode(event: Event) -> bytes:
     Raises InvalidEvent, naming the event and the field, for what JSON can't hold: NaN, infinities, objects, keys that
     are no strings, integers beyond 64 bits, text that is no UTF-8.
     """
-    name = type(event).__name__
-    if EVENTS.get(name) is not type(event):
-        raise InvalidEvent(f"{type(event).__module__}.{name} is not in the vocabulary; see events/vocabulary/")
-    try:
-        data = orjson.dumps({f: getattr(event, f) for f in _field_names(type(event))}, option=orjson.OPT_SORT_KEYS)
-    except TypeError as e:  # orjson.JSONEncodeError is a TypeError
-        raise InvalidEvent(f"{_culprit(event) or name} can't be recorded: {e}", event=name) from e
-    # orjson writes NaN and infinities as null without a word: only an event with a null in it can hold one.
-    if b"null" in data:
-        try:
-            require_finite(event, name)
-        except DataError as e:
-            raise InvalidEvent(e.message, event=name) from e
+    data = _write(event)
+    _require_finite(event, data)
     return data
 
 
@@ -51,8 +41,36 @@ def check(event: Event) -> tuple[bytes, Event]:
 
     The second is what live state must be folded from, so that it can't differ from replayed state.
     """
-    data = encode(event)
-    return data, decode(type(event).__name__, event.schema_version, data)
+    data = _write(event)
+    try:
+        back = decode(type(event).__name__, event.schema_version, data)
+    except InvalidEvent:
+        _require_finite(event, data)  # where it is why, this says more
+        raise
+    if b"null" in data and back != event:  # what was read back equal held no NaN
+        _require_finite(event, data)
+    return data, back
+
+
+def _write(event: Event) -> bytes:
+    cls = type(event)
+    if EVENTS.get(cls.__name__) is not cls:
+        raise InvalidEvent(f"{cls.__module__}.{cls.__name__} is not in the vocabulary; see events/vocabulary/")
+    names, values = _fields(cls)
+    try:
+        return orjson.dumps(dict(zip(names, values(event), strict=True)), option=orjson.OPT_SORT_KEYS)
+    except TypeError as e:  # orjson.JSONEncodeError is a TypeError
+        raise InvalidEvent(f"{_culprit(event) or cls.__name__} can't be recorded: {e}", event=cls.__name__) from e
+
+
+def _require_finite(event: Event, data: bytes) -> None:
+    # orjson writes NaN and infinities as null without a word: only an event with a null in it can hold one.
+    if b"null" in data:
+        name = type(event).__name__
+        try:
+            require_finite(event, name)
+        except DataError as e:
+            raise InvalidEvent(e.message, event=name) from e
 
 
 def decode(type_name: str, schema_version: int, data: bytes) -> Event:
@@ -86,8 +104,8 @@ def decode(type_name: str, schema_version: int, data: bytes) -> Event:
                 f"no upcaster from schema version {version} of {type_name}: add one to events/codec.py", type=type_name
             )
         raw = upcast(raw)
-    if unknown := raw.keys() - _field_names(cls):
-        raise InvalidEvent(f"{type_name} has no field {', '.join(sorted(unknown))}", type=type_name)
+    if not raw.keys() <= (names := _fields(cls)[0].keys()):
+        raise InvalidEvent(f"{type_name} has no field {', '.join(sorted(raw.keys() - names))}", type=type_name)
     try:
         return _builder(cls)(raw)
     except ValueError as e:  # pydantic.ValidationError is one
@@ -97,14 +115,18 @@ def decode(type_name: str, schema_version: int, data: bytes) -> Event:
         raise InvalidEvent(f"{type_name}.{where}: {what}", type=type_name, field=where) from e
 
 
-_names: dict[type[Event], frozenset[str]] = {}
+_Values = tuple[dict[str, None], Callable[[Event], tuple[Any, ...]]]
+_known_fields: dict[type[Event], _Values] = {}
 _builders: dict[type[Event], Callable[[dict[str, Any]], Event]] = {}
 
 
-def _field_names(cls: type[Event]) -> frozenset[str]:
-    if cls not in _names:
-        _names[cls] = frozenset(f.name for f in fields(cls))
-    return _names[cls]
+def _fields(cls: type[Event]) -> _Values:
+    """Return the names of an event's fields, as keys, and what gives the values of them all."""
+    if cls not in _known_fields:
+        names = [f.name for f in fields(cls)]
+        values = attrgetter(*names) if len(names) > 1 else lambda event: tuple(getattr(event, n) for n in names)
+        _known_fields[cls] = dict.fromkeys(names), values
+    return _known_fields[cls]
 
 
 def _builder(cls: type[Event]) -> Callable[[dict[str, Any]], Event]:

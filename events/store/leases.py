@@ -16,7 +16,7 @@ from trinity_es.events.errors import Fenced
 from trinity_es.events.store import schema
 from trinity_es.events.store.database import Database
 from trinity_es.events.store.recorded import Lease
-from trinity_es.events.store.statements import EPOCH, lock_head
+from trinity_es.events.store.statements import lock_head
 
 __all__ = ["acquire", "check", "read", "release"]
 
@@ -53,9 +53,8 @@ def release(db: Database, lease: Lease) -> None:
     db.write(lambda connection: connection.execute(statement) and None)
 
 
-def check(connection: Connection, lease: Lease) -> None:
-    """Raise Fenced where another writer took the lease."""
-    epoch = connection.execute(EPOCH, {"n": lease.name}).scalar_one_or_none()
+def check(lease: Lease, epoch: int | None) -> None:
+    """Raise Fenced where another writer took the lease: its epoch in the log is another."""
     if epoch != lease.epoch:
         raise Fenced(
             f"lease {lease.name!r} is at epoch {epoch}, this writer holds {lease.epoch}: another writer took over; "

@@ -22,10 +22,11 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import orjson
-from sqlalchemy import Connection, Engine, Row, bindparam, func, select, update
+from sqlalchemy import Connection, Engine, bindparam, func, select, update
 from sqlalchemy.exc import IntegrityError
 
 from trinity_es.events.errors import (
@@ -44,17 +45,17 @@ from trinity_es.events.store.positions_by_time import position_at
 from trinity_es.events.store.projectors import ReadModels
 from trinity_es.events.store.recorded import (
     Committed,
+    Draft,
     Head,
     Lease,
     Projector,
     Recorded,
     Write,
+    draft,
     from_row,
-    recorded_of,
-    rows_of,
 )
-from trinity_es.events.store.statements import PAGE, lock_head
-from trinity_es.events.vocabulary import ClockStepped, Event
+from trinity_es.events.store.statements import PAGE, LockedHead, lock_head
+from trinity_es.events.vocabulary import ClockStepped
 
 if TYPE_CHECKING:
     from trinity_es.events.store.verify import Watcher
@@ -148,10 +149,10 @@ class EventLog:
         whatever a projector raises. `patience`: of this call instead of the log's own; with 0 it is tried once.
         `generation`: that of the log from here on, instead of the one it has.
         """
-        rows, decoded = rows_of(writes, commit_id, lease, metadata)
-        size = 32768 + sum(len(r["data"]) + len(r["metadata"]) + 400 for r in rows)
+        made = draft(writes, commit_id, lease, metadata)
+        size = 32768 + sum(len(r.data) + len(made.metadata) + 400 for r in made.recorded)
         done = self._db.write(
-            lambda c: self._append(c, writes, rows, decoded, commit_id, lease, generation), size=size, patience=patience
+            lambda c: self._append(c, writes, made, commit_id, lease, generation), size=size, patience=patience
         )
         if done.recorded:
             mark = Mark(self._generation, done.last_position, done.recorded[-1].hash)
@@ -168,52 +169,50 @@ class EventLog:
             return newest
 
     def _append(
-        self, connection: Connection, writes: Sequence[Write], rows: list[dict[str, Any]], decoded: list[Event],
-        commit_id: str, lease: Lease | None, generation: str | None,
+        self, connection: Connection, writes: Sequence[Write], made: Draft, commit_id: str, lease: Lease | None,
+        generation: str | None,
     ) -> Committed:
         began = monotonic()
         head = lock_head(connection, self._db)
         self._generation = generation or head.generation
         moment = head.now, began, monotonic()
         require_known(connection, head, self.url, self.acknowledged)
-        if (done := self._done_before(connection, commit_id, rows)) is not None:
-            return done
+        asked = {"commit": commit_id, "lease": "" if lease is None else lease.name}
+        done_at, epoch = statements.FOUND.rows(connection, asked)[0]
+        if done_at is not None:
+            return self._done_before(connection, done_at, commit_id, made)
         if lease is not None:
-            leases.check(connection, lease)
+            leases.check(lease, epoch)
         self._check_versions(connection, writes)
         stepped = self._clock_row(connection, head, moment)
-        mine = len(stepped)
-        self._place(head, all_rows := [*(row for row, _ in stepped), *rows])
-        recorded = [
-            recorded_of(row, event)
-            for row, event in zip(all_rows, [*(event for _, event in stepped), *decoded], strict=True)
-        ]
-        position, previous, recorded_at = (rows[-1][k] for k in ("position", "hash", "recorded_at"))
+        drafts = [made] if stepped is None else [stepped, made]
+        self._place(head, drafts)
+        recorded = [item for one in drafts for item in one.recorded]
+        last = recorded[-1]
         try:
-            connection.execute(statements.INSERT, [{k: v for k, v in row.items() if k != "body"} for row in all_rows])
+            statements.INSERT.change_all(connection, [row for one in drafts for row in one.rows()])
         except IntegrityError as e:
             raise LogCorrupt(
-                f"{self.url}: the log's head or streams do not agree with its events near position {position} "
+                f"{self.url}: the log's head or streams do not agree with its events near position {last.position} "
                 f"({e.orig}); run verify"
             ) from e
-        last = {w.stream: w.expected_version + len(w.events) for w in writes if w.events}
-        last |= {row["stream"]: row["version"] for row, _ in stepped}
-        connection.execute(statements.UPSERT, [{"stream": s, "version": v} for s, v in last.items()])
-        connection.execute(statements.MOVE_HEAD, {"p": position, "h": previous, "t": recorded_at})
+        versions = {item.stream: item.version for item in recorded}
+        statements.UPSERT.change_all(connection, [{"stream": s, "version": v} for s, v in versions.items()])
+        statements.MOVE_HEAD.change(connection, {"p": last.position, "h": last.hash, "t": last.recorded_at})
         self._read_models.apply(connection, head, recorded)
         if generation is not None:
             connection.execute(update(schema.heads).values(generation=generation))
             self._read_models.begin_generation(connection, generation)
         self._clock.seen(*moment)
         return Committed(
-            first_position=head.last_position + 1 + mine, last_position=position, recorded=recorded[mine:],
+            first_position=made.recorded[0].position, last_position=last.position, recorded=made.recorded,
             duplicate=False,
         )
 
     def _clock_row(
-        self, connection: Connection, head: Row[Any], moment: tuple[float, float, float]
-    ) -> list[tuple[dict[str, Any], Event]]:
-        """Return a row that says that the clock was set since the last append; none where it was not."""
+        self, connection: Connection, head: LockedHead, moment: tuple[float, float, float]
+    ) -> Draft | None:
+        """Return an event that says that the clock was set since the last append; None where it was not."""
         slack = clock.STEP_SECONDS
         if not self._clock.knows() and head.last_position:
             slack = clock.FIRST_SECONDS
@@ -223,24 +222,21 @@ class EventLog:
                 self._clock.seen(head.recorded_at, about["mono"], about["mono"])
         seconds = self._clock.step(*moment, head.recorded_at, slack=slack)
         if not seconds:
-            return []
-        version = connection.execute(statements.VERSIONS, {"names": [CLOCK]}).first()
+            return None
+        version = statements.versions(connection, [CLOCK]).get(CLOCK, 0)
         event = ClockStepped(seconds=round(seconds, 3), before=head.recorded_at)
-        write = Write(stream=CLOCK, expected_version=0 if version is None else version.version, events=[event])
-        rows, decoded = rows_of([write], f"clock:{uuid.uuid4().hex}", None, None)
-        return list(zip(rows, decoded, strict=True))
+        write = Write(stream=CLOCK, expected_version=version, events=[event])
+        return draft([write], f"clock:{uuid.uuid4().hex}", None, None)
 
-    def _place(self, head: Row[Any], rows: list[dict[str, Any]]) -> None:
-        """Give each row its place in the log, its time and its hash."""
+    def _place(self, head: LockedHead, drafts: Sequence[Draft]) -> None:
+        """Give each event its place in the log, its time and its hash."""
         # Whole microseconds, what a datetime can hold: the time that is shown names the event when it is given back.
         recorded_at = round(head.now, 6)
-        if rows[0]["stream"] != CLOCK:  # a clock that is slewed only waits
+        if drafts[0].recorded[0].stream != CLOCK:  # a clock that is slewed only waits
             recorded_at = max(recorded_at, head.recorded_at)
         position, previous = head.last_position, head.last_hash
-        for row in rows:
-            position += 1
-            previous = schema.chain_hash(previous, position, recorded_at, row["body"])
-            row["position"], row["recorded_at"], row["hash"] = position, recorded_at, previous
+        for one in drafts:
+            position, previous = one.place(position, previous, repeat(recorded_at))
 
     def lost(self, claims: Sequence[Claim]) -> tuple[Head, list[Claim]]:
         """Return the end of the log, and what of these the log does not hold."""
@@ -255,15 +251,12 @@ class EventLog:
             if mark.generation == head.generation:
                 self._acknowledge(mark)
 
-    def _done_before(self, connection: Connection, commit_id: str, rows: list[dict[str, Any]]) -> Committed | None:
-        first = connection.execute(statements.COMMIT, {"c": commit_id}).scalar_one_or_none()
-        if first is None:
-            return None
+    def _done_before(self, connection: Connection, first: int, commit_id: str, made: Draft) -> Committed:
         # One more than we would write: the earlier commit may have been longer.
-        found = connection.execute(statements.NEXT_PAGE, {"after": first - 1, "limit": len(rows) + 1}).all()
-        earlier = [from_row(r) for r in found if r.commit_id == commit_id]
+        asked = {"after": first - 1, "limit": len(made.recorded) + 1}
+        earlier = [r for r in map(from_row, statements.NEXT_PAGE.rows(connection, asked)) if r.commit_id == commit_id]
         same = ("stream", "type", "schema_version", "data")
-        if [[getattr(r, k) for k in same] for r in earlier] != [[row[k] for k in same] for row in rows]:
+        if [[getattr(r, k) for k in same] for r in earlier] != [[getattr(r, k) for k in same] for r in made.recorded]:
             raise CommitMismatch(
                 f"commit {commit_id} is in the log at position {first} with other events; a new decision needs a new "
                 "commit id", commit_id=commit_id, position=first,
@@ -273,11 +266,7 @@ class EventLog:
         )
 
     def _check_versions(self, connection: Connection, writes: Sequence[Write]) -> None:
-        names = list({w.stream for w in writes})
-        actual: dict[str, int] = {}
-        for i in range(0, len(names), PAGE):
-            found = connection.execute(statements.VERSIONS, {"names": names[i : i + PAGE]})
-            actual |= {r.stream: r.version for r in found}
+        actual = statements.versions(connection, dict.fromkeys(w.stream for w in writes))
         for w in writes:
             if (version := actual.get(w.stream, 0)) != w.expected_version:
                 raise ConcurrencyError(

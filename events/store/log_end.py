@@ -27,6 +27,7 @@ from trinity_es.events.store import schema
 from trinity_es.events.store import type_index as rare
 from trinity_es.events.store.database import parse_url
 from trinity_es.events.store.recorded import Head, from_row
+from trinity_es.events.store.statements import LockedHead
 from trinity_es.events.vocabulary import KnownEnd, RewindAccepted
 
 __all__ = [
@@ -110,7 +111,7 @@ def lost_of(connection: Connection, claims: Iterable[Claim]) -> tuple[Head, list
     return head, lost
 
 
-def require_known(connection: Connection, head: Row[Any], url: str, known: Mark | None) -> None:
+def require_known(connection: Connection, head: Row[Any] | LockedHead, url: str, known: Mark | None) -> None:
     """Raise LogRewound where a log with this head row lacks what this process has written or seen last."""
     if known is None:
         return

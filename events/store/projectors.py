@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from sqlalchemy import Connection, Row, insert, update
+from sqlalchemy import Connection, insert, update
 
 from trinity_es.events.errors import LogCorrupt, LogTooNew
 from trinity_es.events.store import schema
 from trinity_es.events.store.database import Database
 from trinity_es.events.store.recorded import Projector, Recorded, from_row
-from trinity_es.events.store.statements import CHECKPOINT, NEXT_PAGE, PAGE, lock_head
+from trinity_es.events.store.statements import CHECKPOINT, MOVE_CHECKPOINT, NEXT_PAGE, PAGE, LockedHead, lock_head
 
 __all__ = ["ReadModels"]
 
@@ -34,20 +33,19 @@ class ReadModels:
             projector.create(connection)
             self._catch_up(connection, projector, head.last_position, head.last_hash, head.generation)
 
-    def apply(self, connection: Connection, head: Row[Any], recorded: list[Recorded]) -> None:
+    def apply(self, connection: Connection, head: LockedHead, recorded: list[Recorded]) -> None:
         """Take these events in, which come after `head`. What a projector raises undoes the append."""
         if not self.projectors:
             return
+        last = recorded[-1]
+        new = {"p": last.position, "h": last.hash, "g": head.generation, "before": head.last_position}
         for projector in self.projectors:
-            at = connection.execute(CHECKPOINT, {"n": projector.name}).one_or_none()
-            if at is None or at.position != head.last_position or at.version != projector.version:
+            mine = new | {"n": projector.name, "v": projector.version}
+            if not MOVE_CHECKPOINT.change(connection, mine):
                 # Another process wrote without this projector, or with another version of it.
                 self._catch_up(connection, projector, head.last_position, head.last_hash, head.generation)
+                MOVE_CHECKPOINT.change(connection, mine)
             projector.apply(connection, recorded)
-        connection.execute(
-            update(schema.checkpoints).where(_K.name.in_([p.name for p in self.projectors])),
-            {"position": recorded[-1].position, "hash": recorded[-1].hash, "generation": head.generation},
-        )
 
     def begin_generation(self, connection: Connection, generation: str) -> None:
         """Take note that the log goes on under another generation."""
@@ -83,11 +81,12 @@ class ReadModels:
             after = at.position
         done = 0
         while after < until:
-            rows = connection.execute(NEXT_PAGE, {"after": after, "limit": min(PAGE, until - after)}).all()
+            asked = {"after": after, "limit": min(PAGE, until - after)}
+            rows = [from_row(r) for r in NEXT_PAGE.rows(connection, asked)]
             if not rows or rows[0].position != after + 1 or rows[-1].position != after + len(rows):
                 what = f"{self._db.shown}: a position is missing after {after}; run verify"
                 raise LogCorrupt(what, position=after + 1)
-            projector.apply(connection, [from_row(r) for r in rows])
+            projector.apply(connection, rows)
             after, done = rows[-1].position, done + len(rows)
             if progress:
                 progress(after, until)

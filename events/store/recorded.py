@@ -5,7 +5,7 @@ Import them from `events.store.log`; this module is there so that neither is lon
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,8 +17,8 @@ from trinity_es.events.errors import InvalidEvent, LogCorrupt, LogError
 from trinity_es.events.store import clock, schema
 from trinity_es.events.vocabulary import Event
 
-__all__ = ["Committed", "Head", "Lease", "Projector", "Recorded", "Write", "checked_write", "from_row", "recorded_of",
-           "rows_of"]
+__all__ = ["Committed", "Draft", "Head", "Lease", "Projector", "Recorded", "Write", "checked_write", "draft",
+           "from_row"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,8 @@ class Recorded:
     schema_version: int
     data: bytes
     metadata: dict[str, Any]
-    """Of its append; `lease` and `epoch` of its writer among it."""
+    """Of its append; `lease` and `epoch` of its writer among it. Events of one append may share it: it is not to be
+    changed."""
     recorded_at: float
     """Unix seconds, UTC; smaller than the event's before it only where the clock was set back (`ClockStepped`)."""
     commit_id: str
@@ -118,10 +119,38 @@ class Projector(Protocol):
         """Empty the tables (or drop and create them)."""
 
 
-def rows_of(
+@dataclass(slots=True)
+class Draft:
+    """Events of one commit: all of an append that can be done before the lock is taken and they have their place."""
+
+    recorded: list[Recorded]
+    """Without position, time and hash."""
+    bodies: list[bytes]
+    """What `schema.body_hash` gives of each."""
+    metadata: bytes
+
+    def place(self, position: int, previous: bytes, times: Iterable[float]) -> tuple[int, bytes]:
+        """Give each event its place behind this position and this hash; returns the last one's."""
+        for item, body, at in zip(self.recorded, self.bodies, times, strict=False):
+            position += 1
+            previous = schema.chain_hash(previous, position, at, body)
+            item.position, item.recorded_at, item.hash = position, at, previous
+        return position, previous
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of the table of events."""
+        return [
+            {"position": r.position, "stream": r.stream, "version": r.version, "type": r.type,
+             "schema_version": r.schema_version, "data": r.data, "metadata": self.metadata,
+             "recorded_at": r.recorded_at, "commit_id": r.commit_id, "commit_index": index, "hash": r.hash}
+            for index, r in enumerate(self.recorded)
+        ]
+
+
+def draft(
     writes: Sequence[Write], commit_id: str, lease: Lease | None, metadata: Mapping[str, Any] | None
-) -> tuple[list[dict[str, Any]], list[Event]]:
-    """Return the rows of an append, but for their place in the log: all that can be done before the lock is taken."""
+) -> Draft:
+    """Return the events of these writes, checked. Raises InvalidEvent."""
     _check_name("commit id", commit_id)
     about: dict[str, Any] = {"mono": round(clock.monotonic(), 3), "boot": clock.boot(), **(metadata or {})}
     if lease is not None:
@@ -130,38 +159,30 @@ def rows_of(
         meta = orjson.dumps(about, option=orjson.OPT_SORT_KEYS)
     except TypeError as e:
         raise InvalidEvent(f"the metadata of commit {commit_id} can't be recorded: {e}") from e
-    rows: list[dict[str, Any]] = []
-    decoded: list[Event] = []
+    about = orjson.loads(meta)
+    made = Draft([], [], meta)
     for w in writes:
         _check_name("stream", w.stream)
         checked = [codec.check(event) for event in w.events] if w.checked is None else w.checked
         pairs = zip(w.events, checked, strict=True)
         for version, (event, (data, read_back)) in enumerate(pairs, w.expected_version + 1):
-            row: dict[str, Any] = {
-                "stream": w.stream, "version": version, "type": type(event).__name__,
-                "schema_version": event.schema_version, "data": data, "metadata": meta, "commit_id": commit_id,
-                "commit_index": len(rows),
-            }
-            row["body"] = schema.body_hash(**row)
-            rows.append(row)
-            decoded.append(read_back)
-    if not rows:
+            kind, schema_version = type(event).__name__, event.schema_version
+            made.bodies.append(schema.body_hash(
+                stream=w.stream, version=version, type=kind, schema_version=schema_version, data=data, metadata=meta,
+                commit_id=commit_id, commit_index=len(made.bodies),
+            ))
+            made.recorded.append(Recorded(
+                position=0, stream=w.stream, version=version, type=kind, schema_version=schema_version, data=data,
+                metadata=about, recorded_at=0.0, commit_id=commit_id, hash=b"", _event=read_back,
+            ))
+    if not made.recorded:
         raise InvalidEvent(f"commit {commit_id} holds no event: an append needs at least one")
-    return rows, decoded
+    return made
 
 
 def _check_name(what: str, name: str) -> None:
     if not isinstance(name, str) or not name or len(name) > 500 or not name.isprintable():
         raise InvalidEvent(f"{what} {str(name)[:80]!r} must be 1 to 500 printable characters")
-
-
-def recorded_of(row: dict[str, Any], event: Event) -> Recorded:
-    """Return a row that is about to be written, as its readers will get it."""
-    return Recorded(
-        position=row["position"], stream=row["stream"], version=row["version"], type=row["type"],
-        schema_version=row["schema_version"], data=row["data"], metadata=orjson.loads(row["metadata"]),
-        recorded_at=row["recorded_at"], commit_id=row["commit_id"], hash=row["hash"], _event=event,
-    )
 
 
 def from_row(row: Sequence[Any]) -> Recorded:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Iterable
+from typing import NamedTuple
 
-from sqlalchemy import Connection, Row, bindparam, cast, func, insert, select, text, update
+from sqlalchemy import Connection, bindparam, cast, func, insert, select, text, update
 from sqlalchemy import Double as SqlDouble
 
 from trinity_es.events.errors import LogCorrupt, LogTooNew
 from trinity_es.events.store import schema
 from trinity_es.events.store.database import Database
+from trinity_es.events.store.prepared import Prepared
 
 __all__ = [
-    "CHECKPOINT", "COMMIT", "EPOCH", "INSERT", "LOCK_HEAD", "MOVE_HEAD", "NEXT_PAGE", "PAGE", "UPSERT", "VERSIONS",
-    "lock_head",
+    "CHECKPOINT", "FOUND", "INSERT", "MOVE_CHECKPOINT", "MOVE_HEAD", "NEXT_PAGE", "PAGE", "UPSERT", "LockedHead",
+    "lock_head", "versions",
 ]
 
 PAGE = 1000
@@ -23,41 +25,74 @@ PAGE = 1000
 _E = schema.events.c
 _K = schema.checkpoints.c
 
-INSERT = insert(schema.events)
+INSERT = Prepared(insert(schema.events))
 # In words, and the same on both: the dialects' own `insert` would import all of PostgreSQL's for a file of SQLite.
-UPSERT = text(
+UPSERT = Prepared(text(
     "INSERT INTO es_stream (stream, version) VALUES (:stream, :version) "
     "ON CONFLICT (stream) DO UPDATE SET version = excluded.version"
-)
-MOVE_HEAD = update(schema.heads).values(
+))
+MOVE_HEAD = Prepared(update(schema.heads).values(
     last_position=bindparam("p"), last_hash=bindparam("h"), recorded_at=bindparam("t")
-)
-LOCK_HEAD = {
+))
+_LOCK_HEAD = {
     # SQLite's clock is this machine's.
-    "sqlite": select(schema.heads, bindparam("now", type_=SqlDouble).label("now")),
+    "sqlite": Prepared(select(schema.heads, bindparam("now", type_=SqlDouble))),
     # The clock of the database, so that hosts need not agree; clock_timestamp moves on while the row is waited for.
-    "postgresql": select(
-        schema.heads, cast(func.extract("epoch", func.clock_timestamp()), SqlDouble).label("now")
-    ).with_for_update(),
+    "postgresql": Prepared(select(
+        schema.heads, cast(func.extract("epoch", func.clock_timestamp()), SqlDouble)
+    ).with_for_update()),
 }
-COMMIT = select(_E.position).where(_E.commit_id == bindparam("c"), _E.commit_index == 0)
-NEXT_PAGE = (
+FOUND = Prepared(select(
+    select(_E.position).where(_E.commit_id == bindparam("commit"), _E.commit_index == 0).scalar_subquery(),
+    select(schema.leases.c.epoch).where(schema.leases.c.name == bindparam("lease")).scalar_subquery(),
+))
+"""The position where this commit begins, and the epoch of this lease; null where there is none."""
+NEXT_PAGE = Prepared(
     select(schema.events).where(_E.position > bindparam("after")).order_by(_E.position).limit(bindparam("limit"))
 )
-EPOCH = select(schema.leases.c.epoch).where(schema.leases.c.name == bindparam("n"))
-VERSIONS = select(schema.streams).where(schema.streams.c.stream.in_(bindparam("names", expanding=True)))
+_VERSION = {
+    "sqlite": Prepared(text("SELECT stream, version FROM es_stream WHERE stream = :stream")),
+    "postgresql": Prepared(text("SELECT stream, version FROM es_stream WHERE stream = ANY(:streams)")),
+}
 CHECKPOINT = select(schema.checkpoints).where(_K.name == bindparam("n"))
+MOVE_CHECKPOINT = Prepared(
+    update(schema.checkpoints)
+    .where(_K.name == bindparam("n"), _K.version == bindparam("v"), _K.position == bindparam("before"))
+    .values(position=bindparam("p"), hash=bindparam("h"), generation=bindparam("g"))
+)
 
 
-def lock_head(connection: Connection, db: Database) -> Row[Any]:
+class LockedHead(NamedTuple):
+    """The row of the log's end, whose lock is held, and the time."""
+
+    id: int
+    last_position: int
+    last_hash: bytes
+    recorded_at: float
+    generation: str
+    schema_rev: int
+    now: float
+    """Unix seconds."""
+
+
+def lock_head(connection: Connection, db: Database) -> LockedHead:
     """Return the head row, and on PostgreSQL the turn to write: its lock is held until the commit is visible.
 
     It is a statement of its own, so that what follows sees all that was committed before it got the turn. Raises
     LogCorrupt, LogTooNew.
     """
-    row = connection.execute(LOCK_HEAD[db.dialect], {"now": time.time()}).one_or_none()
+    row = _LOCK_HEAD[db.dialect].first(connection, {"now": time.time()})
     if row is None:
         raise LogCorrupt(f"{db.shown}: the log's head row is missing; restore the last good copy")
-    if row.schema_rev > schema.SCHEMA_REV:
-        raise LogTooNew(f"{db.shown} was upgraded to log schema {row.schema_rev} meanwhile; upgrade trinity-es")
-    return row
+    head = LockedHead(*row)
+    if head.schema_rev > schema.SCHEMA_REV:
+        raise LogTooNew(f"{db.shown} was upgraded to log schema {head.schema_rev} meanwhile; upgrade trinity-es")
+    return head
+
+
+def versions(connection: Connection, streams: Iterable[str]) -> dict[str, int]:
+    """Return the version of each of these streams that is there."""
+    if connection.dialect.name == "sqlite":  # no server is asked: some statements cost less than a list of names
+        one = _VERSION["sqlite"]
+        return dict(row for stream in streams for row in one.rows(connection, {"stream": stream}))
+    return dict(_VERSION["postgresql"].rows(connection, {"streams": list(streams)}))

@@ -23,6 +23,7 @@ from sqlalchemy import (
     Table,
     Text,
     and_,
+    bindparam,
     insert,
     select,
     update,
@@ -30,14 +31,17 @@ from sqlalchemy import (
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import Recorded
+from trinity_es.events.store.prepared import Prepared
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections import experience_queue
 from trinity_es.projections.freed_payloads import EXPERIENCES
 
-__all__ = ["STREAMS", "Usage", "Used", "apply", "metadata", "next_delivery", "read_usage"]
+__all__ = ["STREAMS", "USED", "Usage", "Used", "apply", "metadata", "next_delivery", "read_usage"]
 
 STREAMS = (experience_queue.STREAM, EXPERIENCES)
 """The streams that tell of uses, beside those of the batches."""
+USED = (ev.BatchFinalized, ev.BatchTrained)
+"""The events of a batch that tell of them."""
 
 metadata = MetaData()
 
@@ -65,6 +69,14 @@ _uses = Table(
     Column("step", Integer),
     Column("undone", Boolean, nullable=False),
     sqlite_with_rowid=False,
+)
+
+
+_NEW_DELIVERY = Prepared(insert(_deliveries))
+_NEW_USE = Prepared(insert(_uses))
+_LATEST = Prepared(
+    select(_deliveries.c.version, _deliveries.c.experiences).where(_deliveries.c.stream == bindparam("of"))
+    .order_by(_deliveries.c.version.desc()).limit(1)
 )
 
 
@@ -100,12 +112,12 @@ class Usage:
 
 
 def apply(connection: Connection, item: Recorded) -> None:
-    """Apply one more event of a batch or of STREAMS."""
+    """Apply one more event of USED or of STREAMS."""
     match item.event:
         case ev.BatchFinalized(result=result, selected=selected) if result.get("batch_type") == "train":
             row = {"stream": item.stream, "version": item.version, "position": item.position,
                    "batch_id": orjson.dumps(result["batch_id"]).decode(), "experiences": selected}
-            connection.execute(insert(_deliveries), [row])
+            _NEW_DELIVERY.change(connection, row)
         case ev.BatchTrained(step=step):
             if (delivered := _latest(connection, item.stream)) is not None:
                 version, count = delivered
@@ -127,10 +139,8 @@ def apply(connection: Connection, item: Recorded) -> None:
 
 def _latest(connection: Connection, stream: str) -> tuple[int, int] | None:
     """Version and experiences of what a batch delivered last."""
-    c = _deliveries.c
-    query = select(c.version, c.experiences).where(c.stream == stream).order_by(c.version.desc()).limit(1)
-    row = connection.execute(query).one_or_none()
-    return None if row is None else (row.version, row.experiences)
+    row = _LATEST.first(connection, {"of": stream})
+    return None if row is None else (row[0], row[1])
 
 
 def next_delivery(connection: Connection, after: int) -> tuple[str, int] | None:
@@ -143,8 +153,7 @@ def next_delivery(connection: Connection, after: int) -> tuple[str, int] | None:
 
 def _used(connection: Connection, item: Recorded, step: int | None, uses: list[dict[str, Any]]) -> None:
     said = {"position": item.position, "step": step, "undone": False}
-    if uses:
-        connection.execute(insert(_uses), [said | {"number": number} | use for number, use in enumerate(uses)])
+    _NEW_USE.change_all(connection, [said | {"number": number} | use for number, use in enumerate(uses)])
 
 
 def read_usage(connection: Connection) -> Usage:

@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 from sqlalchemy import (
     BigInteger,
+    BindParameter,
     Column,
     Connection,
     Float,
@@ -39,6 +40,7 @@ from sqlalchemy import (
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store import schema
 from trinity_es.events.store.log import EventLog, Recorded
+from trinity_es.events.store.prepared import Prepared
 from trinity_es.events.values import BatchId, BatchLifecycleState
 from trinity_es.projections.hosts import host_of
 from trinity_es.projections.run import mean_reward
@@ -133,38 +135,11 @@ class ReadModels:
         serve_answers.reset(connection)
 
     def apply(self, connection: Connection, recorded: Sequence[Recorded]) -> None:
-        """Fold a group of events into their rows: one statement a batch, however many events."""
-        changes: dict[str, dict[str, Any]] = {}
-        dispatched: dict[tuple[str, str, int], runner_history.Dispatched] = {}
-        elsewhere = Counter[str]()
+        """Fold a group of events into their rows: few statements, however many events."""
+        group = _Group(connection)
         for item in recorded:
             if item.stream.startswith("batch/"):
-                event = item.event
-                if isinstance(event, ev.BatchSubmitted):
-                    _flush(connection, changes, item.stream)
-                    if item.version > 1:  # the id was used before
-                        host_work.flush(connection, elsewhere)
-                        host_work.forget(connection, item)
-                        for table in (batches, failed_tasks, losses):
-                            connection.execute(delete(table).where(table.c.stream == item.stream))
-                    connection.execute(insert(batches), [_new_row(item, event)])
-                elif isinstance(event, ev.TaskFinished):
-                    if "@" in event.runner:
-                        elsewhere[host_of(event.runner)] += 1
-                elif isinstance(event, ev.TaskReopened) and event.finished:
-                    host_work.flush(connection, elsewhere)
-                    host_work.forget(connection, item, event.task)
-                change = changes.setdefault(item.stream, dict(_NO_CHANGE))
-                _note(change, item, event)
-                if isinstance(event, ev.FinalizeFailed):  # as `projections.batch` has it: without tasks it is pending
-                    _flush(connection, changes, item.stream)
-                    connection.execute(update(batches).where(batches.c.stream == item.stream, batches.c.tasks == 0)
-                                       .values(state=BatchLifecycleState.PENDING.value))
-                if isinstance(event, _LOSING):
-                    _note_loss(connection, change, item, event)
-                    if isinstance(event, ev.AttemptFailed) and event.kind == "runner_lost":
-                        runner_history.attempt_lost(connection, item, event, dispatched)
-                experience_usage.apply(connection, item)
+                group.batch_event(item, item.event)
             elif item.stream in experience_usage.STREAMS:
                 experience_usage.apply(connection, item)
             elif item.stream == "weights" or item.stream.startswith("runner/"):
@@ -173,9 +148,98 @@ class ReadModels:
                 serve_answers.apply(connection, item.event)
             elif item.stream == ev.LeaseTaken.stream:
                 open_leases.apply(connection, item)
-        for stream in list(changes):
-            _flush(connection, changes, stream)
-        host_work.flush(connection, elsewhere)
+        group.flush()
+
+
+class _Group:
+    """What a group of events changes in the rows of batches, gathered until a row has to be right."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._changes: dict[str, dict[str, Any]] = {}
+        self._losses: dict[tuple[str, str, str], int] = {}
+        self._elsewhere = Counter[str]()
+        self._dispatched: dict[tuple[str, str, int], runner_history.Dispatched] = {}
+
+    def flush(self) -> None:
+        """Write what was gathered."""
+        connection = self._connection
+        _CHANGE.change_all(connection, [
+            {"key": stream} | {f"new_{name}": value for name, value in change.items()}
+            for stream, change in self._changes.items()
+        ])
+        lost: list[dict[str, Any]] = [
+            {"stream": stream, "what": what, "why": why, "count": count}
+            for (stream, what, why), count in self._losses.items() if count
+        ]
+        _ADD_LOSS.change_all(connection, lost)
+        if any(row["count"] < 0 for row in lost):
+            connection.execute(delete(losses).where(losses.c.count <= 0))
+        host_work.flush(connection, self._elsewhere)
+        self._changes, self._losses = {}, {}
+
+    def batch_event(self, item: Recorded, event: ev.Event) -> None:
+        """Take one more event of a batch in."""
+        connection = self._connection
+        if isinstance(event, ev.TaskFinished):
+            if "@" in event.runner:
+                self._elsewhere[host_of(event.runner)] += 1
+        elif isinstance(event, ev.BatchSubmitted):
+            if item.version > 1:  # the id was used before
+                self.flush()
+                host_work.forget(connection, item)
+                for table in (batches, failed_tasks, losses):
+                    connection.execute(delete(table).where(table.c.stream == item.stream))
+            _NEW.change(connection, _new_row(item, event))
+        elif isinstance(event, ev.TaskReopened) and event.finished:
+            host_work.flush(connection, self._elsewhere)
+            host_work.forget(connection, item, event.task)
+        change = self._changes.get(item.stream)
+        if change is None:
+            self._changes[item.stream] = change = dict(_UNCHANGED)
+        _note(change, item, event)
+        if isinstance(event, ev.FinalizeFailed):  # as `projections.batch` has it: without tasks it is pending
+            self.flush()
+            connection.execute(update(batches).where(batches.c.stream == item.stream, batches.c.tasks == 0)
+                               .values(state=BatchLifecycleState.PENDING.value))
+        elif isinstance(event, _LOSING):
+            self._note_loss(change, item, event)
+            if isinstance(event, ev.AttemptFailed) and event.kind == "runner_lost":
+                runner_history.attempt_lost(connection, item, event, self._dispatched)
+        if isinstance(event, experience_usage.USED):
+            experience_usage.apply(connection, item)
+
+    def _note_loss(self, change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
+        """Count what did not come to anything, and why: attempts by kind, tasks by reason, experiences by operator."""
+        lost: dict[tuple[str, str], int] = {}
+        connection = self._connection
+        match event:
+            case ev.AttemptFailed():
+                lost["attempt", event.kind] = 1
+                if not event.retry:
+                    row = {"stream": item.stream, "task": event.task, "kind": event.kind}
+                    change["failed"] += _FAILED.change(connection, row)
+            case ev.TaskDropped():
+                lost["task", event.reason] = len(event.tasks)
+                known = {task for (task,) in _FAILED_TASKS.rows(connection, {"stream": item.stream})}
+                for task in known.intersection(event.tasks):  # it is dropped now
+                    change["failed"] -= _NOT_FAILED.change(connection, {"stream": item.stream, "task": task})
+            case ev.TaskReopened():
+                change["failed"] -= _NOT_FAILED.change(connection, {"stream": item.stream, "task": event.task})
+                if event.dropped:
+                    lost["task", event.dropped] = -1
+            case ev.BatchFinalized():
+                lost = {("experience", name): len(uids) for name, uids in event.dropped_by.items()}
+                if (rest := event.dropped - sum(lost.values())) > 0:  # not every operator says which
+                    lost["experience", ""] = lost.get(("experience", ""), 0) + rest
+                counts = [count for count, _ in event.model_versions]
+                if sum(counts):
+                    delivered = sum(count * version for count, version in event.model_versions) / sum(counts)
+                    change["staleness"] = runner_history.published(connection) - delivered
+                    runner_history.made(connection, item, event)
+        for (what, why), count in lost.items():
+            key = item.stream, what, runner_history.stored(why, 200)
+            self._losses[key] = self._losses.get(key, 0) + count
 
 
 def stored_version(log: EventLog) -> int:
@@ -190,7 +254,6 @@ def _new_row(item: Recorded, event: ev.BatchSubmitted) -> dict[str, Any]:
         "stream": item.stream,
         "batch_id": orjson.dumps(event.batch_id).decode(),
         "batch_type": event.batch_type,
-        "state": (BatchLifecycleState.RUNNING if event.repeat_times else BatchLifecycleState.PENDING).value,
         "tasks": len(event.repeat_times),
         "finished": 0,
         "failed_attempts": 0,
@@ -200,6 +263,8 @@ def _new_row(item: Recorded, event: ev.BatchSubmitted) -> dict[str, Any]:
         "experiences": 0,
         "prompt_tokens": 0,
         "response_tokens": 0,
+        **dict.fromkeys(_REPLACED),
+        "state": (BatchLifecycleState.RUNNING if event.repeat_times else BatchLifecycleState.PENDING).value,
         "submitted_at": item.recorded_at,
         "first_position": item.position,
         "last_position": item.position,
@@ -213,21 +278,38 @@ _ADDED = (
 _REPLACED = (
     "state", "reward", "model_version", "ended_at", "trained_step", "trained_at", "staleness", "last_position",
 )
-_NO_CHANGE: dict[str, Any] = {**dict.fromkeys(_ADDED, 0), **dict.fromkeys(_REPLACED)}
+_UNCHANGED: dict[str, Any] = {**dict.fromkeys(_ADDED, 0), **dict.fromkeys(_REPLACED)}
 
-# One statement for every change, compiled once: counts are added, and what is not null replaces.
-_CHANGE = (
+
+def _new(name: str) -> BindParameter[Any]:
+    return bindparam(f"new_{name}", type_=batches.c[name].type)
+
+
+# One statement for every change: counts are added, and what is not null replaces.
+_CHANGE = Prepared(
     update(batches)
     .where(batches.c.stream == bindparam("key"))
     .values(
-        {name: batches.c[name] + bindparam(f"new_{name}") for name in _ADDED}
-        | {name: func.coalesce(bindparam(f"new_{name}", type_=batches.c[name].type), batches.c[name])
-           for name in _REPLACED}
+        {name: batches.c[name] + _new(name) for name in _ADDED}
+        | {name: func.coalesce(_new(name), batches.c[name]) for name in _REPLACED}
         | {"model_version": case(  # the newest, whichever task ended last
-            (batches.c.model_version > bindparam("new_model_version", type_=Integer()), batches.c.model_version),
-            else_=func.coalesce(bindparam("new_model_version", type_=Integer()), batches.c.model_version))}
+            (batches.c.model_version > _new("model_version"), batches.c.model_version),
+            else_=func.coalesce(_new("model_version"), batches.c.model_version))}
     )
 )
+_NEW = Prepared(insert(batches))
+# In words, and the same on both: see `events.store.statements`.
+_ADD_LOSS = Prepared(text(
+    "INSERT INTO rm_loss (stream, what, why, count) VALUES (:stream, :what, :why, :count) "
+    "ON CONFLICT (stream, what, why) DO UPDATE SET count = rm_loss.count + excluded.count"
+))
+_FAILED = Prepared(text(
+    "INSERT INTO rm_failed_task (stream, task, kind) VALUES (:stream, :task, :kind) "
+    "ON CONFLICT (stream, task) DO NOTHING"
+))
+_OF_TASK = failed_tasks.c.stream == bindparam("stream"), failed_tasks.c.task == bindparam("task")
+_NOT_FAILED = Prepared(delete(failed_tasks).where(*_OF_TASK))
+_FAILED_TASKS = Prepared(select(failed_tasks.c.task).where(_OF_TASK[0]))
 
 
 def _note(change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
@@ -268,57 +350,6 @@ def _note(change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
 
 
 _LOSING = (ev.AttemptFailed, ev.TaskDropped, ev.TaskReopened, ev.BatchFinalized)
-
-
-def _note_loss(connection: Connection, change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
-    """Count what did not come to anything, and why: attempts by kind, tasks by reason, experiences by operator."""
-    lost: dict[tuple[str, str], int] = {}
-    match event:
-        case ev.AttemptFailed():
-            lost["attempt", event.kind] = 1
-            if not event.retry:
-                row = {"stream": item.stream, "task": event.task, "kind": event.kind}
-                of_task = failed_tasks.c.stream == item.stream, failed_tasks.c.task == event.task
-                if connection.execute(select(failed_tasks.c.task).where(*of_task)).first() is None:
-                    connection.execute(insert(failed_tasks), [row])
-                    change["failed"] += 1
-        case ev.TaskDropped():
-            lost["task", event.reason] = len(event.tasks)
-            known = select(failed_tasks.c.task).where(failed_tasks.c.stream == item.stream)
-            for task in set(event.tasks).intersection(connection.execute(known).scalars()):  # it is dropped now
-                of_task = failed_tasks.c.stream == item.stream, failed_tasks.c.task == task
-                change["failed"] -= connection.execute(delete(failed_tasks).where(*of_task)).rowcount
-        case ev.TaskReopened():
-            of_task = failed_tasks.c.stream == item.stream, failed_tasks.c.task == event.task
-            change["failed"] -= connection.execute(delete(failed_tasks).where(*of_task)).rowcount
-            if event.dropped:
-                lost["task", event.dropped] = -1
-        case ev.BatchFinalized():
-            lost = {("experience", name): len(uids) for name, uids in event.dropped_by.items()}
-            if (rest := event.dropped - sum(lost.values())) > 0:  # not every operator says which
-                lost["experience", ""] = lost.get(("experience", ""), 0) + rest
-            counts = [count for count, _ in event.model_versions]
-            if sum(counts):
-                delivered = sum(count * version for count, version in event.model_versions) / sum(counts)
-                change["staleness"] = runner_history.published(connection) - delivered
-                runner_history.made(connection, item, event)
-    c = losses.c
-    for (what, why), count in lost.items():
-        if count == 0:
-            continue
-        why = runner_history.stored(why, 200)
-        of_loss = c.stream == item.stream, c.what == what, c.why == why
-        if connection.execute(update(losses).where(*of_loss).values(count=c.count + count)).rowcount == 0:
-            if count > 0:
-                connection.execute(insert(losses), [{"stream": item.stream, "what": what, "why": why, "count": count}])
-        elif count < 0:
-            connection.execute(delete(losses).where(*of_loss, c.count <= 0))
-
-
-def _flush(connection: Connection, changes: dict[str, dict[str, Any]], stream: str) -> None:
-    change = changes.pop(stream, None)
-    if change is not None:
-        connection.execute(_CHANGE, {"key": stream} | {f"new_{k}": v for k, v in change.items()})
 
 
 def projectors() -> list[ReadModels]:

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import zip_longest
 from typing import Any
 
@@ -27,6 +28,7 @@ from sqlalchemy import (
     Table,
     Text,
     and_,
+    bindparam,
     func,
     insert,
     select,
@@ -36,6 +38,7 @@ from sqlalchemy import (
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store import schema
 from trinity_es.events.store.log import Recorded
+from trinity_es.events.store.prepared import Prepared
 from trinity_es.projections.hosts import went_with_host
 
 __all__ = [
@@ -214,6 +217,16 @@ _made = Table(
 )
 
 
+_NEW_LIFE = Prepared(insert(_lives))
+_UNKNOWN_LIFE: dict[str, Any] = {
+    "model": "rollout", "pid": 0, "host": "", "engine": "", "places": 0, "started_at": None, "ready_at": None,
+    "load_seconds": None, "ended_at": None, "how": "running", "reason": "", "model_version": 0, "attempts_lost": 0,
+    "seconds_lost": 0.0,
+}
+_NEW_PUBLISHED, _NEW_LOAD, _NEW_MADE = Prepared(insert(_published)), Prepared(insert(_loads)), Prepared(insert(_made))
+_LAST_PUBLISHED = Prepared(select(_published.c.version).order_by(_published.c.position.desc()).limit(1))
+
+
 def stored(value: str, limit: int = 2000) -> str:
     """Return a text as every database can hold it: PostgreSQL has no NUL in a text."""
     return value[:limit].replace("\0", "\ufffd")
@@ -226,7 +239,7 @@ def apply(connection: Connection, item: Recorded) -> None:
         case ev.WeightsPublished():
             row = {"position": item.position, "version": event.version, "at": at, "method": stored(event.method),
                    "path": stored(event.path)}
-            connection.execute(insert(_published), [row])
+            _NEW_PUBLISHED.change(connection, row)
         case ev.RunnerStarted():
             _put(connection, item, event, model=stored(event.model), pid=event.pid, host=stored(event.host),
                  engine=stored(event.engine), started_at=at)
@@ -255,17 +268,22 @@ def _load(
     row = {"position": item.position, "version": event.version, "runner": stored(event.runner, 255),
            "incarnation": event.incarnation, "at": item.recorded_at, "seconds": seconds,
            "error": error and stored(error)}
-    connection.execute(insert(_loads), [row])
+    _NEW_LOAD.change(connection, row)
 
 
 def _put(connection: Connection, item: Recorded, event: Any, **values: Any) -> None:
     """Change the row of the life that the event names, or make it."""
     key = {"runner": stored(event.runner, 255), "incarnation": event.incarnation}
-    of_life = [_lives.c[name] == value for name, value in key.items()]
-    if connection.execute(update(_lives).where(*of_life).values(values)).rowcount == 0:
-        new = {"model": "rollout", "pid": 0, "host": "", "engine": "", "places": 0, "how": "running", "reason": "",
-               "model_version": 0, "attempts_lost": 0, "seconds_lost": 0.0, "first_position": item.position}
-        connection.execute(insert(_lives), [new | key | values])
+    new = {f"of_{name}": value for name, value in key.items()} | {f"new_{name}": v for name, v in values.items()}
+    if not _change_life(tuple(values)).change(connection, new):
+        _NEW_LIFE.change(connection, _UNKNOWN_LIFE | {"first_position": item.position} | key | values)
+
+
+@cache
+def _change_life(names: tuple[str, ...]) -> Prepared:
+    of_life = [_lives.c[name] == bindparam(f"of_{name}") for name in ("runner", "incarnation")]
+    new = {name: bindparam(f"new_{name}", type_=_lives.c[name].type) for name in names}
+    return Prepared(update(_lives).where(*of_life).values(new))
 
 
 def _end(connection: Connection, item: Recorded, event: Any, how: str, reason: str) -> None:
@@ -288,8 +306,7 @@ def made(connection: Connection, item: Recorded, event: ev.BatchFinalized) -> No
         counts[version] += count
     rows = [{"version": version, "position": item.position, "stream": item.stream, "experiences": count}
             for version, count in counts.items() if count]
-    if rows:
-        connection.execute(insert(_made), rows)
+    _NEW_MADE.change_all(connection, rows)
 
 
 Dispatched = dict[tuple[Any, ...], list[tuple[int, float]]]
@@ -338,8 +355,8 @@ def _dispatched(connection: Connection, stream: str, after: int) -> Dispatched:
 
 def published(connection: Connection) -> int:
     """Return the current version of the weights; 0 where none was published."""
-    query = select(_published.c.version).order_by(_published.c.position.desc()).limit(1)
-    return int(connection.execute(query).scalar() or 0)
+    row = _LAST_PUBLISHED.first(connection, {})
+    return 0 if row is None else int(row[0])
 
 
 def natural(name: str) -> list[str | int]:
