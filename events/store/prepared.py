@@ -48,8 +48,8 @@ class Prepared:
         if fixed:
             values = fixed | values if how == "execute" else [fixed | row for row in values]
         driver: Any = connection.connection.dbapi_connection
-        cursor = driver.cursor()
         try:
+            cursor = driver.cursor()
             getattr(cursor, how)(sql, values)
         except connection.dialect.loaded_dbapi.Error as e:
             _raise(connection, sql, e)
