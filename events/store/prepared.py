@@ -13,7 +13,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import ClauseElement
 
-__all__ = ["Prepared"]
+__all__ = ["Gathered", "Prepared"]
 
 Values = Mapping[str, Any]
 """Parameter -> value. Booleans, numbers, text, bytes and None: nothing is converted on its way."""
@@ -63,6 +63,29 @@ class Prepared:
         fixed = {name: value for name, value in compiled.params.items() if value is not None}
         self._compiled[dialect.name] = found = str(compiled), fixed
         return found
+
+
+class Gathered:
+    """Rows that are added to tables, kept until `write`: it is a statement for each table then, not for each row."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._rows: dict[Prepared, list[Values]] = {}
+
+    def add(self, statement: Prepared, *rows: Values) -> None:
+        """Have these rows written by this statement. The rows of one statement stay in order, statements do not."""
+        self._rows.setdefault(statement, []).extend(rows)
+
+    def waiting(self, statement: Prepared) -> Sequence[Values]:
+        """Return the rows of this statement that are not written yet."""
+        return self._rows.get(statement, ())
+
+    def write(self) -> Connection:
+        """Write all of them; returns the connection, through which they can be seen now. Raises DBAPIError."""
+        rows, self._rows = self._rows, {}
+        for statement, of_statement in rows.items():
+            statement.change_all(self.connection, of_statement)
+        return self.connection
 
 
 def _raise(connection: Connection, sql: str, error: Exception) -> NoReturn:

@@ -31,7 +31,7 @@ from sqlalchemy import (
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import Recorded
-from trinity_es.events.store.prepared import Prepared
+from trinity_es.events.store.prepared import Gathered, Prepared
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections import experience_queue
 from trinity_es.projections.freed_payloads import EXPERIENCES
@@ -111,35 +111,38 @@ class Usage:
         return sum(used.count for used in self.twice)
 
 
-def apply(connection: Connection, item: Recorded) -> None:
+def apply(group: Gathered, item: Recorded) -> None:
     """Apply one more event of USED or of STREAMS."""
     match item.event:
         case ev.BatchFinalized(result=result, selected=selected) if result.get("batch_type") == "train":
             row = {"stream": item.stream, "version": item.version, "position": item.position,
                    "batch_id": orjson.dumps(result["batch_id"]).decode(), "experiences": selected}
-            _NEW_DELIVERY.change(connection, row)
+            group.add(_NEW_DELIVERY, row)
         case ev.BatchTrained(step=step):
-            if (delivered := _latest(connection, item.stream)) is not None:
+            if (delivered := _latest(group, item.stream)) is not None:
                 version, count = delivered
                 use = {"stream": item.stream, "version": version, "taken": False, "first": 0, "count": count}
-                _used(connection, item, step, [use])
+                _used(group, item, step, [use])
         case ev.ExperiencesTaken(items=items, step=step):
-            _used(connection, item, step, [
+            _used(group, item, step, [
                 {"stream": batch_stream(part.batch_id), "version": part.version, "taken": True, "first": part.first,
                  "count": part.count} for part in items
             ])
         case ev.ExperiencesReturned(step=step):
-            connection.execute(update(_uses).where(_uses.c.taken, _uses.c.step > step).values(undone=True))
+            group.write().execute(update(_uses).where(_uses.c.taken, _uses.c.step > step).values(undone=True))
         case ev.ExperiencesRedelivered(batches=batches):
             for stream in map(batch_stream, batches):
-                if (delivered := _latest(connection, stream)) is not None:
+                if (delivered := _latest(group, stream)) is not None:
                     of_whole = and_(_uses.c.stream == stream, _uses.c.version == delivered[0], _uses.c.taken.is_(False))
-                    connection.execute(update(_uses).where(of_whole).values(undone=True))
+                    group.write().execute(update(_uses).where(of_whole).values(undone=True))
 
 
-def _latest(connection: Connection, stream: str) -> tuple[int, int] | None:
+def _latest(group: Gathered, stream: str) -> tuple[int, int] | None:
     """Version and experiences of what a batch delivered last."""
-    row = _LATEST.first(connection, {"of": stream})
+    for new in reversed(group.waiting(_NEW_DELIVERY)):
+        if new["stream"] == stream:
+            return new["version"], new["experiences"]
+    row = _LATEST.first(group.connection, {"of": stream})
     return None if row is None else (row[0], row[1])
 
 
@@ -151,9 +154,9 @@ def next_delivery(connection: Connection, after: int) -> tuple[str, int] | None:
     return None if row is None else (row.batch_id, row.position)
 
 
-def _used(connection: Connection, item: Recorded, step: int | None, uses: list[dict[str, Any]]) -> None:
+def _used(group: Gathered, item: Recorded, step: int | None, uses: list[dict[str, Any]]) -> None:
     said = {"position": item.position, "step": step, "undone": False}
-    _NEW_USE.change_all(connection, [said | {"number": number} | use for number, use in enumerate(uses)])
+    group.add(_NEW_USE, *(said | {"number": number} | use for number, use in enumerate(uses)))
 
 
 def read_usage(connection: Connection) -> Usage:

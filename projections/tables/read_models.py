@@ -40,7 +40,7 @@ from sqlalchemy import (
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store import schema
 from trinity_es.events.store.log import EventLog, Recorded
-from trinity_es.events.store.prepared import Prepared
+from trinity_es.events.store.prepared import Gathered, Prepared
 from trinity_es.events.values import BatchId, BatchLifecycleState
 from trinity_es.projections.hosts import host_of
 from trinity_es.projections.run import mean_reward
@@ -141,9 +141,9 @@ class ReadModels:
             if item.stream.startswith("batch/"):
                 group.batch_event(item, item.event)
             elif item.stream in experience_usage.STREAMS:
-                experience_usage.apply(connection, item)
+                experience_usage.apply(group.new, item)
             elif item.stream == "weights" or item.stream.startswith("runner/"):
-                runner_history.apply(connection, item)
+                runner_history.apply(group.new, item)
             elif item.stream == serve_answers.STREAM:
                 serve_answers.apply(connection, item.event)
             elif item.stream == ev.LeaseTaken.stream:
@@ -155,7 +155,7 @@ class _Group:
     """What a group of events changes in the rows of batches, gathered until a row has to be right."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        self._connection, self.new = connection, Gathered(connection)
         self._changes: dict[str, dict[str, Any]] = {}
         self._losses: dict[tuple[str, str, str], int] = {}
         self._elsewhere = Counter[str]()
@@ -163,7 +163,7 @@ class _Group:
 
     def flush(self) -> None:
         """Write what was gathered."""
-        connection = self._connection
+        connection = self.new.write()
         _CHANGE.change_all(connection, [
             {"key": stream} | {f"new_{name}": value for name, value in change.items()}
             for stream, change in self._changes.items()
@@ -190,7 +190,7 @@ class _Group:
                 host_work.forget(connection, item)
                 for table in (batches, failed_tasks, losses):
                     connection.execute(delete(table).where(table.c.stream == item.stream))
-            _NEW.change(connection, _new_row(item, event))
+            self.new.add(_NEW, _new_row(item, event))
         elif isinstance(event, ev.TaskReopened) and event.finished:
             host_work.flush(connection, self._elsewhere)
             host_work.forget(connection, item, event.task)
@@ -207,7 +207,7 @@ class _Group:
             if isinstance(event, ev.AttemptFailed) and event.kind == "runner_lost":
                 runner_history.attempt_lost(connection, item, event, self._dispatched)
         if isinstance(event, experience_usage.USED):
-            experience_usage.apply(connection, item)
+            experience_usage.apply(self.new, item)
 
     def _note_loss(self, change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
         """Count what did not come to anything, and why: attempts by kind, tasks by reason, experiences by operator."""
@@ -235,8 +235,8 @@ class _Group:
                 counts = [count for count, _ in event.model_versions]
                 if sum(counts):
                     delivered = sum(count * version for count, version in event.model_versions) / sum(counts)
-                    change["staleness"] = runner_history.published(connection) - delivered
-                    runner_history.made(connection, item, event)
+                    change["staleness"] = runner_history.published_so_far(self.new) - delivered
+                    runner_history.made(self.new, item, event)
         for (what, why), count in lost.items():
             key = item.stream, what, runner_history.stored(why, 200)
             self._losses[key] = self._losses.get(key, 0) + count

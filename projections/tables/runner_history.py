@@ -38,13 +38,13 @@ from sqlalchemy import (
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store import schema
 from trinity_es.events.store.log import Recorded
-from trinity_es.events.store.prepared import Prepared
+from trinity_es.events.store.prepared import Gathered, Prepared
 from trinity_es.projections.hosts import went_with_host
 
 __all__ = [
     "Dispatched", "RunnerIncarnation", "RunnerLives", "WeightsLoad", "WeightsVersion", "apply", "attempt_lost",
     "batches_made_by", "by_runner", "count_weights", "last_incarnation", "made", "metadata", "natural", "published",
-    "read_lives", "read_made", "read_weights", "runner_states", "seen", "stored",
+    "published_so_far",     "read_lives", "read_made", "read_weights", "runner_states", "seen", "stored",
 ]
 
 
@@ -232,14 +232,14 @@ def stored(value: str, limit: int = 2000) -> str:
     return value[:limit].replace("\0", "\ufffd")
 
 
-def apply(connection: Connection, item: Recorded) -> None:
+def apply(group: Gathered, item: Recorded) -> None:
     """Apply one more event of `weights` or of a runner."""
-    event, at = item.event, item.recorded_at
+    connection, event, at = group.connection, item.event, item.recorded_at
     match event:
         case ev.WeightsPublished():
             row = {"position": item.position, "version": event.version, "at": at, "method": stored(event.method),
                    "path": stored(event.path)}
-            _NEW_PUBLISHED.change(connection, row)
+            group.add(_NEW_PUBLISHED, row)
         case ev.RunnerStarted():
             _put(connection, item, event, model=stored(event.model), pid=event.pid, host=stored(event.host),
                  engine=stored(event.engine), started_at=at)
@@ -256,19 +256,18 @@ def apply(connection: Connection, item: Recorded) -> None:
             _end(connection, item, event, "retired", "")
         case ev.WeightsLoaded():
             _put(connection, item, event, model_version=event.version)
-            _load(connection, item, event, event.seconds, None)
+            _load(group, item, event, event.seconds, None)
         case ev.WeightsFailed():
-            _load(connection, item, event, 0.0, event.error)
+            _load(group, item, event, 0.0, event.error)
 
 
 def _load(
-    connection: Connection, item: Recorded, event: ev.WeightsLoaded | ev.WeightsFailed, seconds: float,
-    error: str | None,
+    group: Gathered, item: Recorded, event: ev.WeightsLoaded | ev.WeightsFailed, seconds: float, error: str | None,
 ) -> None:
     row = {"position": item.position, "version": event.version, "runner": stored(event.runner, 255),
            "incarnation": event.incarnation, "at": item.recorded_at, "seconds": seconds,
            "error": error and stored(error)}
-    _NEW_LOAD.change(connection, row)
+    group.add(_NEW_LOAD, row)
 
 
 def _put(connection: Connection, item: Recorded, event: Any, **values: Any) -> None:
@@ -299,14 +298,14 @@ def _end(connection: Connection, item: Recorded, event: Any, how: str, reason: s
         _put(connection, item, event, how=how, reason=stored(reason) or known.reason)
 
 
-def made(connection: Connection, item: Recorded, event: ev.BatchFinalized) -> None:
+def made(group: Gathered, item: Recorded, event: ev.BatchFinalized) -> None:
     """Count the experiences that a batch delivered by the versions that made them."""
     counts = Counter[int]()
     for count, version in event.model_versions:
         counts[version] += count
     rows = [{"version": version, "position": item.position, "stream": item.stream, "experiences": count}
             for version, count in counts.items() if count]
-    _NEW_MADE.change_all(connection, rows)
+    group.add(_NEW_MADE, *rows)
 
 
 Dispatched = dict[tuple[Any, ...], list[tuple[int, float]]]
@@ -357,6 +356,12 @@ def published(connection: Connection) -> int:
     """Return the current version of the weights; 0 where none was published."""
     row = _LAST_PUBLISHED.first(connection, {})
     return 0 if row is None else int(row[0])
+
+
+def published_so_far(group: Gathered) -> int:
+    """Return the same within a group of events."""
+    waiting = group.waiting(_NEW_PUBLISHED)
+    return int(waiting[-1]["version"]) if waiting else published(group.connection)
 
 
 def natural(name: str) -> list[str | int]:
