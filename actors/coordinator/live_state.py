@@ -38,8 +38,9 @@ from trinity_es.projections.runner import (
 )
 from trinity_es.projections.servers import Servers, evolve_servers
 from trinity_es.projections.tables.open_leases import read_open
-from trinity_es.projections.tables.read_models import delivered_batches, open_batches, other_streams
+from trinity_es.projections.tables.read_models import delivered_batches, open_batches
 from trinity_es.projections.tables.runner_history import runner_states
+from trinity_es.projections.tables.streams import greatest_batch_id, other_streams
 
 __all__ = ["LiveState", "Loaded"]
 
@@ -55,6 +56,7 @@ class Loaded:
     """What the log says is open, when it was read."""
 
     batches: dict[BatchId, BatchState]
+    greatest_id: int
     versions: dict[str, int]
     tasks: dict[BatchId, list[Parcel]]
     lives: Lives
@@ -94,7 +96,8 @@ def load_state(log: EventLog, payloads: PayloadStore, queue_capacity: int) -> Lo
         )
     adapters = _adapters(log, versions)
     return Loaded(
-        batches=batches, versions=versions, tasks=tasks, lives=lives, queue=queue, attempt_times=times,
+        batches=batches, greatest_id=greatest_batch_id(log), versions=versions, tasks=tasks, lives=lives, queue=queue,
+        attempt_times=times,
         weights=Weights() if published is None else evolve_weights(Weights(), published),
         adapters=adapters, loaded_adapters=_loaded(log, adapters), servers=_servers(log), hosts=_hosts(log),
         leases=leases,
@@ -220,6 +223,7 @@ class LiveState:
         """Go on with what was read; what was in memory, the turn too, is forgotten."""
         self.turn = UnitOfWork()
         self.batches, self.versions, self._tasks = loaded.batches, loaded.versions, loaded.tasks
+        self._greatest_id = loaded.greatest_id
         self.in_flight = UnitsInFlight(self.batches.values())
         self.ended: OrderedDict[BatchId, BatchState] = OrderedDict()
         self.weights, self.adapters = loaded.weights, loaded.adapters
@@ -234,6 +238,8 @@ class LiveState:
         """Return a batch, open or ended; None when the log has none of this id."""
         state = self.batches.get(batch_id) or self.ended.get(batch_id)
         if state is None:
+            if type(batch_id) is int and batch_id > self._greatest_id:
+                return None  # a trainer's steps count up: there is nothing to be read, as nobody else writes batches
             stream = batch_stream(batch_id)
             read = lambda: _folded(self.log, batch_id)  # noqa: E731
             state = self.fetch(stream, read)
@@ -303,6 +309,8 @@ class LiveState:
         for event in self._take(self._checked(stream, events)):
             state = evolve(state, event)
             self.in_flight.evolve(state, event)
+        if type(batch_id) is int:
+            self._greatest_id = max(self._greatest_id, batch_id)
         assert state is not None
         state.version = self.versions[stream]
         if state.state.ended:

@@ -47,7 +47,7 @@ from trinity_es.projections.run import mean_reward
 from trinity_es.projections.tables import experience_usage, host_work, open_leases, runner_history, serve_answers
 
 __all__ = [
-    "ReadModels", "Totals", "delivered_batches", "next_delivered", "open_batches", "other_streams", "projectors",
+    "ReadModels", "Totals", "delivered_batches", "next_delivered", "open_batches", "projectors",
     "read_losses", "untrained_since",
 ]
 
@@ -366,13 +366,6 @@ def open_batches(connection: Connection) -> list[tuple[str, BatchId]]:
         .order_by(batches.c.first_position)
     )
     return [(stream, orjson.loads(batch_id)) for stream, batch_id in rows]
-
-
-def other_streams(log: EventLog) -> dict[str, int]:
-    """Return the version of every stream that is no batch's: few, however long the log."""
-    s = schema.streams.c
-    query = select(s.stream, s.version).where(func.substr(s.stream, 1, 6) != "batch/")
-    return log.query(lambda c: {row.stream: row.version for row in c.execute(query)})
 
 
 def next_delivered(log: EventLog, after: int) -> tuple[BatchId, int] | None:

@@ -340,6 +340,7 @@ _PATCHES: list[tuple[Any, dict[str, Any]]] = [
     (trinity_es.actors.coordinator.live_state, {
         "open_batches": stores.open_batches, "runner_states": stores.runner_states,
         "delivered_batches": stores.delivered_batches, "other_streams": stores.other_streams,
+        "greatest_batch_id": stores.greatest_batch_id,
         "read_open": stores.read_open,
     }),
     (trinity_es.actors.coordinator.handlers.trainer, {"next_delivered": stores.next_delivered}),

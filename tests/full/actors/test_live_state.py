@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.store.log import EventLog
+from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.values import batch_stream
 from trinity_es.projections.runner import newest_life
 from trinity_es.projections.tables.read_models import projectors
 
@@ -73,3 +75,30 @@ def test_who_has_served_is_the_same_after_a_takeover(
                 assert found is not None
                 assert (found.incarnation, found.state, found.served) == (was.incarnation, was.state, was.served)
         assert read.weights == live.weights
+
+
+def submitted(number: int) -> ev.BatchSubmitted:
+    """Return the submission of a batch with one task, which ends it nowhere."""
+    return ev.BatchSubmitted(batch_id=number, batch_type="train", repeat_times=[1], tasks=[{}], submission=f"s{number}")
+
+
+def test_only_ids_that_no_batch_can_have_had_are_not_looked_up(tmp_path: Path, postgres: Callable[[], str]) -> None:
+    """A trainer counts up: for its next step nothing is read. An earlier id, or a name, may be one that has ended."""
+    for url in (f"sqlite:///{tmp_path / 'log.sqlite'}", postgres()):
+        with EventLog.open(url, create=True, durability="process", projectors=projectors()) as log:
+            streams = [batch_stream(batch_id) for batch_id in (9, 12, "3/eval", "77", "nightly 500", "99x")]
+            end = [ev.BatchAborted(reason="", result={})]
+            log.append([Write(stream=s, expected_version=0, events=end) for s in streams], commit_id="ended")
+            live = LiveState(log, open_payloads(url))
+            read: list[Any] = []
+            live.fetch = lambda key, _, read=read: read.append(key)  # type: ignore[misc]  # mypy knows no defaults
+            for batch_id in (13, 500, 10**12):
+                assert live.find(batch_id) is None
+            assert read == []
+            for batch_id in (11, 0, -1, "13", "4/eval"):
+                assert live.find(batch_id) is None
+            assert len(read) == 5
+            live.record_batch(40, [submitted(40)])  # from now on 39 may be one that another client sent
+            assert live.find(39) is None
+            assert live.find(41) is None
+            assert read[5:] == ["batch/39"]

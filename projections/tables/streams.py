@@ -1,0 +1,26 @@
+"""What the names and versions of all streams tell, without reading one of them."""
+
+from __future__ import annotations
+
+from sqlalchemy import BigInteger, cast, func, select
+
+from trinity_es.events.store import schema
+from trinity_es.events.store.log import EventLog
+
+__all__ = ["greatest_batch_id", "other_streams"]
+
+_S = schema.streams.c
+_BATCH = func.substr(_S.stream, 1, 6) == "batch/"
+
+
+def other_streams(log: EventLog) -> dict[str, int]:
+    """Return the version of every stream that is no batch's: few, however long the log."""
+    query = select(_S.stream, _S.version).where(~_BATCH)
+    return log.query(lambda c: {row.stream: row.version for row in c.execute(query)})
+
+
+def greatest_batch_id(log: EventLog) -> int:
+    """Return the greatest of the batch ids that are numbers, of open and ended batches; 0 where none is above."""
+    name = func.substr(_S.stream, 7)
+    query = select(func.max(cast(name, BigInteger))).where(_BATCH, func.ltrim(name, "0123456789") == "", name != "")
+    return log.query(lambda c: c.execute(query).scalar_one_or_none()) or 0
