@@ -13,6 +13,7 @@ import os
 import re
 import secrets as randomness
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ class Secret(str):
     __slots__ = ()
 
 
+@lru_cache(4096)  # tasks have the same keys, thousands of times
 def is_secret_key(key: str) -> bool:
     """Return True where a text under this key is a secret."""
     if _VARIABLE.fullmatch(key):

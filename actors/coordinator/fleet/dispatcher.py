@@ -19,7 +19,7 @@ __all__ = ["Dispatcher", "ahead"]
 
 AHEAD_SECONDS = 0.1
 """How long a runner can go on, while its outcomes travel, with the units beyond its places (Little's law)."""
-AHEAD_MOST = 8
+AHEAD_MOST = 32
 """Maximum of these units, as a multiple of its places."""
 REST_SECONDS = 30.0
 """How long a host gets nothing that lacks what a unit needed: one that fails at once would draw them all."""
