@@ -26,7 +26,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import orjson
-from sqlalchemy import Connection, Engine, bindparam, func, select, update
+from sqlalchemy import Connection, Engine, func, select, update
 from sqlalchemy.exc import IntegrityError
 
 from trinity_es.events.errors import (
@@ -253,7 +253,7 @@ class EventLog:
 
     def _done_before(self, connection: Connection, first: int, commit_id: str, made: Draft) -> Committed:
         # One more than we would write: the earlier commit may have been longer.
-        asked = {"after": first - 1, "limit": len(made.recorded) + 1}
+        asked = {"after": first - 1, "until": statements.LAST, "limit": len(made.recorded) + 1}
         earlier = [r for r in map(from_row, statements.NEXT_PAGE.rows(connection, asked)) if r.commit_id == commit_id]
         same = ("stream", "type", "schema_version", "data")
         if [[getattr(r, k) for k in same] for r in earlier] != [[getattr(r, k) for k in same] for r in made.recorded]:
@@ -298,29 +298,28 @@ class EventLog:
         Fetches pages as it goes, each in a transaction of its own, up to the end of the log as it is then. Raises
         LogCorrupt where a position (or, of one stream, a version) is missing.
         """
-        query = select(schema.events).where(_E.position > bindparam("after")).limit(bindparam("limit"))
-        # A stream's versions and positions rise together; by version the index serves.
-        query = query.order_by(_E.position) if stream is None else query.where(_E.stream == stream).order_by(_E.version)
-        if until is not None:
-            query = query.where(_E.position <= until)
+        query = statements.NEXT_PAGE if stream is None else statements.STREAM_PAGE
         if types is not None:
-            query = query.where(_E.type.in_(list(types)))
+            query = statements.page_of(stream is not None, tuple(types))
+        asked = {"stream": stream, "until": statements.LAST if until is None else until}
         left, version = limit, 0
         while left is None or left > 0:
             size = PAGE if left is None else min(PAGE, left)
-            page = self._db.read(lambda c, a=after, n=size: c.execute(query, {"after": a, "limit": n}).all())  # type: ignore[misc]  # mypy can't infer a lambda with defaults
+            now = asked | {"after": after, "limit": size}
+            page = self._db.read(lambda c, now=now: query.rows(c, now))  # type: ignore[misc]  # mypy can't infer a lambda with defaults
             for row in page:
+                position, of_stream = row[0], row[2]
                 if types is None:
-                    if stream is None and row.position != after + 1:
+                    if stream is None and position != after + 1:
                         raise LogCorrupt(
-                            f"{self.url}: positions {after + 1} to {row.position - 1} are missing; run verify",
+                            f"{self.url}: positions {after + 1} to {position - 1} are missing; run verify",
                             position=after + 1,
                         )
-                    if stream is not None and version and row.version != version + 1:
+                    if stream is not None and version and of_stream != version + 1:
                         raise LogCorrupt(
-                            f"{self.url}: {stream} has no version {version + 1}; run verify", position=row.position
+                            f"{self.url}: {stream} has no version {version + 1}; run verify", position=position
                         )
-                after, version = row.position, row.version
+                after, version = position, of_stream
                 yield from_row(row)
             if left is not None:
                 left -= len(page)

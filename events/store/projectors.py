@@ -81,7 +81,7 @@ class ReadModels:
             after = at.position
         done = 0
         while after < until:
-            asked = {"after": after, "limit": min(PAGE, until - after)}
+            asked = {"after": after, "until": until, "limit": PAGE}
             rows = [from_row(r) for r in NEXT_PAGE.rows(connection, asked)]
             if not rows or rows[0].position != after + 1 or rows[-1].position != after + len(rows):
                 what = f"{self._db.shown}: a position is missing after {after}; run verify"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 import orjson
@@ -185,6 +186,12 @@ def _check_name(what: str, name: str) -> None:
         raise InvalidEvent(f"{what} {str(name)[:80]!r} must be 1 to 500 printable characters")
 
 
+@lru_cache(64)
+def _metadata(data: bytes) -> Any:
+    """Decode it once for all events of an append, which follow each other."""
+    return orjson.loads(data)
+
+
 def from_row(row: Sequence[Any]) -> Recorded:
     """Return a stored row, all columns of the table in their order. The event is decoded when it is asked for.
 
@@ -195,7 +202,8 @@ def from_row(row: Sequence[Any]) -> Recorded:
     try:
         return Recorded(
             position=position, stream=stream, version=version, type=kind, schema_version=schema_version,
-            data=bytes(data), metadata=orjson.loads(metadata), recorded_at=at, commit_id=commit_id, hash=bytes(mark),
+            data=bytes(data), metadata=_metadata(bytes(metadata)), recorded_at=at, commit_id=commit_id,
+            hash=bytes(mark),
         )
     except (ValueError, TypeError) as e:
         raise LogCorrupt(f"position {position} ({stream} {version}) can't be read ({e}): `trinity-es verify` says "

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
-from sqlalchemy import Connection, bindparam, cast, func, insert, select, text, update
+from sqlalchemy import Connection, bindparam, cast, false, func, insert, or_, select, text, update
 from sqlalchemy import Double as SqlDouble
 
 from trinity_es.events.errors import LogCorrupt, LogTooNew
@@ -15,8 +16,8 @@ from trinity_es.events.store.database import Database
 from trinity_es.events.store.prepared import Prepared
 
 __all__ = [
-    "CHECKPOINT", "FOUND", "INSERT", "MOVE_CHECKPOINT", "MOVE_HEAD", "NEXT_PAGE", "PAGE", "UPSERT", "LockedHead",
-    "lock_head", "versions",
+    "CHECKPOINT", "FOUND", "INSERT", "LAST", "MOVE_CHECKPOINT", "MOVE_HEAD", "NEXT_PAGE", "PAGE", "STREAM_PAGE",
+    "UPSERT", "LockedHead", "lock_head", "page_of", "versions",
 ]
 
 PAGE = 1000
@@ -47,9 +48,24 @@ FOUND = Prepared(select(
     select(schema.leases.c.epoch).where(schema.leases.c.name == bindparam("lease")).scalar_subquery(),
 ))
 """The position where this commit begins, and the epoch of this lease; null where there is none."""
-NEXT_PAGE = Prepared(
-    select(schema.events).where(_E.position > bindparam("after")).order_by(_E.position).limit(bindparam("limit"))
-)
+
+
+@lru_cache(64)
+def page_of(of_stream: bool, types: tuple[str, ...] | None = None) -> Prepared:
+    """Return the query for a page of events, of one stream or of all, and of these types where they are given."""
+    query = select(schema.events).where(_E.position > bindparam("after"), _E.position <= bindparam("until"))
+    if of_stream:  # its versions and positions rise together; by version the index serves
+        query = query.where(_E.stream == bindparam("stream")).order_by(_E.version)
+    else:
+        query = query.order_by(_E.position)
+    if types is not None:
+        query = query.where(or_(*(_E.type == name for name in types)) if types else false())
+    return Prepared(query.limit(bindparam("limit")))
+
+
+LAST = 2**62
+"""A position that no event has."""
+NEXT_PAGE, STREAM_PAGE = page_of(False), page_of(True)
 _VERSION = {
     "sqlite": Prepared(text("SELECT stream, version FROM es_stream WHERE stream = :stream")),
     "postgresql": Prepared(text("SELECT stream, version FROM es_stream WHERE stream = ANY(:streams)")),
