@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import trinity_es
+from benchmarks.compared import Watch, about, beside_told, sound
 from trinity_es import Task
 from trinity_es.client.teardown import end_system
 from trinity_es.events import vocabulary as ev
@@ -69,6 +70,7 @@ def kill_coordinators(kills: int) -> dict[str, Any]:
                 dispatched = [r.recorded_at for r in client.log.events(1) if isinstance(r.event, ev.TasksDispatched)]
         finally:
             end_system(config)
+        sound(config.store.url)
         times = [min(t for t in dispatched if t > death) - death for death in deaths]
         again = [line for line, n in Counter(notes.read_text().splitlines()).items() if n > 1]
         return {"seconds": times, "median": statistics.median(times), "max": max(times), "run_again": len(again)}
@@ -132,6 +134,8 @@ def starts(sizes: list[int], rounds: int) -> dict[str, Any]:
                 found[size].append(start_to_dispatch(configs[size], batch))
         medians = {size: statistics.median(times) for size, times in found.items()}
         ratios = [b / a for a, b in zip(found[sizes[0]], found[sizes[-1]], strict=True)]
+        for config in configs.values():
+            sound(config.store.url)
         return {"seconds": found, "medians": medians, "ratios": ratios,
                 "ratio": medians[sizes[-1]] / medians[sizes[0]]}
 
@@ -172,7 +176,7 @@ def main() -> int:
     parser.add_argument("--json", help="also write the figures to this file")
     options = parser.parse_args()
     what = options.what or ["coordinator", "history"]
-    figures: dict[str, Any] = {}
+    watch, figures = Watch(), dict[str, Any]()
     if "coordinator" in what:
         figures["coordinator"] = one = kill_coordinators(options.kills)
         print(f"coordinator killed {options.kills} times under 32 running tasks of 5 s on 8 runners:")
@@ -184,6 +188,8 @@ def main() -> int:
         for size, median in many["medians"].items():
             print(f"  {size:>9,} old events: median {median:.2f} s of {options.rounds}")
         print(f"  ratio {many['ratio']:.3f} ({min(many['ratios']):.3f} - {max(many['ratios']):.3f})")
+    figures |= about(watch)
+    print(f"  checked: the logs are sound. {beside_told(figures['beside'])}")
     if options.json:
         Path(options.json).write_text(json.dumps(figures, indent=2))
     return 0
