@@ -56,7 +56,7 @@ def large(tasks: int) -> dict[str, float]:
     with system() as (config, client):
         coordinator = coordinator_of(client)
         before = resident(coordinator)
-        batch = [trinity_es.Task(workflow=SleepWorkflow, raw_task={"i": i}, is_eval=True) for i in range(tasks)]
+        batch = [trinity_es.Task(workflow=SleepWorkflow, raw_task={"i": i}) for i in range(tasks)]
         started = time.perf_counter()
         client.submit_batch(batch_id=1, tasks=batch, batch_type="train")
         submitted = time.perf_counter()
