@@ -1,9 +1,10 @@
 """What does a batch of 100,000 tasks take, and what a system that does nothing?
 
-- A batch of 100,000 no-op tasks that keep no experiences (an eval) on 8 runners of 8 places: seconds of submit, seconds
-  from then to the return of finalize, and the most memory that the coordinator had (its resident set; and by how much
-  that grew), each in a new system. Before it prints: every task is finished, every task of the log has its
-  result, and `verify` finds nothing.
+- A batch of 100,000 no-op tasks on one runner of 64 places, each time in a new system: seconds of submit, seconds from
+  then to the return of finalize, and the most memory that the coordinator had (resident; and by how much that is more
+  than before). Once as evals, which keep no experiences, and once with an experience of 8 tokens of each, which the
+  pipeline has in memory all at once. Before it prints: every task is finished and has its result in the log, every
+  experience is stored, and `verify` finds nothing.
 - 8 idle runners: memory of all processes of the system (PSS: what is shared is counted once), CPU over 30 s.
 
 `python -m benchmarks.large_batch [--json FILE] [--quick] [--tasks N] [--repeats N] [--only batch|idle]`
@@ -28,7 +29,8 @@ from trinity_es.system import lifecycle
 from trinity_es.testing import SleepWorkflow
 
 TASKS, QUICK, REPEATS = 100_000, 2_000, 5
-RUNNERS, PLACES = 8, 8
+PLACES, RUNNERS = 64, 8
+"""Of the runner of the batch; of the idle system."""
 FINALIZE_AIM, MEMORY_AIM = 25.0, 300.0
 """Seconds, and MB of the coordinator."""
 IDLE_SECONDS, IDLE_MEMORY_AIM, IDLE_CPU_AIM = 30.0, 0.2, 1.0
@@ -36,10 +38,10 @@ IDLE_SECONDS, IDLE_MEMORY_AIM, IDLE_CPU_AIM = 30.0, 0.2, 1.0
 
 
 @contextmanager
-def system() -> Iterator[tuple[trinity_es.Config, trinity_es.RolloutClient]]:
+def system(runners: int) -> Iterator[tuple[trinity_es.Config, trinity_es.RolloutClient]]:
     """Give a new system with its runners."""
     with tempfile.TemporaryDirectory(prefix="large-") as folder:
-        rollout = {"engine_type": "scripted", "engine_num": RUNNERS}
+        rollout = {"engine_type": "scripted", "engine_num": runners}
         explorer = {"max_concurrency": PLACES, "rollout_model": rollout}
         config = trinity_es.Config.from_dict({"mode": "explore", "explorer": explorer}, folder=folder)
         lifecycle.start(config)
@@ -51,12 +53,12 @@ def system() -> Iterator[tuple[trinity_es.Config, trinity_es.RolloutClient]]:
             end_system(config)
 
 
-def large(tasks: int) -> dict[str, float]:
+def large(tasks: int, evals: bool) -> dict[str, float]:
     """Run one batch in a new system, and check what came of it."""
-    with system() as (config, client):
+    with system(1) as (config, client):
         coordinator = coordinator_of(client)
         before = resident(coordinator)
-        batch = [trinity_es.Task(workflow=SleepWorkflow, raw_task={"i": i}) for i in range(tasks)]
+        batch = [trinity_es.Task(workflow=SleepWorkflow, raw_task={"i": i}, is_eval=evals) for i in range(tasks)]
         started = time.perf_counter()
         client.submit_batch(batch_id=1, tasks=batch, batch_type="train")
         submitted = time.perf_counter()
@@ -65,9 +67,11 @@ def large(tasks: int) -> dict[str, float]:
         peak = resident(coordinator, "VmHWM")
         if result["finished_task_count"] != tasks:
             raise SystemExit(f"{result['finished_task_count']} of {tasks} tasks are finished")
-        statuses = client.batch(1).statuses
-        if len(statuses) != tasks or not all(s.ok for s in statuses.values()):
-            raise SystemExit(f"{sum(s.ok for s in statuses.values())} of {tasks} tasks have their result")
+        state = client.batch(1)
+        if sum(s.ok for s in state.statuses.values()) != tasks:
+            raise SystemExit(f"{sum(s.ok for s in state.statuses.values())} of {tasks} tasks have their result")
+        if (stored := sum(ref.count for ref in state.experiences)) != (0 if evals else tasks):
+            raise SystemExit(f"{stored} experiences of {tasks} tasks are stored")
         client.shutdown()
         sound(config.store.url)
     return {"submit_s": submitted - started, "finalize_s": ended - submitted, "peak_mb": peak, "grew_mb": peak - before}
@@ -94,7 +98,7 @@ def family(client: trinity_es.RolloutClient) -> list[psutil.Process]:
 
 def idle(seconds: float) -> dict[str, Any]:
     """Look at a system that has nothing to do."""
-    with system() as (_, client):
+    with system(RUNNERS) as (_, client):
         time.sleep(min(10.0, seconds))  # until what its start left to do is done
         members = family(client)
         memory = {}
@@ -111,6 +115,17 @@ def idle(seconds: float) -> dict[str, Any]:
                 "processes": [(*memory[pid], round(used[pid], 2)) for pid in memory]}
 
 
+def rows_of(name: str, found: list[dict[str, float]]) -> list[Row]:
+    """Return the rows of one kind of batch."""
+    spread = {key: Spread.of([one[key] for one in found]) for key in found[0]}
+    return [
+        Row(f"{name}: submit", "s", spread["submit_s"]),
+        Row(f"{name}: finalize", "s", spread["finalize_s"], aim=FINALIZE_AIM, most=True),
+        Row(f"{name}: the coordinator's memory", "MB resident", spread["peak_mb"], aim=MEMORY_AIM, most=True),
+        Row(f"{name}: of it since it was idle", "MB resident", spread["grew_mb"]),
+    ]
+
+
 def main() -> int:
     options = options_of(__doc__, [
         ("--tasks", {"type": int, "help": f"of the batch (default: {TASKS:,}, with --quick {QUICK:,})"}),
@@ -120,15 +135,13 @@ def main() -> int:
     watch, rows, details = Watch(), list[Row](), dict[str, Any]()
     tasks, repeats = options.tasks or (QUICK if options.quick else TASKS), 1 if options.quick else options.repeats
     if options.only != "idle":
-        found = [large(tasks) for _ in range(repeats)]
-        name = f"a batch of {tasks:,} tasks"
-        spread = {key: Spread.of([one[key] for one in found]) for key in found[0]}
-        rows += [
-            Row(f"{name}: submit", "s", spread["submit_s"]),
-            Row(f"{name}: finalize", "s", spread["finalize_s"], aim=FINALIZE_AIM, most=True),
-            Row(f"{name}: the coordinator's most memory", "MB resident", spread["peak_mb"], aim=MEMORY_AIM, most=True),
-            Row(f"{name}: of it since it was idle", "MB resident", spread["grew_mb"]),
-        ]
+        ways = {"evals": lambda: large(tasks, True), "tasks": lambda: large(tasks, False)}
+        turns: dict[str, list[dict[str, float]]] = {kind: [] for kind in ways}
+        for _ in range(repeats):
+            for kind, way in ways.items():
+                turns[kind].append(way())
+        for kind, found in turns.items():
+            rows += rows_of(f"a batch of {tasks:,} {kind}", found)
     if options.only != "batch":
         looks = [idle(5.0 if options.quick else IDLE_SECONDS) for _ in range(repeats)]
         details["processes"] = looks[-1]["processes"]

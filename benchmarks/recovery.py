@@ -29,6 +29,7 @@ from trinity_es.client.teardown import end_system
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.values import task_to_dict
+from trinity_es.projections.batch import batch_result, fold
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.system import lifecycle
 from trinity_es.testing import wait_until
@@ -85,7 +86,7 @@ def make_history(config: trinity_es.Config, events: int) -> None:
     """A log of so many old events: batches of 50 tasks, submitted, dispatched, finished, finalized and trained."""
     url = config.store.url
     data = [task_to_dict(Task(workflow=SLEEP))] * 50
-    result: dict[str, Any] = {"batch_type": "train", "finished_task_count": 50, "metrics": {}}
+    result: dict[str, Any] = {}
     with EventLog.open(url, create=True, durability="process", projectors=projectors()) as log:
         lease = log.acquire_lease("coordinator", {})
         batch = written = 0
@@ -106,9 +107,10 @@ def make_history(config: trinity_es.Config, events: int) -> None:
                         for t in range(50)
                     ),
                     ev.BatchFinalizing(),
-                    ev.BatchFinalized(result=result | {"batch_id": batch}),
-                    ev.BatchTrained(step=batch),
                 ]
+                if not result and (state := fold(happened)) is not None:  # of all batches the same, but for their id
+                    result = batch_result(state)
+                happened += [ev.BatchFinalized(result=result | {"batch_id": batch}), ev.BatchTrained(step=batch)]
                 writes.append(Write(stream=f"batch/{batch}", expected_version=0, events=happened))
                 written += len(happened)
             log.append(writes, commit_id=f"history-{batch}", lease=lease)
