@@ -81,10 +81,11 @@ lint: setup ## ruff and mypy --strict
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy --strict $(ROOMS)
 
-bench: setup ## run the benchmarks
+bench: setup ## run the benchmarks; KNOWN_SYSTEM names the folder of one to compare with (benchmarks/known_system.py)
 	@mkdir -p benchmarks/results; for b in dispatch overhead door recovery audit workers scale \
-	  log_append replay payloads eventsourcing_library; do echo "== $$b"; \
+	  log_append replay payloads large_batch eventsourcing_library; do echo "== $$b"; \
 	$(PY) -m benchmarks.$$b --json benchmarks/results/$$b.json || exit 1; done
+	@$(PY) -m benchmarks.table --json benchmarks/results/table.json
 
 chaos: setup ## kill everything at random for up to ten minutes, and account for it
 	@mkdir -p benchmarks/results; $(PY) -m benchmarks.chaos --json benchmarks/results/chaos.json

@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import resource
 import signal
@@ -44,6 +43,7 @@ from urllib.parse import urlencode
 import psutil
 from sqlalchemy import text
 
+from benchmarks.compared import Watch, about, beside_told
 from benchmarks.sample_log import make
 from trinity_es.events.errors import LogNotFound
 from trinity_es.events.store.database import masked, parse_url
@@ -256,12 +256,14 @@ def measure_whole(table: Table, url: str, f: Facts) -> None:
         if table.wanted("whole", name):
             words = [sys.executable, "-m", "trinity_es.cli", name, "--log", url]
             seconds, cpu, megabytes, code, said = one_process(words)
+            if code:
+                raise SystemExit(f"{name} ended with exit code {code}: {said.strip()[-300:]}")
             rate = f.head / seconds
             row = {"kind": "whole", "name": name, "seconds": seconds, "cpu": cpu, "events_per_s": rate,
                    "megabytes": megabytes, "exit_code": code, "over": ["memory"] if megabytes > MEGABYTES else []}
             table.rows.append(row)
-            print(f"  whole    {name:34} {seconds:7.1f} s   {rate:9,.0f} events/s   {megabytes:6.0f} MB   "
-                  f"exit code {code} {said.strip()[-200:] if code else ''}", flush=True)
+            print(f"  whole    {name:34} {seconds:7.1f} s   {rate:9,.0f} events/s   {megabytes:6.0f} MB",
+                  flush=True)
 
 
 @contextmanager
@@ -364,20 +366,22 @@ def main() -> int:
         url = chosen(options.log, options.postgres, stack)
         megabytes = there(url, options.events)
         f, table = Facts(url), Table(options.only)
+        watch = Watch()
         print(f"{f.head:,} events, {megabytes:,.0f} MB, {options.rounds} rounds, {options.cores or 'all'} cores, "
               f"{parse_url(url).get_backend_name()}")
         measure_reads(table, url, f, options.rounds)
         measure_commands(table, url, f, options.rounds)
         measure_pages(table, url, f, options.rounds)
         measure_whole(table, url, f)
+    found = about(watch)
     over = [row for row in table.rows if row["over"]]
     for name in table.missing:
         print(f"  not there: {name}")
     print(f"{len(table.rows)} measured, {len(over)} over {SECONDS:g} s or {MEGABYTES:g} MB" + (
         ": " + ", ".join(f"{row['kind']} {row['name']}" for row in over) if over else ""))
+    print(f"checked: verify finds nothing. {beside_told(found['beside'])}")
     if options.json:
-        figures = {"machine": {"python": platform.python_version(), "system": platform.platform()},
-                   "database": parse_url(url).get_backend_name(),
+        figures = {**found, "database": parse_url(url).get_backend_name(),
                    "cores": options.cores, "events": f.head, "log_megabytes": megabytes, "rows": table.rows,
                    "missing": table.missing}
         Path(options.json).write_text(json.dumps(figures, indent=2))

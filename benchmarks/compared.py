@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,10 @@ from typing import Any
 
 import psutil
 
-__all__ = ["Databases", "Row", "Spread", "Watch", "alternate", "databases", "options_of", "pairs", "report"]
+__all__ = [
+    "Databases", "Row", "Spread", "Watch", "about", "alternate", "beside_told", "databases", "form_of", "options_of",
+    "pairs", "report", "sound",
+]
 
 BUSY = 0.05
 """Share of a core from which another process is named."""
@@ -58,22 +62,37 @@ class Row:
     aim: float | None = None
     most: bool = False
     """The aim is not to be exceeded; else it is to be reached."""
+    id: str = ""
+    """The aim that it belongs to (`benchmarks.table`), where a benchmark has rows of several."""
 
     @property
     def met(self) -> bool | None:
-        if self.aim is None or self.ratio is None:
+        """Whether the aim is reached: by the ratio, or by our figure where it is compared with nothing."""
+        judged = self.ratio if self.other else self.ours
+        if self.aim is None or judged is None:
             return None
-        return self.ratio.median <= self.aim if self.most else self.ratio.median >= self.aim
+        return judged.median <= self.aim if self.most else judged.median >= self.aim
 
     def told(self) -> str:
-        form = ",.0f" if self.ours.median >= 100 else ".2f"
+        form = form_of(self.ours.median)
         line = f"  {self.what:<44} {self.ours.told(form):>28} {self.unit}"
-        if self.theirs is None or self.ratio is None:
-            return line
-        line += f"\n  {'  against ' + self.other:<44} {self.theirs.told(form):>28}   ratio {self.ratio.told('.2f')}"
-        if self.aim is not None:
-            line += f"   aim {'<=' if self.most else '>='} {self.aim:g}: {'met' if self.met else 'MISSED'}"
-        return line
+        if self.theirs is not None and self.ratio is not None:
+            against = f"  against {self.other}"
+            ratio = self.ratio.told(form_of(self.ratio.median))
+            line += f"\n  {against:<44} {self.theirs.told(form):>28}   ratio {ratio}"
+        return line if self.met is None else f"{line}   aim {self.aim_told()}: {'met' if self.met else 'MISSED'}"
+
+    def aim_told(self) -> str:
+        """Say the aim; where it is less than a half and not to be exceeded, as one part of so many."""
+        if self.aim is None:
+            return ""
+        few = self.most and self.other and 0 < self.aim < 0.5
+        return f"{'<=' if self.most else '>='} " + (f"1/{1 / self.aim:g}" if few else f"{self.aim:,g}")
+
+
+def form_of(value: float) -> str:
+    """Return how a figure of this size is printed."""
+    return ",.0f" if abs(value) >= 100 else ".2f" if abs(value) >= 0.5 else ".3f"
 
 
 def alternate(ways: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
@@ -87,11 +106,14 @@ def alternate(ways: Mapping[str, Callable[[], float]], repeats: int) -> dict[str
 
 
 def pairs(
-    what: str, unit: str, ours: Sequence[float], other: str, theirs: Sequence[float], *, aim: float | None = None,
+    what: str, unit: str, ours: Sequence[float], other: str, theirs: Sequence[float] | None, *,
+    aim: float | None = None, most: bool = False, id: str = "",
 ) -> Row:
-    """Return the row of two ways that were measured in turn."""
+    """Return the row of two ways that were measured in turn; of ours alone where there is no other."""
+    if theirs is None:
+        return Row(what, unit, Spread.of(ours), other, aim=aim, most=most, id=id)
     ratio = Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
-    return Row(what, unit, Spread.of(ours), other, Spread.of(theirs), ratio, aim)
+    return Row(what, unit, Spread.of(ours), other, Spread.of(theirs), ratio, aim, most, id)
 
 
 class Watch:
@@ -137,23 +159,62 @@ def options_of(doc: str | None, arguments: Sequence[tuple[str, dict[str, Any]]] 
     return parser.parse_args()
 
 
-def report(title: str, rows: Sequence[Row], watch: Watch, left_out: Sequence[str], file: str | None) -> int:
-    """Print the rows and what else ran, and write them as JSON. Returns the exit code: a missed aim is no failure."""
-    beside = watch.told()
+def report(
+    title: str, rows: Sequence[Row], watch: Watch, left_out: Sequence[str], file: str | None,
+    details: Mapping[str, Any] | None = None,
+) -> int:
+    """Print the rows and what else ran, and write them as JSON, with a benchmark's own `details`.
+
+    Returns the exit code: a missed aim is no failure.
+    """
+    found = about(watch)
     print(f"{title}: median (least - greatest)")
     for row in rows:
         print(row.told())
     for reason in left_out:
         print(f"  left out: {reason}")
-    others = ", ".join(f"{o['name']} ({o['pid']}) {o['cores']:.2f}" for o in beside["others"]) or "none"
-    print(f"  checked: all that was written is there and sound. Load average {beside['load_before']:.1f} before, "
-          f"{beside['load_after']:.1f} after; other processes over {BUSY:.0%} of a core: {others}")
+    print(f"  checked: all that was written is there and sound. {beside_told(found['beside'])}")
     if file:
-        machine = {"python": platform.python_version(), "system": platform.platform(), "cores": os.cpu_count()}
-        figures = {"machine": machine, "beside": beside, "left_out": list(left_out),
-                   "rows": [{**asdict(row), "met": row.met} for row in rows]}
+        figures = {"title": title, **found, "left_out": list(left_out),
+                   "rows": [{**asdict(row), "met": row.met} for row in rows], **(details or {})}
         Path(file).write_text(json.dumps(figures, indent=2))
     return 0
+
+
+def about(watch: Watch) -> dict[str, Any]:
+    """Return what belongs to every figure: of which machine, day and commit it is, and what else ran."""
+    return {"machine": machine(), "date": time.strftime("%F %T"), "commit": commit(), "beside": watch.told()}
+
+
+def beside_told(beside: Mapping[str, Any]) -> str:
+    """Say what else ran, as `Watch.told` found it."""
+    others = ", ".join(f"{o['name']} ({o['pid']}) {o['cores']:.2f}" for o in beside["others"]) or "none"
+    return (f"Load average {beside['load_before']:.1f} before, {beside['load_after']:.1f} after; other processes over "
+            f"{BUSY:.0%} of a core: {others}")
+
+
+def machine() -> dict[str, Any]:
+    """Return what figures are of: they mean nothing without."""
+    return {"python": platform.python_version(), "system": platform.platform(), "cores": os.cpu_count(),
+            "memory_gb": round(psutil.virtual_memory().total / 1e9, 1)}
+
+
+def commit() -> str:
+    """Return the commit that was measured, with a + where files differ from it; empty outside a repository."""
+    words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def sound(url: str) -> None:
+    """End the benchmark unless the log and all that belongs to it are what was written."""
+    from trinity_es.projections.verify.log import verify_log
+
+    found = verify_log(url)
+    if found.problems:
+        raise SystemExit(f"{found.url} is not sound: {found.problems[0]}")
 
 
 class Databases:

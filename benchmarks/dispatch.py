@@ -1,11 +1,15 @@
 """How fast is the way from submit to finalize? Tasks that do nothing, experiences that are stored durably.
 
-One runner with a number of places on the ScriptedEngine; each task returns one experience of 512 tokens and 256
-logprobs. Measured as a trainer sees it, through `connect`:
+One runner with a number of places on the ScriptedEngine; each run returns one experience of 512 tokens and 256
+logprobs. Measured as a trainer sees it, through `connect`, and in turn with the known system where it is installed
+(`benchmarks.known_system`: nothing of it is durable):
 
-- latency: submit_batch -> finalize_train_batch of 1, 8 and 64 tasks, one batch at a time (p50, p95);
-- rate: tasks/s for batches of 256 and 1,024 no-op tasks;
+- latency: submit_batch -> finalize_train_batch of 1, 8 and 64 tasks, one batch at a time: p50 and p95 of each turn;
+- rate: tasks/s for batches of 256 and 1,024 no-op tasks, runs/s for 128 tasks of 16 runs, of 512 and 8,192 tokens;
 - efficiency: 256 tasks of 0.1 s on 16 places against the ideal, ceil(256 / 16) * 0.1 s.
+
+Before it prints: of every batch all tasks are finished and all experiences named, those of the last one of each kind
+are read and compared with what their workflow made, and `verify` finds nothing in the logs.
 
 `python -m benchmarks.dispatch [--json FILE] [--quick] [--durability power|process]`. Absolute times are of this
 machine: compare them with another system's only where both ran side by side.
@@ -13,33 +17,67 @@ machine: compare them with another system's only where both ran side by side.
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
 import sys
 import tempfile
-import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
+import numpy as np
+
 import trinity_es
+from benchmarks.compared import Row, Spread, Watch, alternate, options_of, pairs, report, sound
+from benchmarks.known_system import KnownSystem, known_system
+from trinity_es.events.experience import Experience
 from trinity_es.system import lifecycle
 from trinity_es.testing import SleepWorkflow
 
-TOKENS = 512
+__all__ = ["Bench", "check_experiences", "percentile", "tasks"]
+
+TOKENS, PLACES = 512, 8
+LATENCY = {1: (24, 8, 1 / 12), 8: (24, 8, 1 / 12), 64: (16, 4, 1 / 20)}
+"""Batches of a turn, ours and the known system's, and the aim of p50, by the number of tasks."""
+RATES = {(256, 1, 512): "256 tasks", (1024, 1, 512): "1,024 tasks", (128, 16, 512): "128 tasks of 16 runs",
+         (128, 16, 8192): "128 tasks of 16 runs of 8,192 tokens"}
+"""Tasks, runs and tokens of the batches whose rate is measured."""
+RATE_AIM, P95_AIM, IDEAL_AIM = 30.0, 2.0, 0.98
+REPEATS = 5
+KNOWN = "the known system"
 
 
-def tasks(n: int, seconds: float, tokens: int = TOKENS) -> list[trinity_es.Task]:
+def tasks(n: int, seconds: float, tokens: int = TOKENS, runs: int = 1) -> list[trinity_es.Task]:
     args = {"seconds": seconds, "tokens": tokens}
-    return [trinity_es.Task(workflow=SleepWorkflow, workflow_args=args, raw_task={"i": i}) for i in range(n)]
+    return [
+        trinity_es.Task(workflow=SleepWorkflow, workflow_args=args, raw_task={"i": i}, repeat_times=runs)
+        for i in range(n)
+    ]
 
 
-def percentile(values: list[float], q: float) -> float:
+def percentile(values: Sequence[float], q: float) -> float:
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
 
 
+def check_experiences(found: Sequence[Experience], count: int, tokens: int) -> None:
+    """See that all are there, each with the values that its workflow gave it and the advantage of the pipeline."""
+    if len(found) != count or len({(e.eid.task, e.eid.run, e.eid.step) for e in found}) != count:
+        raise SystemExit(f"{len(found)} experiences were delivered where {count} were made")
+    whole, response = np.arange(tokens, dtype=np.int32), tokens - tokens // 2
+    for e in found:
+        right = (
+            np.array_equal(e.tokens, whole) and e.prompt_length == tokens // 2 and e.reward == 1.0
+            and e.logprobs is not None and np.array_equal(e.logprobs, np.full(response, -0.5, np.float32))
+            and e.advantages is not None and len(e.advantages) == response and e.tokens.flags.writeable
+        )
+        if not right:
+            raise SystemExit(f"experience {e.eid} has other values than were made")
+
+
 class Bench:
+    """A system with one runner, and batches of tasks for it."""
+
     def __init__(self, places: int, durability: str, operators: list[dict[str, Any]]) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="dispatch-")
         self.config = trinity_es.Config.from_dict(
@@ -52,6 +90,8 @@ class Bench:
             folder=self.folder.name,
         )
         self.next_id = 0
+        self.made: dict[int, int] = {}
+        """Experiences of each batch."""
 
     def __enter__(self) -> Bench:
         lifecycle.start(self.config)
@@ -63,76 +103,111 @@ class Bench:
         self.client.shutdown()
         self.folder.cleanup()
 
-    def one(self, n: int, seconds: float = 0.0, tokens: int = TOKENS) -> float:
-        """Seconds from submit to the return of finalize; checks that every experience is stored."""
+    def one(self, n: int, seconds: float = 0.0, tokens: int = TOKENS, runs: int = 1) -> float:
+        """Return the seconds from submit to the return of finalize; see that every task is finished."""
         self.next_id += 1
-        batch = tasks(n, seconds, tokens)
-        started = time.perf_counter()
+        batch = tasks(n, seconds, tokens, runs)
+        started = perf_counter()
         self.client.submit_batch(batch_id=self.next_id, tasks=batch, batch_type="train")
         result = self.client.finalize_train_batch(self.next_id, timeout=120)
-        elapsed = time.perf_counter() - started
-        assert result["finished_task_count"] == n, result
+        elapsed = perf_counter() - started
+        if result["finished_task_count"] != n:
+            raise SystemExit(f"batch {self.next_id}: {result['finished_task_count']} of {n} tasks are finished")
+        self.made[self.next_id] = n * runs
         return elapsed
 
-    def check(self, n: int) -> None:
-        found = sum(1 for _ in self.client.experiences(self.next_id))
-        assert found == n, f"{found} of {n} experiences are stored"
+    def check(self, tokens: int = TOKENS) -> None:
+        """Read all that the last batch delivered."""
+        check_experiences(list(self.client.experiences(self.next_id)), self.made[self.next_id], tokens)
+
+    def check_all(self) -> None:
+        """See that the log names every experience of every batch, and that it is sound with all its payloads."""
+        with trinity_es.open_log(self.config.store.url) as log:
+            for batch, count in self.made.items():
+                if (found := sum(ref.count for ref in log.replay(batch).experiences)) != count:
+                    raise SystemExit(f"batch {batch}: {found} of {count} experiences are stored")
+        sound(self.config.store.url)
+
+
+@contextmanager
+def both(places: int, durability: str, more: Sequence[dict[str, Any]] = ({"name": "grpo"},)) -> Iterator[
+        tuple[Bench, KnownSystem | None]]:
+    """Give our system and the known one, warmed up; at the end all that ours wrote is checked."""
+    with known_system(places) as known, Bench(places, durability, list(more)) as bench:
+        for _ in range(5):
+            bench.one(8)
+            if known is not None:
+                known.one(8, 0.0, TOKENS, 1)
+        yield bench, known
+        bench.check_all()
+
+
+def in_turn(
+    ours: Callable[[], float], theirs: Callable[[KnownSystem], float], known: KnownSystem | None, repeats: int
+) -> tuple[list[float], list[float] | None]:
+    """Measure ours and the known system, where there is one."""
+    ways = {"ours": ours} | ({} if known is None else {"known": lambda: theirs(known)})
+    found = alternate(ways, repeats)
+    return found["ours"], found.get("known")
+
+
+def latency(bench: Bench, known: KnownSystem | None, n: int, part: int) -> list[Row]:
+    """Measure p50 and p95 of batches of `n` tasks."""
+    batches, few, aim = LATENCY[n]
+    turns: list[list[float]] = []
+
+    def ours() -> float:
+        turns.append([1e3 * bench.one(n) for _ in range(max(4, batches // part))])
+        return statistics.median(turns[-1])
+
+    def theirs(system: KnownSystem) -> float:
+        return statistics.median(1e3 * system.one(n, 0.0, TOKENS, 1) for _ in range(max(2, few // part)))
+
+    p50, other = in_turn(ours, theirs, known, REPEATS)
+    bench.check()
+    name = f"submit -> finalize, {n} no-op task{'s' * (n > 1)}"
+    p95 = [percentile(turn, 0.95) for turn in turns]
+    return [
+        pairs(f"{name}, p50", "ms", p50, KNOWN, other, aim=aim, most=True, id="E1"),
+        pairs(f"{name}, p95", "ms", p95, "its p50", p50, aim=P95_AIM, most=True, id="E1"),
+    ]
+
+
+def rate(bench: Bench, known: KnownSystem | None, n: int, runs: int, tokens: int) -> Row:
+    """Measure tasks a second, or runs a second where a task has several."""
+    def ours() -> float:
+        return n * runs / bench.one(n, tokens=tokens, runs=runs)
+
+    found, other = in_turn(ours, lambda system: n * runs / system.one(n, 0.0, tokens, runs), known, REPEATS)
+    bench.check(tokens)
+    unit = "tasks/s" if runs == 1 else "runs/s"
+    return pairs(f"batches of {RATES[n, runs, tokens]}", unit, found, KNOWN, other, aim=RATE_AIM, id="E2")
+
+
+def efficiency(bench: Bench, known: KnownSystem | None) -> list[Row]:
+    """Measure the share of the ideal on 16 places."""
+    ideal = 256 / 16 * 0.1
+    found, other = in_turn(lambda: ideal / bench.one(256, 0.1),
+                           lambda system: ideal / system.one(256, 0.1, TOKENS, 1), known, REPEATS)
+    bench.check()
+    what, unit = "256 tasks of 0.1 s on 16 places", "of the ideal"
+    rows = [Row(what, unit, Spread.of(found), aim=IDEAL_AIM, id="E3")]
+    return rows if other is None else [*rows, pairs(what, unit, found, KNOWN, other, id="E3")]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", help="also write the figures to this file")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the batches: does it run at all")
-    parser.add_argument("--durability", choices=["power", "process"], default="power")
-    options = parser.parse_args()
-    part = 10 if options.quick else 1
-    operators = [{"name": "grpo"}]
-    figures: dict[str, Any] = {
-        "machine": {"python": platform.python_version(), "system": platform.platform()},
-        "durability": options.durability,
-        "latency_s": {},
-        "tasks_per_s": {},
-    }
-    with Bench(8, options.durability, operators) as bench:
-        for _ in range(5):
-            bench.one(8)
-        for n, batches in ((1, 60), (8, 60), (64, 30)):
-            times = [bench.one(n) for _ in range(max(3, batches // part))]
-            bench.check(n)
-            figures["latency_s"][n] = {
-                "p50": statistics.median(times), "p95": percentile(times, 0.95), "batches": len(times)
-            }
-        for n, batches in ((256, 8), (1024, 5)):
-            rates = [n / bench.one(n) for _ in range(max(2, batches // part))]
-            bench.check(n)
-            figures["tasks_per_s"][n] = {
-                "median": statistics.median(rates), "min": min(rates), "max": max(rates), "batches": len(rates)
-            }
-    with Bench(16, options.durability, operators) as bench:
-        bench.one(64)
-        ideal = 256 / 16 * 0.1
-        shares = [ideal / bench.one(256, 0.1) for _ in range(max(2, 6 // part))]
-        figures["efficiency"] = {
-            "ideal_s": ideal, "median": statistics.median(shares), "min": min(shares), "max": max(shares)
-        }
-    show(figures)
-    if options.json:
-        with open(options.json, "w") as f:
-            json.dump(figures, f, indent=2)
-    return 0
-
-
-def show(figures: dict[str, Any]) -> None:
-    print(f"dispatch, durability {figures['durability']}, 8 places, experiences of {TOKENS} tokens")
-    for n, row in figures["latency_s"].items():
-        p50, p95 = row["p50"] * 1e3, row["p95"] * 1e3
-        print(f"  submit -> finalize, {n:>4} no-op tasks   p50 {p50:7.1f} ms   p95 {p95:7.1f} ms")
-    for n, row in figures["tasks_per_s"].items():
-        spread = f"({row['min']:.0f} - {row['max']:.0f})"
-        print(f"  batches of {n:>5} no-op tasks          {row['median']:7.0f} tasks/s {spread}")
-    row = figures["efficiency"]
-    spread = f"({row['min']:.3f} - {row['max']:.3f})"
-    print(f"  256 tasks of 0.1 s on 16 places       {row['median']:7.3f} of the ideal {spread}")
+    options = options_of(__doc__, [("--durability", {"choices": ["power", "process"], "default": "power"})])
+    watch, rows, part = Watch(), list[Row](), 6 if options.quick else 1
+    with both(PLACES, options.durability) as (bench, known):
+        for n in LATENCY:
+            rows += latency(bench, known, n, part)
+        for n, runs, tokens in RATES:
+            rows.append(rate(bench, known, n, runs, tokens))
+    with both(16, options.durability) as (bench, known):
+        rows += efficiency(bench, known)
+    left_out = [] if known is not None else ["the known system: it is not installed (KNOWN_SYSTEM names its folder)"]
+    title = f"dispatch, durability {options.durability}, {PLACES} places, experiences of {TOKENS} tokens"
+    return report(title, rows, watch, left_out, options.json)
 
 
 if __name__ == "__main__":

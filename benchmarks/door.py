@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import json
 import multiprocessing
-import platform
 import random
 import statistics
 import subprocess
@@ -37,6 +36,7 @@ import psutil
 import yaml
 
 import trinity_es
+from benchmarks.compared import Watch, about, beside_told
 from benchmarks.overhead import spread
 from examples.grpo.tiny_model import make_tiny_model
 from trinity_es.actors.commands import GetRoutes
@@ -179,7 +179,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     rounds, each = (2, 1) if options.quick else (options.rounds, options.each)
-    context = multiprocessing.get_context("spawn")
+    watch, context = Watch(), multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="door-") as folder, contextlib.ExitStack() as stack:
         model = options.model or str(make_tiny_model(Path(folder) / "model", seed=0))
         config = EngineConfig(model_path=model, max_model_len=256, gpu_memory_utilization=0.3)
@@ -216,7 +216,7 @@ def main() -> int:
         clients.send(None)
         pipe.send("end")
         process.join(30)
-    return told(options, rounds, speeds, shares, cores)
+    return told(options, rounds, speeds, shares, cores, watch)
 
 
 def wait_until_idle() -> None:
@@ -236,11 +236,10 @@ def cpu_seconds(pid: int | None) -> float:
 
 def told(
     options: argparse.Namespace, rounds: int, speeds: dict[str, list[float]], shares: dict[str, list[float]],
-    cores: dict[str, list[float]],
+    cores: dict[str, list[float]], watch: Watch,
 ) -> int:
     """Print the figures. CPU time is steadier than the clock's where others compute on the same cores."""
-    figures: dict[str, Any] = {
-        "machine": {"python": platform.python_version(), "system": platform.platform()},
+    figures: dict[str, Any] = about(watch) | {
         "connections": options.connections, "tokens": options.tokens, "uvloop": options.uvloop, "speeds": speeds,
         "server_ms": {name: cores[name] for name in OF_ONE_PROCESS},
     }
@@ -253,6 +252,7 @@ def told(
             ratio = figures[name] = spread([b / a for a, b in zip(speeds[AGAINST[name]], found, strict=True)])
             print(f"           to {AGAINST[name]} {ratio['median']:.3f} ({ratio['min']:.3f} - {ratio['max']:.3f}), "
                   f"the median within {ratio['median_from']:.3f} - {ratio['median_to']:.3f} in 95 % of resamples")
+    print(f"  checked: every answer was whole. {beside_told(figures['beside'])}")
     if options.json:
         Path(options.json).write_text(json.dumps(figures, indent=2))
     return 0

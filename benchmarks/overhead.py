@@ -7,9 +7,11 @@ turn, so that a machine whose speed drifts drifts for both; the engine that wait
 from pair to pair. The figure is the median over the pairs of the ratio of tokens per second, with its range, its
 quartiles, and the interval that holds 95 % of the medians of 10,000 resamples of the pairs (bootstrap, fixed seed).
 
-With `--door` the workflow asks its runner over HTTP, with the OpenAI client, as an agent does.
+The cases, each pair after pair: `single`, one turn and several runs a task; `conversation`, four turns of a quarter of
+the tokens each, after each of which the user goes on; `door`, where the workflow of `single` asks its runner over HTTP
+with the OpenAI client, as an agent does. Before it prints: every run has all of its tokens, and the log is sound.
 
-`python -m benchmarks.overhead [--json FILE] [--quick] [--door] [--model DIR]`. Without `--model` a tiny model is made.
+`python -m benchmarks.overhead [CASE ...] [--json FILE] [--quick] [--model DIR]`. Without a model a tiny one is made.
 """
 
 from __future__ import annotations
@@ -17,10 +19,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import json
 import multiprocessing
 import os
-import platform
 import random
 import statistics
 import sys
@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import trinity_es
+from benchmarks.compared import Row, Spread, Watch, options_of, pairs, report, sound
 from examples.grpo.tiny_model import make_tiny_model
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.engines.vllm_engine import VLLMEngine
@@ -38,7 +39,16 @@ from trinity_es.events.experience import Experience
 from trinity_es.system import lifecycle
 from trinity_es.workflows import SingleTurnWorkflow
 
-SYSTEM = "You write numbers."
+SYSTEM, NEXT = "You write numbers.", "more"
+TURNS = 4
+CASES = {
+    "single": "single turn", "conversation": f"a conversation of {TURNS} turns", "door": "single turn, asked over HTTP",
+}
+WORKFLOWS = {
+    "single": "single_turn", "conversation": "benchmarks.overhead:Conversation",
+    "door": "benchmarks.overhead:ThroughDoor",
+}
+AIM, LOWER_AIM = 0.98, 0.95
 
 
 def reward(response: str, prompt: str, truth: str | None) -> float:
@@ -66,6 +76,24 @@ class ThroughDoor(SingleTurnWorkflow):
         return experiences
 
 
+class Conversation(SingleTurnWorkflow):
+    """Answers several times in each run, with the user's next message between."""
+
+    async def run_async(self) -> list[Experience]:
+        runs = await asyncio.gather(*(self.one(self.run_id_base + i) for i in range(self.repeat_times)))
+        return [experience for run in runs for experience in run]
+
+    async def one(self, run: int) -> list[Experience]:
+        messages, turns = [dict(m) for m in self.prompt_messages()], list[Experience]()
+        for turn in range(TURNS):
+            [answer] = await self.model.chat_async(messages, n=1)
+            text = answer.response_text or ""
+            answer.eid.run, answer.eid.step, answer.reward = run, turn, sum(self.reward(text).values())
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": NEXT}]
+            turns.append(answer)
+        return turns
+
+
 class Bare:
     """vLLM alone: all prompts at once, each awaited as vLLM's own examples do."""
 
@@ -77,31 +105,46 @@ class Bare:
         self.llm: Any = self.engine._llm
         self.count = 0
 
-    async def run(self, texts: list[str], max_tokens: int, runs: int) -> float:
+    async def run(self, case: str, texts: list[str], max_tokens: int, runs: int) -> float:
         """Tokens per second."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        turns = TURNS if case == "conversation" else 1
         params = SamplingParams(
-            max_tokens=max_tokens, ignore_eos=True, logprobs=0, n=runs, output_kind=RequestOutputKind.FINAL_ONLY
+            max_tokens=max_tokens // turns, ignore_eos=True, logprobs=0, n=runs if turns == 1 else 1,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-        async def one(text: str) -> int:
+        def ids_of(*messages: tuple[str, str]) -> list[int]:
+            said = [{"role": role, "content": content} for role, content in messages]
+            return list(self.engine.tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=False))
+
+        async def answer(ids: list[int]) -> list[list[int]]:
             self.count += 1
-            messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
-            ids = self.engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-            tokens = 0
             async for output in self.llm.generate({"prompt_token_ids": ids}, params, f"bare-{self.count}"):
-                tokens = sum(len(o.token_ids) for o in output.outputs)
+                found = [list(o.token_ids) for o in output.outputs]
+            return found
+
+        async def one(text: str) -> int:
+            ids, tokens = ids_of(("system", SYSTEM), ("user", text)), 0
+            for turn in range(turns):
+                if turn:
+                    ids += ids_of(("user", NEXT))
+                found = await answer(ids)
+                tokens += sum(map(len, found))
+                ids = ids + found[0]
             return tokens
 
         started = time.perf_counter()
-        total = sum(await asyncio.gather(*(one(t) for t in texts)))
-        return total / (time.perf_counter() - started)
+        total = sum(await asyncio.gather(*(one(t) for t in texts for _ in range(runs if turns > 1 else 1))))
+        seconds = time.perf_counter() - started
+        assert total == len(texts) * runs * max_tokens, total
+        return total / seconds
 
 
 def bare_process(config: EngineConfig, pipe: Connection) -> None:
-    """Answers (texts, max_tokens, runs) with tokens per second until None comes. The process of the bare engine.
+    """Answers (case, texts, max_tokens, runs) with tokens per second until None comes. The process of the bare engine.
 
     It is a session of its own, as the actor system is one: Linux groups processes by session when it shares out cores
     (sched_autogroup_enabled), and on two cores that alone was worth 10 %.
@@ -123,16 +166,17 @@ def bare_process(config: EngineConfig, pipe: Connection) -> None:
 
 
 def through_system(
-    client: trinity_es.RolloutClient, workflow: str, batch: int, texts: list[str], max_tokens: int, runs: int
+    client: trinity_es.RolloutClient, case: str, batch: int, texts: list[str], max_tokens: int, runs: int
 ) -> float:
     """Tokens per second from submit to the return of finalize."""
+    each = max_tokens // (TURNS if case == "conversation" else 1)
     tasks = [
         trinity_es.Task(
-            workflow=workflow,
+            workflow=WORKFLOWS[case],
             repeat_times=runs,
             raw_task={"prompt": text},
             format_args={"system_prompt": SYSTEM},
-            rollout_args={"max_tokens": max_tokens, "ignore_eos": True},
+            rollout_args={"max_tokens": each, "ignore_eos": True},
             reward_fn="benchmarks.overhead:reward",
         )
         for text in texts
@@ -147,17 +191,15 @@ def through_system(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", help="also write the figures to this file")
-    parser.add_argument("--quick", action="store_true", help="two short rounds: does it run at all")
-    parser.add_argument("--door", action="store_true", help="the workflow asks over HTTP, with the OpenAI client")
-    parser.add_argument("--model", help="a model folder in HF format")
-    parser.add_argument("--tasks", type=int, default=64)
-    parser.add_argument("--runs", type=int, default=4, help="runs of each task")
-    parser.add_argument("--tokens", type=int, default=160, help="tokens of each run")
-    parser.add_argument("--rounds", type=int, default=24)
-    options = parser.parse_args()
-    rounds = 2 if options.quick else options.rounds
+    options = options_of(__doc__, [
+        ("cases", {"nargs": "*", "choices": [*CASES, []], "help": "default: all"}),
+        ("--model", {"help": "a model folder in HF format"}),
+        ("--tasks", {"type": int, "default": 64}),
+        ("--runs", {"type": int, "default": 8, "help": "runs of each task"}),
+        ("--tokens", {"type": int, "default": 160, "help": "tokens of each run"}),
+        ("--rounds", {"type": int, "default": 24}),
+    ])
+    watch, rounds = Watch(), 2 if options.quick else options.rounds
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
         model = options.model or str(make_tiny_model(Path(folder) / "model", seed=0))
         config = trinity_es.Config.from_dict(
@@ -166,75 +208,73 @@ def main() -> int:
                 "model": {"model_path": model},
                 "explorer": {
                     "max_concurrency": options.tasks,
-                    "rollout_model": {"max_model_len": 256, "gpu_memory_utilization": 0.3},
+                    "rollout_model": {"max_model_len": 512, "gpu_memory_utilization": 0.3},
                 },
             },
             folder=folder,
         )
-        pairs = measure(config, options, rounds)
-    ratios = [b / a for a, b in pairs]
-    found = spread(ratios)
-    figures = {
-        "machine": {"python": platform.python_version(), "system": platform.platform()},
-        "tasks": options.tasks,
-        "runs": options.runs,
-        "tokens": options.tokens,
-        "door": options.door,
-        "bare_tokens_per_s": [a for a, _ in pairs],
-        "system_tokens_per_s": [b for _, b in pairs],
-        "ratio": found,
-    }
-    how = ", asked over HTTP" if options.door else ""
-    print(f"{options.tasks} tasks of {options.runs} runs of {options.tokens} tokens{how}, {rounds} pairs")
-    for a, b in pairs:
-        print(f"  vLLM alone {a:8.0f} tokens/s   through trinity_es {b:8.0f} tokens/s   ratio {b / a:.3f}")
-    print(
-        f"  ratio: median {found['median']:.3f} ({found['min']:.3f} - {found['max']:.3f}), quartiles "
-        f"{found['lower_quartile']:.3f} and {found['upper_quartile']:.3f}; the median is within "
-        f"{found['median_from']:.3f} - {found['median_to']:.3f} in 95 % of resamples"
+        found = measure(config, options, rounds)
+    return report(
+        f"{options.tasks} tasks of {options.runs} runs of {options.tokens} tokens", rows(found, options), watch, [],
+        options.json, {"tasks": options.tasks, "runs": options.runs, "tokens": options.tokens},
     )
-    if options.json:
-        Path(options.json).write_text(json.dumps(figures, indent=2))
-    return 0
 
 
-def measure(config: trinity_es.Config, options: argparse.Namespace, rounds: int) -> list[tuple[float, float]]:
-    """Tokens per second of (vLLM alone, the whole system), a pair a round."""
+def rows(found: dict[str, list[tuple[float, float]]], options: argparse.Namespace) -> list[Row]:
+    """Return the rows of each case: the ratio, and the lower end of the interval of its median."""
+    made = []
+    for case, pair in found.items():
+        bare, whole = [a for a, _ in pair], [b for _, b in pair]
+        ratio = spread([b / a for a, b in pair])
+        made += [
+            pairs(CASES[case], "tokens/s", whole, "vLLM alone", bare, aim=AIM),
+            Row(f"  its median in 95 % of resamples, {ratio['median_from']:.3f} - {ratio['median_to']:.3f}: lower end",
+                "of vLLM alone", Spread.of([ratio["median_from"]]), aim=LOWER_AIM),
+        ]
+    return made
+
+
+def measure(
+    config: trinity_es.Config, options: argparse.Namespace, rounds: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Return tokens per second of (vLLM alone, the whole system), a pair a round, of each case."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=bare_process, args=(config.explorer.rollout_model.engine_config(), theirs))
     process.start()
     theirs.close()  # so that a death of the process ends a recv
 
-    def bare(texts: list[str], *sizes: int) -> float:
-        pipe.send((texts, *sizes))
+    def bare(*order: Any) -> float:
+        pipe.send(order)
         return float(pipe.recv())
 
-    workflow = "benchmarks.overhead:ThroughDoor" if options.door else "single_turn"
-    pairs = []
+    found: dict[str, list[tuple[float, float]]] = {case: [] for case in options.cases or CASES}
+    batch = 0
     try:
         assert pipe.recv() == "ready"
         assert lifecycle.start(config)
         with trinity_es.connect(config) as client:
             client.wait_ready()
             for number in range(rounds + 1):
-                texts = prompts(options.tasks, number)
-                sizes = (options.tokens, options.runs)
-                if number % 2:  # who goes first changes from pair to pair
-                    whole = through_system(client, workflow, number + 1, texts, *sizes)
-                    alone = bare(texts, *sizes)
-                else:
-                    alone = bare(texts, *sizes)
-                    whole = through_system(client, workflow, number + 1, texts, *sizes)
-                if number:  # the first pair warms up
-                    pairs.append((alone, whole))
+                for case, pair in found.items():
+                    batch += 1
+                    texts, sizes = prompts(options.tasks, batch), (options.tokens, options.runs)
+                    if number % 2:  # who goes first changes from pair to pair
+                        whole = through_system(client, case, batch, texts, *sizes)
+                        alone = bare(case, texts, *sizes)
+                    else:
+                        alone = bare(case, texts, *sizes)
+                        whole = through_system(client, case, batch, texts, *sizes)
+                    if number:  # the first pair warms up
+                        pair.append((alone, whole))
             client.shutdown()
+        sound(config.store.url)
         pipe.send(None)
         process.join(60)
     finally:
         process.kill()
         pipe.close()
-    return pairs
+    return found
 
 
 def spread(ratios: list[float], seed: int = 0) -> dict[str, float]:

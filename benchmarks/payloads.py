@@ -25,15 +25,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from benchmarks.compared import Row, Spread, Watch, alternate, options_of, pairs, report
-from benchmarks.dispatch import Bench
-from trinity_es.events.experience import Experience
+from benchmarks.dispatch import Bench, check_experiences
 from trinity_es.events.store.database import parse_url
 from trinity_es.projections.verify.log import verify_log
 
-__all__ = ["Store", "check_experiences"]
+__all__ = ["Store"]
 
 SIZES = {512: 1024, 8192: 192}
 """Experiences of one batch, by their tokens."""
@@ -70,21 +67,6 @@ class Store:
                 raise SystemExit(f"payload {digest} has another digest")
             size += len(data)
         return size
-
-
-def check_experiences(found: Sequence[Experience], count: int, tokens: int) -> None:
-    """See that all are there, each with the values that its workflow gave it and the advantage of the pipeline."""
-    if len(found) != count or len({e.eid.uid for e in found}) != count:
-        raise SystemExit(f"{len(found)} experiences were delivered where {count} were made")
-    whole, response = np.arange(tokens, dtype=np.int32), tokens - tokens // 2
-    for e in found:
-        right = (
-            np.array_equal(e.tokens, whole) and e.prompt_length == tokens // 2 and e.reward == 1.0
-            and e.logprobs is not None and np.array_equal(e.logprobs, np.full(response, -0.5, np.float32))
-            and e.advantages is not None and len(e.advantages) == response and e.tokens.flags.writeable
-        )
-        if not right:
-            raise SystemExit(f"experience {e.eid} has other values than were made")
 
 
 def measure(bench: Bench, tokens: int, count: int, repeats: int) -> list[Row]:

@@ -21,7 +21,6 @@ import concurrent.futures
 import json
 import multiprocessing
 import os
-import platform
 import signal
 import statistics
 import sys
@@ -33,6 +32,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks.compared import Watch, about, beside_told
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.worker_pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
@@ -214,13 +214,12 @@ def main() -> int:
     parser.add_argument("--json", help="also write the figures to this file")
     parser.add_argument("--quick", action="store_true", help="one round: does it run at all")
     options = parser.parse_args()
+    watch = Watch()
     with tempfile.TemporaryDirectory(prefix="workers-") as folder:
         sys.path.insert(0, folder)
         measured = asyncio.run(measure(Path(folder), options.quick))
-    figures = {
-        "machine": {"python": platform.python_version(), "system": platform.platform(), "cores": os.cpu_count()},
-        **measured,
-    }
+    figures = about(watch) | measured
+    print(f"  checked: each task had a process of its own. {beside_told(figures['beside'])}")
     if options.json:
         with open(options.json, "w") as f:
             json.dump(figures, f, indent=2)

@@ -1,0 +1,82 @@
+"""The known system beside ours, where it is installed: a process that runs one batch when it is asked to.
+
+The environment variable `KNOWN_SYSTEM` names a folder that has the known system in `venv`, and the script that drives
+it, `bench_trinity.py`. It is used as that script does it, with its lean pipeline: experiences go to a queue in memory,
+and nothing is kept. After each batch, outside of its time, they are taken out of the queue and counted.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["KnownSystem", "known_system"]
+
+CHILD = """
+import shutil, sys
+places = sys.argv[1]
+sys.argv = ["bench_trinity.py", "--runners", places, "--pipeline", "lean", "--mode", "latency"]
+import bench_trinity as known
+system = known.Peer()
+print("said:ready", flush=True)
+try:
+    for line in sys.stdin:
+        tasks, seconds, tokens, runs = line.split()
+        known.A.tokens, known.A.repeat_times = int(tokens), int(runs)
+        took, batch, result = system.one(int(tasks), float(seconds))
+        assert system.check(batch, int(tasks), result), f"batch {batch} is not whole: {result}"
+        print(f"said:{took}", flush=True)
+    known.ray.get(system.coord.shutdown.remote(), timeout=30)
+finally:
+    known.ray.shutdown()
+    shutil.rmtree(known.RUNDIR, ignore_errors=True)
+"""
+
+
+class KnownSystem:
+    """See the module."""
+
+    def __init__(self, folder: Path, places: int) -> None:
+        environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH")}
+        self.process = subprocess.Popen(
+            [str(folder / "venv/bin/python"), "-c", CHILD, str(places)], cwd=folder, text=True, env=environment,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,  # as our system is one
+        )
+        if self._answer() != "ready":
+            raise SystemExit(f"the known system in {folder} does not start")
+
+    def _answer(self) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("said:"):
+                return line.removeprefix("said:").strip()
+        raise SystemExit(f"the known system ended with exit code {self.process.wait()}")
+
+    def one(self, tasks: int, seconds: float, tokens: int, runs: int) -> float:
+        """Return the seconds from submit to the return of finalize; what is delivered is checked."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{tasks} {seconds} {tokens} {runs}\n")
+        self.process.stdin.flush()
+        return float(self._answer())
+
+    def close(self) -> None:
+        """End it."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(120)
+
+
+@contextmanager
+def known_system(places: int) -> Iterator[KnownSystem | None]:
+    """Give the known system with so many runners while the block runs; None where there is none."""
+    if not (name := os.environ.get("KNOWN_SYSTEM")):
+        yield None
+        return
+    found = KnownSystem(Path(name).absolute(), places)
+    try:
+        yield found
+    finally:
+        found.close()

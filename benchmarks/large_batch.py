@@ -1,0 +1,158 @@
+"""What does a batch of 100,000 tasks take, and what a system that does nothing?
+
+- A batch of 100,000 no-op tasks on one runner of 64 places, each time in a new system: seconds of submit, seconds from
+  then to the return of finalize, and the most memory that the coordinator had (resident; and by how much that is more
+  than before). Once as evals, which keep no experiences, and once with an experience of 8 tokens of each, which the
+  pipeline has in memory all at once. Before it prints: every task is finished and has its result in the log, every
+  experience is stored, and `verify` finds nothing.
+- 8 idle runners: memory of all processes of the system (PSS: what is shared is counted once), CPU over 30 s.
+
+`python -m benchmarks.large_batch [--json FILE] [--quick] [--tasks N] [--repeats N] [--only batch|idle]`
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import trinity_es
+from benchmarks.compared import Row, Spread, Watch, options_of, report, sound
+from trinity_es.client.teardown import end_system
+from trinity_es.system import lifecycle
+from trinity_es.testing import SleepWorkflow
+
+TASKS, QUICK, REPEATS = 100_000, 2_000, 5
+PLACES, RUNNERS = 64, 8
+"""Of the runner of the batch; of the idle system."""
+FINALIZE_AIM, MEMORY_AIM = 25.0, 300.0
+"""Seconds, and MB of the coordinator."""
+IDLE_SECONDS, IDLE_MEMORY_AIM, IDLE_CPU_AIM = 30.0, 0.2, 1.0
+"""How long it is looked at, GB, and percent of a core."""
+
+
+@contextmanager
+def system(runners: int) -> Iterator[tuple[trinity_es.Config, trinity_es.RolloutClient]]:
+    """Give a new system with its runners."""
+    with tempfile.TemporaryDirectory(prefix="large-") as folder:
+        rollout = {"engine_type": "scripted", "engine_num": runners}
+        explorer = {"max_concurrency": PLACES, "rollout_model": rollout}
+        config = trinity_es.Config.from_dict({"mode": "explore", "explorer": explorer}, folder=folder)
+        lifecycle.start(config)
+        try:
+            with trinity_es.connect(config) as client:
+                client.wait_ready(120)
+                yield config, client
+        finally:
+            end_system(config)
+
+
+def large(tasks: int, evals: bool) -> dict[str, float]:
+    """Run one batch in a new system, and check what came of it."""
+    with system(1) as (config, client):
+        coordinator = coordinator_of(client)
+        before = resident(coordinator)
+        batch = [trinity_es.Task(workflow=SleepWorkflow, raw_task={"i": i}, is_eval=evals) for i in range(tasks)]
+        started = time.perf_counter()
+        client.submit_batch(batch_id=1, tasks=batch, batch_type="train")
+        submitted = time.perf_counter()
+        result = client.finalize_train_batch(1, timeout=1200)
+        ended = time.perf_counter()
+        peak = resident(coordinator, "VmHWM")
+        if result["finished_task_count"] != tasks:
+            raise SystemExit(f"{result['finished_task_count']} of {tasks} tasks are finished")
+        state = client.batch(1)
+        if sum(s.ok for s in state.statuses.values()) != tasks:
+            raise SystemExit(f"{sum(s.ok for s in state.statuses.values())} of {tasks} tasks have their result")
+        if (stored := sum(ref.count for ref in state.experiences)) != (0 if evals else tasks):
+            raise SystemExit(f"{stored} experiences of {tasks} tasks are stored")
+        client.shutdown()
+        sound(config.store.url)
+    return {"submit_s": submitted - started, "finalize_s": ended - submitted, "peak_mb": peak, "grew_mb": peak - before}
+
+
+def coordinator_of(client: trinity_es.RolloutClient) -> int:
+    children = client._link.where().status.get("children", [])
+    return next(int(c["pid"]) for c in children if c["name"] == "coordinator")
+
+
+def resident(pid: int, what: str = "VmRSS") -> float:
+    """Return MB of a process; `VmHWM`: the most that it ever had."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{what}:")) * 1024 / 1e6
+
+
+def family(client: trinity_es.RolloutClient) -> list[psutil.Process]:
+    """Return every process of the system."""
+    guardian = psutil.Process(coordinator_of(client))
+    while (parent := guardian.parent()) is not None and parent.pid not in (1, psutil.Process().pid):
+        guardian = parent
+    return [guardian, *guardian.children(recursive=True)]
+
+
+def idle(seconds: float) -> dict[str, Any]:
+    """Look at a system that has nothing to do."""
+    with system(RUNNERS) as (_, client):
+        time.sleep(min(10.0, seconds))  # until what its start left to do is done
+        members = family(client)
+        memory = {}
+        for member in members:
+            lines = Path(f"/proc/{member.pid}/smaps_rollup").read_text().splitlines()
+            pss = next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024 / 1e6
+            memory[member.pid] = (" ".join(member.cmdline())[:60], round(pss, 1))
+        before = {m.pid: sum(m.cpu_times()[:2]) for m in members}
+        time.sleep(seconds)
+        used = {m.pid: 100 * (sum(m.cpu_times()[:2]) - before[m.pid]) / seconds for m in members}
+        if {m.pid for m in family(client)} != set(used):
+            raise SystemExit("processes of an idle system came or went")
+        return {"gb": sum(pss for _, pss in memory.values()) / 1e3, "cpu_percent": sum(used.values()),
+                "processes": [(*memory[pid], round(used[pid], 2)) for pid in memory]}
+
+
+def rows_of(name: str, found: list[dict[str, float]]) -> list[Row]:
+    """Return the rows of one kind of batch."""
+    spread = {key: Spread.of([one[key] for one in found]) for key in found[0]}
+    return [
+        Row(f"{name}: submit", "s", spread["submit_s"]),
+        Row(f"{name}: finalize", "s", spread["finalize_s"], aim=FINALIZE_AIM, most=True),
+        Row(f"{name}: the coordinator's memory", "MB resident", spread["peak_mb"], aim=MEMORY_AIM, most=True),
+        Row(f"{name}: of it since it was idle", "MB resident", spread["grew_mb"]),
+    ]
+
+
+def main() -> int:
+    options = options_of(__doc__, [
+        ("--tasks", {"type": int, "help": f"of the batch (default: {TASKS:,}, with --quick {QUICK:,})"}),
+        ("--repeats", {"type": int, "default": REPEATS}),
+        ("--only", {"choices": ["batch", "idle"]}),
+    ])
+    watch, rows, details = Watch(), list[Row](), dict[str, Any]()
+    tasks, repeats = options.tasks or (QUICK if options.quick else TASKS), 1 if options.quick else options.repeats
+    if options.only != "idle":
+        ways = {"evals": lambda: large(tasks, True), "tasks": lambda: large(tasks, False)}
+        turns: dict[str, list[dict[str, float]]] = {kind: [] for kind in ways}
+        for _ in range(repeats):
+            for kind, way in ways.items():
+                turns[kind].append(way())
+        for kind, found in turns.items():
+            rows += rows_of(f"a batch of {tasks:,} {kind}", found)
+    if options.only != "batch":
+        looks = [idle(5.0 if options.quick else IDLE_SECONDS) for _ in range(repeats)]
+        details["processes"] = looks[-1]["processes"]
+        rows += [
+            Row(f"{RUNNERS} idle runners: memory of the system", "GB PSS", Spread.of([one["gb"] for one in looks]),
+                aim=IDLE_MEMORY_AIM, most=True),
+            Row(f"{RUNNERS} idle runners: CPU of the system", "% of a core",
+                Spread.of([one["cpu_percent"] for one in looks]), aim=IDLE_CPU_AIM, most=True),
+        ]
+    return report("A batch of many tasks, and a system that is idle", rows, watch, [], options.json, details)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
