@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import random
+import socket
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -298,13 +299,18 @@ def main() -> None:
     parser.add_argument("--account", default="")
     parser.add_argument("--ssl-certfile")
     parser.add_argument("--ssl-keyfile")
+    parser.add_argument("--servers", type=int, help="be so many at once, each on a port of its own")
+    parser.add_argument("--urls", help="the file where these are told, a line each")
     args = parser.parse_args()
+    listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(args.servers or 0)]
+    if args.urls:
+        Path(args.urls).write_text("".join(f"http://127.0.0.1:{s.getsockname()[1]}\n" for s in listening))
 
     async def serve() -> None:
         await uvicorn.Server(uvicorn.Config(
             StandIn(args).app(), host="127.0.0.1", port=args.port, log_level="error", access_log=False,
             ssl_certfile=args.ssl_certfile, ssl_keyfile=args.ssl_keyfile,
-        )).serve()
+        )).serve(listening or None)
 
     asyncio.run(serve())
 

@@ -1,0 +1,191 @@
+"""Is it as fast where there is more? No-op tasks on a long log, beside open batches, on many places, engines, hosts.
+
+Each time two systems that differ in one thing are up, and batches go to them in turn:
+
+- log: one of 1 thousand events and one of 10 million (`benchmarks.long_log`; SQLite);
+- open batches: 10 and 100 that are open, their tasks finished and nobody finalizing them, against 1;
+- places: tasks of 50 ms, 16 for each place, on 4, 16 and 64 places against 1: tasks/s a place;
+- engines: 10 and 100 servers that speak vLLM's API (stand-ins in one process) behind as many runners, against 1;
+- hosts: CPU time of the coordinator's process for a task with 3 hosts that joined, against 1 (`benchmarks.scale_real`;
+  it needs the PostgreSQL of the tests).
+
+Measured are p50 of batches of one task, and tasks/s of batches of 256. Before it prints, every batch is checked as
+`benchmarks.dispatch` does it, and all logs are verified; the long one with `--verify` only, which takes ten minutes.
+
+`python -m benchmarks.growth [log] [open] [places] [engines] [hosts] [--events N] [--verify] [--json FILE] [--quick]`
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.compared import Row, Watch, alternate, options_of, pairs, report, sound
+from benchmarks.dispatch import Bench, tasks
+from benchmarks.long_log import lengthen
+from benchmarks.recovery import config_in, make_history
+
+EVENTS, QUICK_EVENTS, SHORT = 10_000_000, 100_000, 1_000
+OPEN, PLACES, ENGINES, HOSTS = (1, 10, 100), (1, 4, 16, 64), (1, 10, 100), (1, 3)
+REPEATS, BATCHES = 5, 24
+"""Turns, and batches of one task in each."""
+RATE_TASKS = 256
+FLAT, SLOWER, A_PLACE = 1.15, 0.87, 0.85
+"""At most so much longer; at least so much of the rate; of the tasks a second that one place gives."""
+SECONDS = 0.05
+OPERATORS = [{"name": "grpo"}]
+
+
+def system(stack: ExitStack, places: int = 8, **more: Any) -> Bench:
+    """Start a system that is ended with `stack`, and warm it up."""
+    bench = stack.enter_context(Bench(places, "power", OPERATORS, **more))
+    for _ in range(5):
+        bench.one(8)
+    return bench
+
+
+def compared(what: str, more: Bench, other: str, less: Bench, part: int) -> list[Row]:
+    """Measure both in turn."""
+    def p50(bench: Bench) -> Callable[[], float]:
+        return lambda: statistics.median(1e3 * bench.one(1) for _ in range(max(4, BATCHES // part)))
+
+    def rate(bench: Bench) -> Callable[[], float]:
+        return lambda: RATE_TASKS / bench.one(RATE_TASKS)
+
+    short = alternate({"ours": p50(more), "less": p50(less)}, REPEATS)
+    many = alternate({"ours": rate(more), "less": rate(less)}, REPEATS)
+    return [
+        pairs(f"1 no-op task, p50, {what}", "ms", short["ours"], other, short["less"], aim=FLAT, most=True),
+        pairs(f"batches of {RATE_TASKS}, {what}", "tasks/s", many["ours"], other, many["less"], aim=SLOWER),
+    ]
+
+
+@contextmanager
+def log_of(events: int) -> Iterator[str]:
+    """Give the URL of a log of so many old events."""
+    with tempfile.TemporaryDirectory(prefix="growth-") as folder:
+        config = config_in(Path(folder), runners=1, places=8)
+        Path(config.store.url.removeprefix("sqlite:///")).parent.mkdir(parents=True)
+        make_history(config, SHORT)
+        lengthen(config.store.url, events)
+        yield config.store.url
+
+
+def long_log(part: int, events: int, verify: bool) -> list[Row]:
+    """Measure with a long log."""
+    with ExitStack() as stack:
+        urls = [stack.enter_context(log_of(n)) for n in (events, SHORT)]
+        with ExitStack() as systems:
+            more, less = (system(systems, url=url) for url in urls)
+            rows = compared(f"a log of {events:,} events", more, f"a log of {SHORT:,}", less, part)
+            for bench in (more, less):
+                bench.check()
+                bench.check_named()
+        for url in urls if verify else urls[1:]:
+            sound(url)
+    return rows
+
+
+def open_batches(part: int) -> list[Row]:
+    """Measure beside batches that are open."""
+    rows = []
+    for count in OPEN[1:]:
+        with ExitStack() as stack:
+            more, less = system(stack), system(stack)
+            for bench, n in ((more, count), (less, OPEN[0])):
+                for number in range(1, n + 1):
+                    bench.client.submit_batch(batch_id=number, tasks=tasks(8, 0.0), batch_type="train")
+            rows += compared(f"{count} open batches", more, f"{OPEN[0]} open", less, part)
+            for bench, n in ((more, count), (less, OPEN[0])):
+                for number in range(1, n + 1):
+                    if (done := bench.client.finalize_train_batch(number, timeout=60))["finished_task_count"] != 8:
+                        raise SystemExit(f"open batch {number} ended with {done}")
+                bench.check_all()
+    return rows
+
+
+def places() -> list[Row]:
+    """Measure tasks a second of a place."""
+    with ExitStack() as stack:
+        systems = {n: system(stack, n) for n in PLACES}
+
+        def rate(n: int) -> Callable[[], float]:
+            return lambda: 16 / systems[n].one(16 * n, SECONDS)
+
+        found = alternate({str(n): rate(n) for n in PLACES}, REPEATS)
+        for bench in systems.values():
+            bench.check_all()
+    return [
+        pairs(f"tasks of {SECONDS:g} s, {n} places", "tasks/s a place", found[str(n)], "1 place", found["1"],
+              aim=A_PLACE)
+        for n in PLACES[1:]
+    ]
+
+
+def engines(part: int, counts: tuple[int, ...]) -> list[Row]:
+    """Measure with many engines of others."""
+    from benchmarks.stand_ins import model_folder, stand_ins
+
+    rows = []
+    with ExitStack() as servers:
+        folder = Path(servers.enter_context(tempfile.TemporaryDirectory(prefix="growth-")))
+        urls = servers.enter_context(stand_ins(folder, model := model_folder(folder), max(counts) + 1))
+        for count in counts[1:]:
+            with ExitStack() as stack:
+                kinds = [{"engine_type": "http", "model_path": model, "servers": {"urls": some}}
+                         for some in (urls[:count], urls[-1:])]
+                more, less = (system(stack, rollout=kind) for kind in kinds)
+                rows += compared(f"{count} engines", more, "1 engine", less, part)
+                for bench in (more, less):
+                    bench.check_all()
+    return rows
+
+
+def hosts(quick: bool) -> list[Row]:
+    """Measure what a task costs the coordinator with hosts that joined."""
+    from benchmarks.scale_real import measured
+    from tests.helpers.hosts import KEY
+
+    os.environ["TRINITY_ES_KEY"] = KEY
+    found: dict[int, list[float]] = {n: [] for n in HOSTS}
+    for _ in range(2 if quick else REPEATS):
+        for n in HOSTS:
+            row = measured(n, 100 if quick else 600, 32, 1.0, 1)
+            found[n].append(row["us_per_task"])
+    return [pairs(f"CPU of the coordinator for a task, {n} hosts", "us", found[n], "1 host", found[HOSTS[0]],
+                  aim=FLAT, most=True) for n in HOSTS[1:]]
+
+
+def main() -> int:
+    parts = ["log", "open", "places", "engines", "hosts"]
+    options = options_of(__doc__, [
+        ("what", {"nargs": "*", "choices": [*parts, []], "help": "default: all"}),
+        ("--events", {"type": int, "help": f"of the long log (default: {EVENTS:,}, with --quick {QUICK_EVENTS:,})"}),
+        ("--verify", {"action": "store_true", "help": "verify the long log, too"}),
+        ("--engines", {"type": int, "nargs": "+", "default": ENGINES, "help": "how many"}),
+    ])
+    watch, rows, left_out, part = Watch(), list[Row](), list[str](), 6 if options.quick else 1
+    events = options.events or (QUICK_EVENTS if options.quick else EVENTS)
+    ways: dict[str, Callable[[], list[Row]]] = {
+        "log": lambda: long_log(part, events, options.verify or options.quick), "open": lambda: open_batches(part),
+        "places": places, "engines": lambda: engines(part, tuple(options.engines)),
+        "hosts": lambda: hosts(options.quick),
+    }
+    for name in options.what or parts:
+        try:
+            rows += ways[name]()
+        except ModuleNotFoundError as e:
+            left_out.append(f"{name}: {e}")
+    if "log" in (options.what or parts) and not (options.verify or options.quick):
+        left_out.append("verify of the long log (--verify)")
+    return report("The same where there is more of everything", rows, watch, left_out, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""Many servers that speak vLLM's API, all of them stand-ins in one process: engines of others, for next to nothing."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from examples.grpo.tiny_model import make_tiny_model
+from tests.helpers.servers import ServerProcess, ended
+from tests.helpers.servers import stand_in as one_stand_in
+from trinity_es.testing import wait_until
+
+__all__ = ["model_folder", "stand_ins"]
+
+
+def model_folder(folder: Path) -> str:
+    """Return a model that all of them seem to have."""
+    return str(make_tiny_model(folder / "model", seed=0))
+
+
+@contextmanager
+def stand_ins(folder: Path, model: str, count: int) -> Iterator[list[str]]:
+    """Give the URLs of so many servers while the block runs."""
+    file = folder / "urls"
+    more = ["--servers", str(count), "--urls", str(file)]
+    server: ServerProcess = one_stand_in(Path(model), folder / "servers.log", *more)
+    with ended(server):
+        server.start()
+        wait_until(lambda: file.exists() and file.read_text().count("\n") == count, "the servers", 30)
+        urls = file.read_text().split()
+        with urllib.request.urlopen(f"{urls[-1]}/health", timeout=10):
+            pass
+        yield urls
