@@ -133,6 +133,7 @@ class Runner(BaseActor):
         running: dict[tuple[BatchId, str], list[tuple[int, int, int]]] = {}
         for (batch_id, submission, task, base), item in self.units.items():
             running.setdefault((batch_id, submission), []).append((task, base, item.unit.attempt))
+        load = self.engine_side.load
         up = messages.RunnerStatus(
             name=self.name, incarnation=self.incarnation, state=self.state, pid=os.getpid(), host=socket.gethostname(),
             engine=self.how.engine_type, places=self.engine_side.places,
@@ -142,6 +143,7 @@ class Runner(BaseActor):
             endpoint=self.engine_side.url if self.state == "ready" else "",
             model=self.model, engine_version=self.engine_side.engine_version if self.state == "ready" else "",
             known=self.known,
+            kv_share=0.0 if load is None else load.kv_share, waiting=0 if load is None else load.waiting,
         )
         self.tell(up)
         self.send(self.guardian, up)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, cast
 
 import orjson
 
-from trinity_es.actors.engines.interface import Engine, ReceivesWeights
+from trinity_es.actors.engines.interface import Engine, EngineLoad, ReceivesWeights, TellsLoad
 from trinity_es.actors.engines.remote_engine import RemoteEngine, remote_models
 from trinity_es.actors.messages import JoinGroup, LoadAdapters, LoadWeights, UnitAssignment, UnitOutcome
 from trinity_es.actors.plugins import resolve
@@ -37,6 +37,7 @@ from trinity_es.actors.rollout.worker_pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
 from trinity_es.actors.run_activity import RunActivity
 from trinity_es.actors.runner.adapters import serve_adapters
+from trinity_es.actors.runner.adaptive_places import START, AdaptivePlaces, Places
 from trinity_es.actors.runner.lease_reports import UnitLeases
 from trinity_es.actors.runner.outbox import Key
 from trinity_es.actors.runner.reporting import failed, in_parts, runs_of, written
@@ -93,7 +94,11 @@ class EngineThread:
         log: logging.Logger
     ) -> None:
         self.owner, self.name, self.model, self.how, self.config, self.log = owner, name, model, how, config, log
-        self.places = config.explorer.max_concurrency
+        given = config.explorer.max_concurrency
+        self.adaptive = AdaptivePlaces() if given == "auto" else None
+        self.places = START if given == "auto" else given
+        self.load: EngineLoad | None = None
+        """Of the engine, when the places changed last."""
         self.engine: Engine | None = None
         self.server: EngineServer | None = None
         self.workers: WorkerPool | None = None
@@ -107,7 +112,7 @@ class EngineThread:
         self.units: dict[Key, asyncio.Task[None]] = {}
         as_runner()
         self.loop = EngineLoop(self.places * 4 + 8)
-        self.room = asyncio.Semaphore(self.places)
+        self.room, self.finished_units = Places(self.places), 0
         self.ordering = asyncio.Lock()
         self.storing = ThreadPoolExecutor(1, thread_name_prefix="store")  # goes on where every workflow hangs
         self.finished: asyncio.Queue[tuple[UnitAssignment, UnitResult]] = asyncio.Queue()
@@ -198,6 +203,8 @@ class EngineThread:
                 self._update_auxiliary()
             cls = resolve(self.how.engine_class, {}, "engine")
             self.engine = cls(self.how.engine)
+            if self.model == "rollout" and self.adaptive is not None and hasattr(self.engine, "on_load"):
+                cast(TellsLoad, self.engine).on_load = self.adapt
             await self.engine.start()
             self.server = await self.serve(self.engine)
         except BaseException as e:
@@ -309,6 +316,17 @@ class EngineThread:
         if running is not None:
             running.cancel()
 
+    def adapt(self, load: EngineLoad) -> None:
+        """Have as many places as the engine's load allows, and tell where they are more now, or fewer."""
+        if self.adaptive is None or self.workflows is None:
+            return
+        playing = self.room.taken if self.workers is None or not self.workers.full else 0  # more would wait for these
+        places = self.adaptive.after_step(load, playing, self.finished_units)
+        if places != self.places:
+            self.places, self.load = places, load
+            self.room.resize(places)
+            self.tell(self.owner.announce)
+
     async def run_unit(self, key: Key, item: UnitAssignment) -> None:
         UNIT.set(key)
         async with self.room:
@@ -326,6 +344,7 @@ class EngineThread:
                 raise
             except BaseException as e:
                 done = UnitResult(failures=[(run, "infra", f"{type(e).__name__}: {e}") for run in runs])
+        self.finished_units += 1
         done.failures = [(run, kind, self.secrets.scrubbed(message)) for run, kind, message in done.failures]
         self.units.pop(key, None)
         self.finished.put_nowait((item, done))

@@ -41,6 +41,12 @@ def _retained(value: Any) -> Any:
     return None if value == "keep" else value  # what logs of the first release hold
 
 
+def _concurrency(value: Any) -> Any:
+    if value != "auto" and (type(value) is not int or value < 1):
+        raise ValueError(f"must be a whole number greater than or equal to 1, or auto, not {value!r}")
+    return value
+
+
 def _store_url(value: str) -> str:
     if not value:
         return value
@@ -271,8 +277,9 @@ class ExplorerConfig(Section):
     concurrent_mode: Literal["sequential", "asynchronous", "multi-threading"] = "asynchronous"
     """How the runs of one task go in a runner: one after the other, or all at once. Async workflows are on the engine's
     loop and sync ones in processes, as many as run at once, so that `multi-threading` is the same as `asynchronous`."""
-    max_concurrency: Positive = 64
-    """Maximum number of units (a task, or a part of its runs) that an engine's runner runs at once: its places."""
+    max_concurrency: Annotated[int | Literal["auto"], BeforeValidator(_concurrency)] = "auto"
+    """Maximum number of units (a task, or a part of its runs) that an engine's runner runs at once: its places.
+    `auto`: 64, then more, up to 256, while a vLLM engine has room, and fewer where requests wait in it."""
     eval_interval: int = Field(default=0, ge=0)
     """Steps between evaluations; 0: never."""
     eval_on_startup: bool = True

@@ -1,0 +1,123 @@
+"""How many units a runner runs at once: places that can become more and fewer, and when they should.
+
+`AdaptivePlaces` decides as TCP does about its window, by additive increase and multiplicative decrease. It is pure: what
+it counts in is not time but units that finish, so it goes slowly where answers are long, and their KV cache fills late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from trinity_es.actors.engines.interface import EngineLoad
+
+__all__ = ["MOST", "START", "AdaptivePlaces", "Places"]
+
+START = 64
+"""Number of places that a runner begins with; one whose engine does not tell its load keeps to it."""
+MOST = 256
+"""Maximum number of places: a unit may hold a sandbox, connections and memory, which no engine knows of."""
+STEP = 16
+"""Maximum number of places that come at a time."""
+STEP_SHARE = 0.25
+"""That maximum as a share of the places there are."""
+ROOM = 0.9
+"""Share of an engine's KV cache, or of its running requests, from which on it has no room for more."""
+LEAST_CUT, MOST_CUT = 0.9, 0.5
+"""Share of the places that stays where there are too many: at most, and at least."""
+PATIENCE_MOST = 256
+"""Maximum number of rounds before as many places are tried again as once were too many."""
+
+
+class AdaptivePlaces:
+    """The number of places, as the engine's steps tell. Give it all of them, in order.
+
+    A round is over when as many units have finished as there are places. After a round in which the engine always had
+    room there are more places, if all are taken. Where the engine is full and requests wait, there are fewer at once,
+    and at most once a round: as many as what runs is of what runs and waits. So many as were too many are tried again
+    after a pause that doubles each time, so a load that stays the same is soon left alone.
+    """
+
+    def __init__(self, start: int = START, most: int = MOST) -> None:
+        self.places, self.most = start, most
+        self._peak = 0.0
+        """How full the engine was in this round."""
+        self._begun = 0
+        """Number of units that had finished when the round began."""
+        self._cut: int | None = None
+        """The same, when there were fewer places the last time."""
+        self._ceiling = most + 1
+        """So many were too many."""
+        self._pause, self._patience = 0, 1
+        """Rounds until the ceiling is tried, and how many there will be the next time."""
+
+    def after_step(self, load: EngineLoad, taken: int, finished: int) -> int:
+        """Return the number of places after one more step of the engine.
+
+        `taken`: places that are taken now; `finished`: units that have finished since the start.
+        """
+        full = load.share
+        self._peak = max(self._peak, full)
+        if full >= ROOM and (load.waiting or load.preempted):
+            if self._cut is None or finished - self._cut >= self.places:
+                self._shrink(load, taken, finished)
+        elif taken >= self.places and finished - self._begun >= self.places:
+            self._grow(full, finished)
+        return self.places
+
+    def _shrink(self, load: EngineLoad, taken: int, finished: int) -> None:
+        had = min(self.places, taken)  # the others did nothing
+        stay = load.running / (load.running + load.waiting) if load.running else MOST_CUT
+        self.places = max(1, int(had * min(LEAST_CUT, max(MOST_CUT, stay))))
+        self._ceiling, self._pause = max(2, had), self._patience
+        self._patience = min(2 * self._patience, PATIENCE_MOST)
+        self._cut = self._begun = finished
+        self._peak = 0.0
+
+    def _grow(self, full: float, finished: int) -> None:
+        peak, self._peak, self._begun = self._peak, full, finished
+        if self.places >= self._ceiling:  # a round of that many went well: the load is another one
+            self._ceiling, self._patience = self.most + 1, 1
+        wanted = self.places + max(1, min(STEP, int(self.places * STEP_SHARE)))
+        if self._pause:
+            self._pause -= 1
+            wanted = min(wanted, self._ceiling - 1)
+        if peak < ROOM:
+            self.places = max(self.places, min(wanted, self.most))
+
+
+class Places:
+    """A semaphore whose size can change. Where it shrinks, whoever is in stays."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.taken = count, 0
+        self._queue: deque[asyncio.Future[None]] = deque()
+
+    async def __aenter__(self) -> None:
+        if self.taken < self.count:  # nobody waits then
+            self.taken += 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._queue.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it had come in
+                await self.__aexit__()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self.taken -= 1
+        self._let_in()
+
+    def resize(self, count: int) -> None:
+        """Have so many places from now on."""
+        self.count = count
+        self._let_in()
+
+    def _let_in(self) -> None:
+        while self._queue and self.taken < self.count:
+            turn = self._queue.popleft()
+            if not turn.done():
+                self.taken += 1
+                turn.set_result(None)
