@@ -1,7 +1,7 @@
 """How many units a runner runs at once: places that can become more and fewer, and when they should.
 
-`AdaptivePlaces` decides as TCP does about its window, by additive increase and multiplicative decrease. It is pure: what
-it counts in is not time but units that finish, so it goes slowly where answers are long, and their KV cache fills late.
+`AdaptivePlaces` decides as TCP does about its window, by additive increase and multiplicative decrease. It is pure, and
+has no clock: it counts units that finish, so it goes slowly where answers are long, whose KV cache fills late.
 """
 
 from __future__ import annotations
