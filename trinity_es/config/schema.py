@@ -279,7 +279,8 @@ class ExplorerConfig(Section):
     loop and sync ones in processes, as many as run at once, so that `multi-threading` is the same as `asynchronous`."""
     max_concurrency: Annotated[int | Literal["auto"], BeforeValidator(_concurrency)] = "auto"
     """Maximum number of units (a task, or a part of its runs) that an engine's runner runs at once: its places.
-    `auto`: 64, then more, up to 256, while a vLLM engine has room, and fewer where requests wait in it."""
+    `auto`: 64, then more, up to 256, while a vLLM engine has room, and fewer where too many requests wait in it. Sync
+    workflows play in so many processes at most, with `auto` 64."""
     eval_interval: int = Field(default=0, ge=0)
     """Steps between evaluations; 0: never."""
     eval_on_startup: bool = True
