@@ -1,12 +1,12 @@
 """Do places that follow the engine's load (`explorer.max_concurrency: auto`) give what the best fixed number gives?
 
 Three workloads through the whole system, on real vLLM engines of a tiny model whose KV cache is kept small: short
-answers; long ones, of which 64 units at once fill the KV cache twice; and conversations of two turns with a tool between
-them that takes its time. One system with `auto` is up all the time and gets the workloads in turn, so it meets each with
-the places that the one before left. Beside it there is one system after the other with a fixed number of places, and the
-two are measured in turn; who goes first changes. The figures: of each workload and each number of places the median
-over the rounds of the ratio (auto / fixed) of tokens per second, with its range; and the least of these medians, which
-is the ratio to the best fixed number.
+answers; long ones, of which 64 units at once fill the KV cache nearly twice; and conversations of two turns with a tool
+between them that takes its time. One system with `auto` is up all the time and gets the workloads in turn, so it meets
+each with the places that the one before left. Beside it there is one system after the other with a fixed number of
+places, and the two are measured in turn; who goes first changes. The figures: of each workload and each number of places
+the median over the rounds of the ratio (auto / fixed) of tokens per second, with its range; and the least of these
+medians, which is the ratio to the best fixed number.
 
 Each batch is checked: every run has all its tokens. `python -m benchmarks.adaptive [--json FILE] [--quick]`.
 """

@@ -32,17 +32,17 @@ PATIENCE_MOST = 256
 class AdaptivePlaces:
     """The number of places, as the engine's steps tell. Give it all of them, in order.
 
-    A round is over when as many units have finished as there are places. After a round in which the engine always had
+    A round is over when as many units have finished as there are places. After two in which the engine always had
     room there are more places, if all are taken. Where the engine is full, and more requests wait than run or some were
     put back, there are fewer at once, and at most once a round. A shorter queue is left alone: from it an engine goes
     on at once when a request ends, and without it was slower by a quarter (docs/DECISIONS.md, 81). So many places as
-    were too many are tried again after a pause that doubles each time, so a load that stays the same is soon left alone.
+    were too many are tried again after pauses that double, so a load that stays the same is soon left alone.
     """
 
     def __init__(self, start: int = START, most: int = MOST) -> None:
         self.places, self.most = start, most
-        self._peak = 0.0
-        """How full the engine was in this round."""
+        self._peak, self._before = 0.0, 0.0
+        """How full the engine was in this round, and in the one before."""
         self._begun = 0
         """Number of units that had finished when the round began."""
         self._cut: int | None = None
@@ -72,10 +72,11 @@ class AdaptivePlaces:
         self._ceiling, self._pause = had, self._patience
         self._patience = min(2 * self._patience, PATIENCE_MOST)
         self._cut = self._begun = finished
-        self._peak = 0.0
+        self._peak = 1.0  # what it was told by too many counts for two rounds: units that began together end together
 
     def _grow(self, load: EngineLoad, finished: int) -> None:
-        peak, self._peak, self._begun = self._peak, load.share, finished
+        peak = max(self._peak, self._before)
+        self._before, self._peak, self._begun = self._peak, load.share, finished
         wanted = self.places + max(1, min(STEP, int(self.places * STEP_SHARE)))
         if self._ceiling is not None:
             if peak * self._ceiling < ROOM * self.places:  # so many would not be too many now: it is another load

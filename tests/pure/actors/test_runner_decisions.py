@@ -42,7 +42,7 @@ def types(events: list[ev.Event]) -> list[str]:
     (None, "failed", ["RunnerStarted", "RunnerFailed"]),
     (life(S.STARTED), "started", []),
     (life(S.STARTED), "ready", ["RunnerReady"]),
-    (life(S.READY), "ready", []),  # every few seconds
+    (life(S.READY, places=4), "ready", []),  # every few seconds
     (life(S.READY), "failed", ["RunnerFailed"]),
     (life(S.READY), "retired", ["RunnerRetired"]),
     (life(S.LOST, incarnation=1), "started", ["RunnerStarted"]),
