@@ -4,7 +4,7 @@ Three workloads through the whole system, on real vLLM engines of a tiny model w
 answers; long ones, of which 64 units at once fill the KV cache nearly twice; and conversations of two turns with a tool
 between them that takes its time. One system with `auto` is up all the time and gets the workloads in turn, so it meets
 each with the places that the one before left. Beside it there is one system after the other with a fixed number of
-places, and the two are measured in turn; who goes first changes. The figures: of each workload and each number of places
+places, and the two are measured in turn; who goes first changes. The figures: of each workload and number of places
 the median over the rounds of the ratio (auto / fixed) of tokens per second, with its range; and the least of these
 medians, which is the ratio to the best fixed number.
 

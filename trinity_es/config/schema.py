@@ -10,6 +10,7 @@ import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_core import PydanticKnownError
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
@@ -42,8 +43,10 @@ def _retained(value: Any) -> Any:
 
 
 def _concurrency(value: Any) -> Any:
-    if value != "auto" and (type(value) is not int or value < 1):
-        raise ValueError(f"must be a whole number greater than or equal to 1, or auto, not {value!r}")
+    if value != "auto" and type(value) is not int:
+        raise PydanticKnownError("int_type")  # by which a variable's text is taken for a number
+    if value != "auto" and value < 1:
+        raise PydanticKnownError("greater_than_equal", {"ge": 1})
     return value
 
 
