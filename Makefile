@@ -82,7 +82,8 @@ lint: setup ## ruff and mypy --strict
 	@$(VENV)/bin/mypy --strict $(ROOMS)
 
 bench: setup ## run the benchmarks
-	@mkdir -p benchmarks/results; for b in dispatch overhead door recovery audit workers scale; do echo "== $$b"; \
+	@mkdir -p benchmarks/results; for b in dispatch overhead door recovery audit workers scale \
+	  log_append replay payloads eventsourcing_library; do echo "== $$b"; \
 	$(PY) -m benchmarks.$$b --json benchmarks/results/$$b.json || exit 1; done
 
 chaos: setup ## kill everything at random for up to ten minutes, and account for it

@@ -73,9 +73,11 @@ def main(setup_path: str) -> int:
             heard, deadline = time.monotonic(), deadline + stood_still
         if isinstance(answer, WhereReply):
             heard = time.monotonic()
-            if answer.coordinator is not None:
-                if "admin_file" in setup:  # of a host that joined, whose system no lease names
+            if "admin_file" in setup:  # of a host that joins, whose system no lease names; its head may be away
+                if any(c["name"] == "coordinator" and c["state"] == "up" for c in answer.status.get("children", ())):
                     Path(setup["admin_file"]).write_text(json.dumps(answer.status["admin"]))
+                    return 0
+            elif answer.coordinator is not None:
                 return 0
         elif time.monotonic() - heard > SILENT_SECONDS:
             print("the guardian died while the system started", file=sys.stderr)

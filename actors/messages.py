@@ -342,6 +342,8 @@ class UnitOutcome:
     seconds: float = 0.0
     other_tokens: tuple[int, int] = (0, 0)
     """Prompt and response tokens that are no single run's: see `RunsFinished`."""
+    lacks: bool = False
+    """The runner's machine lacks what it needs, a module or a secret."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import hmac
 import logging
 import os
 import secrets
+import stat
 import threading
 import time
 
@@ -106,6 +107,9 @@ def _keys(text: str, place: str) -> list[bytes]:
     for key in found:
         if len(key) < KEY_CHARACTERS:
             raise WrongKey(f"the key in {place} has {len(key)} characters: {KEY_CHARACTERS} or more are needed")
+        if not key.isprintable():  # zeros that a power loss left of a file, say, which anybody could guess
+            raise WrongKey(f"what is in {place} is no key: it has characters that can't be printed. "
+                           "`openssl rand -hex 32` makes one")
     return [key.encode() for key in found]
 
 
@@ -122,8 +126,11 @@ _SHARED = (
 def _read(path: str, missing: str) -> str:
     """Return what stands in a file of keys. Raises WrongKey, which says `missing` where it can't be read."""
     try:
-        with open(path) as f:
+        # Not to wait for who never writes into a pipe of this name.
+        with open(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as f:
             status = os.fstat(f.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise WrongKey(missing.format(path=path, why="it is no regular file"))
             text = f.read(4096).strip()
     except (OSError, UnicodeDecodeError) as e:
         why = e.strerror if isinstance(e, OSError) else "it is no text"

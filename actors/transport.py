@@ -52,6 +52,7 @@ from thespian.system.transport.TCPTransport import (
 from thespian.system.utilis import thesplog
 
 from trinity_es.actors.frames import ANSWER, HEADER, KNOCK, MAX_FRAME, Frame, frame
+from trinity_es.actors.strangers import most_strangers
 from trinity_es.actors.system_key import read_key
 from trinity_es.events.processes import end_with_parent
 
@@ -64,8 +65,6 @@ STRANGER_SECONDS = 5.0
 """How long a connection may take to show a header that is sealed."""
 FRAME_SECONDS = 30.0
 """How long the rest of a frame may take then."""
-MAX_STRANGERS = 256
-"""Maximum number of connections that have not shown one: of more, the oldest is dropped."""
 BACKLOG = 1024
 """Maximum number of connections that wait to be accepted."""
 ACCEPTED = 32
@@ -141,7 +140,7 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian ha
         self._not_understood = frame(self._key, ANSWER, pickle.dumps(ackDataErrPacket))
         self._warned, self._refused = -WARN_SECONDS, 0
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._max_strangers = min(MAX_STRANGERS, max(8, files // 8))
+        self._max_strangers = most_strangers()
         self._max_pending, self._max_idle = min(MAX_PENDING, files // 4), files // 4
         self._untaken: dict[Any, list[float]] = {}
         # what Thespian's own sets up

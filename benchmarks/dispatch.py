@@ -29,8 +29,8 @@ from trinity_es.testing import SleepWorkflow
 TOKENS = 512
 
 
-def tasks(n: int, seconds: float) -> list[trinity_es.Task]:
-    args = {"seconds": seconds, "tokens": TOKENS}
+def tasks(n: int, seconds: float, tokens: int = TOKENS) -> list[trinity_es.Task]:
+    args = {"seconds": seconds, "tokens": tokens}
     return [trinity_es.Task(workflow=SleepWorkflow, workflow_args=args, raw_task={"i": i}) for i in range(n)]
 
 
@@ -63,10 +63,10 @@ class Bench:
         self.client.shutdown()
         self.folder.cleanup()
 
-    def one(self, n: int, seconds: float = 0.0) -> float:
+    def one(self, n: int, seconds: float = 0.0, tokens: int = TOKENS) -> float:
         """Seconds from submit to the return of finalize; checks that every experience is stored."""
         self.next_id += 1
-        batch = tasks(n, seconds)
+        batch = tasks(n, seconds, tokens)
         started = time.perf_counter()
         self.client.submit_batch(batch_id=self.next_id, tasks=batch, batch_type="train")
         result = self.client.finalize_train_batch(self.next_id, timeout=120)

@@ -375,8 +375,15 @@ class Guardian(BaseActor):
         self.check_retired()
 
     def on_HostLeaves(self, message: messages.HostLeaves, sender: Any) -> None:
-        """Have the head give this host nothing new."""
-        if self.coordinator_address is not None and self.config.host is not None:
+        """Have the head give this host nothing new; end it at once where no head ever took it in.
+
+        `join` says it again and again: it is lost where the agent, its connection or the head's log is away.
+        """
+        if self.config.host is None or self.stopping:
+            return
+        if not self.epoch:
+            self.end("this host leaves, and no head has taken it in")
+        elif self.coordinator_address is not None:
             self.send(self.coordinator_address, message)
 
     def on_HostDrained(self, message: messages.HostDrained, sender: Any) -> None:

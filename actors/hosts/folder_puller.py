@@ -9,13 +9,16 @@ that differs is pulled once more.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hashlib
 import os
 import shutil
+import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,9 +45,9 @@ THREADS = 4
 def pulled_dir(chosen: str, url: str, log_dir: str) -> Path:
     """Return where a host keeps what it pulls: below `chosen`, by default in shared memory.
 
-    One for each store, and each host of it on one machine.
+    One for each store, machine, and host on it: `chosen` may be on a file system that machines share.
     """
-    told = hashlib.sha256(f"{os.getuid()} {url} {log_dir}".encode()).hexdigest()[:16]
+    told = hashlib.sha256(f"{socket.gethostname()} {os.getuid()} {url} {log_dir}".encode()).hexdigest()[:16]
     return Path(chosen or SHARED_MEMORY) / f"trinity_es-host-{told}"
 
 
@@ -182,6 +185,17 @@ class FolderPuller:
         if not lacks and whole.is_dir():
             return whole
         await in_thread(self._room, _prepared, whole, beside)
+        with _alone(beside):
+            await self._fill_alone(pull, stream, files, digests, beside)
+            await in_thread(self._room, _finished, beside, whole, {f.name for f in files})
+        for path in [p for p in self._equal if p.parent == beside]:
+            self._equal[whole / path.name] = self._equal.pop(path)
+        return whole
+
+    async def _fill_alone(
+        self, pull: _Pull, stream: SealedStream, files: Sequence[FileFacts], digests: Sequence[str], beside: Path
+    ) -> None:
+        """Have all files in the folder where they gather. Raises as `_fill` does."""
         lacks = await self._lacks(beside, files, digests)
         need, size = sum(files[n].size - has for n, has, _ in lacks), sum(file.size for file in files)
         if lacks:
@@ -210,10 +224,6 @@ class FolderPuller:
                 pull.twice = True
                 raise NotOurs(said)
             self._equal[path] = digests[number]
-        await in_thread(self._room, _finished, beside, whole, {f.name for f in files})
-        for path in [p for p in self._equal if p.parent == beside]:
-            self._equal[whole / path.name] = self._equal.pop(path)
-        return whole
 
     async def _lacks(
         self, folder: Path, files: Sequence[FileFacts], digests: Sequence[str]
@@ -262,6 +272,25 @@ def _checked(files: Sequence[FileFacts]) -> list[FileFacts]:
         if Path(file.name).name != file.name or file.name in ("", ".", ".."):
             raise NotOurs(f"the head names a file {file.name!r}")
     return list(files)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a folder: each would cut off what the other wrote. Raises _Local where one is in."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as e:
+        raise _Local(str(e)) from e
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            raise _Local("another process pulls it there now: it is looked for again") from e
+        except OSError:
+            pass  # a file system that locks no folders, as NFS: the machine's name is in the path
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _listed(own: Path | None) -> list[FileFacts]:

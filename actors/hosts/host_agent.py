@@ -159,5 +159,7 @@ class HostAgent(BaseActor):
         """Tell the head that this host is gone."""
         self.show(False)
         self.loads.stop()
+        if not self.epoch:  # nor does it ask to be taken in any more
+            self.end_.stop()
         self.end_.send("", messages.HostLeaves("it was ended", final=True))
         self.after(LEFT_SECONDS, "left", lambda: self.send(self.guardian, messages.Retired()))

@@ -8,6 +8,7 @@ was not acknowledged, as they do where either of them was started anew.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import threading
 import time
@@ -25,6 +26,7 @@ from trinity_es.actors.hosts.head_dialer import HELLO_SECONDS, NO_TLS, HeadDiale
 from trinity_es.actors.hosts.sealed_stream import Answer, NotOurs, Refused, SealedStream, accept
 from trinity_es.actors.hosts.tls import begin_at_head
 from trinity_es.actors.settings import TlsSettings
+from trinity_es.actors.strangers import most_strangers
 from trinity_es.events.errors import WrongKey
 from trinity_es.events.store.retry import Backoff
 
@@ -45,6 +47,8 @@ KEY_SECONDS = 2.0
 """Interval between two looks at whether the key of a connection was taken away."""
 WARN_SECONDS = 10.0
 """Interval between two warnings of strangers."""
+NO_ROOM = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
+"""What accept() fails with where the process, or the machine, has no room for a connection."""
 _log = logging.getLogger(__name__)
 
 Items = list[tuple[str, Any]]
@@ -204,8 +208,12 @@ class HeadEnd:
         self._thread = LoopThread("hosts")
         self._server: asyncio.Server | None = None
         self._meetings: set[asyncio.Task[None]] = set()
+        self._strangers: dict[asyncio.StreamWriter, None] = {}
+        """Those who have not shown the key, the oldest first."""
+        self._max_strangers = most_strangers()
+        self._thread.loop.set_exception_handler(self._failed)
         self._folders = FolderSender()
-        self._refused, self._warned = 0, float("-inf")
+        self._refused, self._warned, self._full_warned = 0, float("-inf"), float("-inf")
 
     def start(self) -> Future[int]:
         """Begin to listen, again and again until it can: a port may still be a predecessor's. Gives the port."""
@@ -236,11 +244,11 @@ class HeadEnd:
         """Return when each host that has a connection was last heard, monotonic seconds; from any thread."""
         return {host: pipe.heard for host, (_, pipe) in self._pipes.copy().items()}
 
-    def hang_up(self, host: str) -> None:
-        """End the connection to a host; from any thread."""
+    def hang_up(self, host: str, epoch: int) -> None:
+        """End the connection to this epoch of a host; from any thread."""
         def end() -> None:
-            found = self._pipes.pop(host, None)
-            if found is not None:
+            found = self._pipes.get(host)
+            if found is not None and found[0] == epoch:
                 found[1].stream.close()
 
         self._thread.call(end)
@@ -259,6 +267,12 @@ class HeadEnd:
         task = asyncio.ensure_future(self._met(reader, writer))
         self._meetings.add(task)
         task.add_done_callback(self._meetings.discard)
+        self._strangers[writer] = None
+        if len(self._strangers) > self._max_strangers:  # one of us says who it is before it is old
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            self._warn(oldest, "too many connections that don't show the key")
+            oldest.transport.abort()
 
     async def _met(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -268,6 +282,8 @@ class HeadEnd:
                 self._warn(writer, str(e) or "it said nothing in time")
             writer.transport.abort()
             return
+        finally:
+            self._strangers.pop(writer, None)
         asked: asyncio.Future[Admission] = asyncio.get_running_loop().create_future()
         self._hello(said, _address_of(writer), lambda found: self._thread.call(lambda: _settle(asked, found)))
         try:
@@ -292,7 +308,11 @@ class HeadEnd:
         host, epoch = str(said["name"]), admission.epoch
         pipe = _Pipe(answer.stream(), lambda items: self._take(host, epoch, items), self._timeout, answer.key,
                      self._keys)
-        before, self._pipes[host] = self._pipes.get(host), (epoch, pipe)
+        before = self._pipes.get(host)
+        if before is not None and before[0] > epoch:  # this epoch was over before it was told so
+            pipe.stream.close()
+            return
+        self._pipes[host] = epoch, pipe
         if before is not None:
             before[1].stream.close()
         try:
@@ -301,9 +321,14 @@ class HeadEnd:
             why = await pipe.run()
         except OSError as e:
             why = f"it can't be answered: {e}"
-            writer.transport.abort()
-        if self._pipes.get(host) == (epoch, pipe):  # else another connection of it took this one's place
+        except Exception as e:  # a message that can't be pickled
+            why = f"what it is sent or says can't be dealt with: {type(e).__name__}: {e}"
+            _log.exception("the connection to host %s #%d is ended", host, epoch)
+        pipe.stream.close()
+        now = self._pipes.get(host)
+        if now == (epoch, pipe):
             del self._pipes[host]
+        if now is None or now[0] != epoch or now[1] is pipe:  # else another connection of this epoch took its place
             self._gone(host, epoch, why, pipe.heard)
 
     async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[Mapping[str, Any], Any]:
@@ -317,6 +342,15 @@ class HeadEnd:
             await self._folders.send(answer.stream(), folder)
         except Exception as e:  # it comes again, and says why to its people
             _log.warning("host %s did not get all of %s: %s", host, folder, str(e) or type(e).__name__)
+
+    def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Say now and then that no file is left to accept a connection with; asyncio says it for each that waits."""
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in NO_ROOM):
+            loop.default_exception_handler(context)
+        elif time.monotonic() - self._full_warned >= WARN_SECONDS:
+            self._full_warned = time.monotonic()
+            _log.error("can't take in hosts now: %s", error.strerror)
 
     def _warn(self, writer: asyncio.StreamWriter, why: str) -> None:
         self._refused += 1

@@ -48,6 +48,8 @@ class UnitResult:
     """Seconds that it may take."""
     other_tokens: tuple[int, int] = (0, 0)
     """Prompt and response tokens that are no single run's: see `RunsFinished`."""
+    lacks: bool = False
+    """This machine lacks what they need, a module, say: they failed of that."""
 
 
 def _number_runs(experiences: Sequence[Experience], runs: range) -> None:

@@ -182,6 +182,7 @@ class WorkflowRunner:
     def _failed(self, error: Exception, out: UnitResult) -> tuple[FailureKind, str]:
         if isinstance(error, EngineError) and error.details.get("dead"):
             self.engine_dead = str(error)
+        out.lacks = out.lacks or isinstance(error, UnknownWorkflow)
         return classify(error, out.timeout, "max_timeout" if out.timeout == self.timeout else "dynamic_timeout")
 
     def _fail(self, error: Exception, runs: range, out: UnitResult) -> None:
@@ -265,6 +266,7 @@ class WorkflowRunner:
         out.results.extend(done.results)
         out.experiences.extend(done.experiences)
         out.failures.extend(done.failures)
+        out.lacks = out.lacks or done.lacks
 
     def _model(self, engine: Engine, task: Task, run: int) -> Model:
         sampling = {**self.defaults, **task.rollout_args}

@@ -45,7 +45,7 @@ from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.actors.serving.token_id_routes import engine_routes
 from trinity_es.actors.settings import ModelSettings, Settings
 from trinity_es.actors.system_key import engine_token, read_key
-from trinity_es.events.errors import EngineError, LogUnavailable, SyncError, TrinityError
+from trinity_es.events.errors import DataError, EngineError, LogUnavailable, SyncError, TrinityError
 from trinity_es.events.secrets import SecretFile
 from trinity_es.events.store.payloads import PayloadStore, open_payloads, patient
 from trinity_es.events.store.retry import Backoff, once, patiently
@@ -343,7 +343,8 @@ class EngineThread:
             except asyncio.CancelledError:
                 raise
             except BaseException as e:
-                done = UnitResult(failures=[(run, "infra", f"{type(e).__name__}: {e}") for run in runs])
+                lacks = isinstance(e, DataError)  # a secret that is not kept here
+                done = UnitResult(failures=[(run, "infra", f"{type(e).__name__}: {e}") for run in runs], lacks=lacks)
         self.finished_units += 1
         done.failures = [(run, kind, self.secrets.scrubbed(message)) for run, kind, message in done.failures]
         self.units.pop(key, None)

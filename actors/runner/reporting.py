@@ -44,7 +44,7 @@ def written(group: list[tuple[UnitAssignment, UnitResult]], payloads: PayloadSto
             failures=_brief(done.failures),
             payload=PayloadRef(digest=digest, first=first, count=len(kept[index])) if kept[index] else None,
             model_version=done.model_version, model_version_end=done.model_version_end, seconds=done.seconds,
-            other_tokens=done.other_tokens,
+            other_tokens=done.other_tokens, lacks=done.lacks,
         )
         first += len(kept[index])
         try:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 __all__ = ["PACKAGES", "RayNodes", "ray_nodes"]
@@ -68,6 +69,7 @@ def main() -> None:
     os.dup2(2, 1)  # Ray prints
     from ray.cluster_utils import Cluster
 
+    Path("/tmp/ray").mkdir(exist_ok=True)  # the cluster's address is written there, wherever its folder is
     node = {"num_cpus": 2, "object_store_memory": 80 << 20}
     cluster = Cluster(initialize_head=True, head_node_args={
         **node, "temp_dir": sys.argv[1], "include_dashboard": False,

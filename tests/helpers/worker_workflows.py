@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
-from trinity_es.events.errors import EngineError
+from trinity_es.events.errors import EngineError, UnknownWorkflow
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine, wait_until
@@ -24,8 +24,8 @@ from trinity_es.workflows.workflow import MultiTurnWorkflow, Workflow
 
 __all__ = [
     "AsksTheJudge", "CatchesEverything", "Chats", "ChatsInThreads", "ChatsOnALoopOfItsOwn", "Conversation", "Dead",
-    "Ends", "EndsBeforeItRuns", "Forks", "GivesBadThings", "Hangs", "Kept", "KeptWithAJudge", "LeavesAThread",
-    "Odd", "Recorder", "Repeats", "SignalsItsGroup", "Tells", "Updates", "Waits",
+    "Ends", "EndsBeforeItRuns", "Forks", "GivesBadThings", "Hangs", "Kept", "KeptWithAJudge", "LacksAModule",
+    "LeavesAThread", "Odd", "Recorder", "Repeats", "SignalsItsGroup", "Tells", "Updates", "Waits",
 ]
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -33,6 +33,13 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 def one(**metrics: float) -> Experience:
     return Experience(tokens=[1, 2, 3], prompt_length=1, reward=0.5, metrics=metrics)
+
+
+class LacksAModule(Workflow):
+    """Needs what is not on this machine."""
+
+    def run(self) -> list[Experience]:
+        raise UnknownWorkflow("reward 'sums:right' can't be imported: no module sums")
 
 
 class Tells(Workflow):

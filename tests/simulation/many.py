@@ -149,7 +149,7 @@ class _End:
     def heard(self) -> dict[str, float]:
         return {name: self.world.now for name, far in self.world.hosts.items() if far.connection}
 
-    def hang_up(self, host: str) -> None:
+    def hang_up(self, host: str, epoch: int) -> None:
         far = self.world.hosts[host]
         self.world.later(LATENCY_SECONDS, None, "", partial(far.cut, far.connection, "the head hung up"))
 

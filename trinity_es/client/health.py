@@ -132,16 +132,16 @@ def _starting(live: dict[str, Any] | None) -> str:
 def look(config: Config) -> dict[str, Any]:
     """Health as plain JSON: `up`, `coordinator`, `runners`, `batches` (open ones), `problems` ([]: none).
 
-    `ends`: why what is left of a system ends; `last_batch`: the one that ended last; `run`: the `trinity-es run` that
-    the log holds; `killed`: the explorer and trainer that ended in the middle on this machine, by their pids. None, ""
-    or {} where there is none.
+    `ends`: why what is left of a system ends; `led_by`: who leads the run now where this machine takes no part in it;
+    `last_batch`: the one that ended last; `run`: the `trinity-es run` that the log holds; `killed`: the explorer and
+    trainer that ended in the middle on this machine, by their pids. None, "" or {} where there is none.
     """
     from trinity_es.system import keeper_lock, run_lock, running_system
 
     out: dict[str, Any] = {
         "store": config.masked()["store"]["url"], "up": False, "keeper": keeper_lock.running(config),
         "coordinator": None, "weights_version": None, "runners": [], "hosts": [], "batches": [], "problems": [],
-        "ends": "", "last_batch": None, "run": None, "killed": run_lock.killed(config),
+        "ends": "", "led_by": "", "last_batch": None, "run": None, "killed": run_lock.killed(config),
     }
     admin = running_system.find(config)
     try:
@@ -159,6 +159,9 @@ def look(config: Config) -> dict[str, Any]:
     out["up"], out["ends"] = admin is not None, processes.get("ends", "")
     if admin is not None:
         out["admin"] = admin
+    else:
+        with contextlib.suppress(LogError):  # told below
+            out["led_by"] = within(READ_SECONDS, lambda: running_system.led_elsewhere(config))
     if live is not None:
         _told(config, out, live)
 
@@ -237,7 +240,8 @@ def _read(config: Config, log: Log, out: dict[str, Any]) -> None:
         return
     gone = {host for host, last in last_lives(log.hosts()).items() if not last.there}
     out["runners"] = [
-        {"runner": life.runner, "incarnation": life.incarnation, "last_state": life.state, "state": "down",
+        {"runner": life.runner, "incarnation": life.incarnation, "last_state": life.state,
+         "state": life.state if out.get("led_by") else "down",
          "pid": life.pid, "model_version": life.model_version, "reason": life.reason}
         for life in {life.runner: life for life in log.runner_lives()}.values()
         if host_of(life.runner) not in gone
@@ -279,6 +283,10 @@ def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, w
         way = f"{mended(resume)} generates it anew" if resume else "start its trainer again"
         yield (f"batch {plain(last['batch_id'])}, the last, gave nothing: each of its runs failed; "
                f"`trinity-es why {plain(last['batch_id'])}` tells how: mend that, then {way}")
+    if out.get("led_by"):
+        yield (f"the run is led by {out['led_by']}, and this machine takes no part in it: this is what the log tells; "
+               "for more ask there, or on a host that does (`trinity-es join`)")
+        return
     if not out["up"]:
         way = go_on(resume)
         if out.get("ends"):
@@ -462,6 +470,7 @@ def show(out: Console, found: dict[str, Any]) -> None:
 
     line(f"store        {found['store']}")
     ends = f"ends: {found['ends']}" if found.get("ends") else "down"
+    ends = f"led by {found['led_by']}, not asked" if found.get("led_by") else ends
     line(f"system       {'up, pid ' + str(found['admin']['pid']) if found['up'] else ends}",
          "green" if found["up"] else "yellow")
     if found["coordinator"] is not None:

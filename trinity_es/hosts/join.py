@@ -15,7 +15,7 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -217,19 +217,32 @@ class HostRun:
             try:
                 places[path] = str(self._pulled(head, config, FolderName("model", name)))
             except SyncError as e:
-                if not e.details.get("refused"):
+                if not e.details.get("refused") or self.is_leaving():
                     raise
                 self._tell(e.message)
         return self._config(places) if places else config
 
     def _pulled(self, head: str, config: Config, name: FolderName) -> Path:
         address, _, port = head.rpartition(":")
-        folder = Path(config.hosts.weights_dir or self._log_dir / "models")
+        folder = self._log_dir / "models"
+        if config.hosts.weights_dir:  # where several hosts may have theirs, also of other machines
+            folder = Path(config.hosts.weights_dir) / f"models-{socket.gethostname()}-{self._name}"
         keys = HostKeys(config.hosts.key_file or ("" if os.environ.get(KEY_VARIABLE) else key_file(config)))
         tls = TlsSettings(**config.hosts.tls.model_dump())
         dialer = HeadDialer(keys, lambda: (address.strip("[]"), int(port)), config.hosts.timeout, tls)
         puller = FolderPuller(folder, {"name": self._name, "build": VERSION}, dialer)
-        return asyncio.run(puller.pull(name, None, lambda text: None))
+        return asyncio.run(self._unless_it_leaves(puller.pull(name, None, lambda text: None)))
+
+    async def _unless_it_leaves(self, pull: Coroutine[Any, Any, Path]) -> Path:
+        """Return what a pull gives. Raises SyncError when `leave` is called meanwhile."""
+        task = asyncio.ensure_future(pull)
+        try:
+            while not (await asyncio.wait([task], timeout=LOOK_SECONDS))[0]:
+                if self.is_leaving():
+                    raise SyncError("the pull of the model was given up: this host leaves")
+            return task.result()
+        finally:
+            task.cancel()
 
     def _has_left(self) -> str:
         """Return why the last life of the host left in order; empty where it did not, or nobody can say."""
@@ -254,9 +267,8 @@ class HostRun:
         self._life = uuid.uuid4().hex
         self._pulls_into = pulled_dir(config.hosts.weights_dir, config.store.url, config.system.log_dir)
         admin = launch_host(config, HostSettings(self._name, self._life))
-        self._tell(f"joined: the actor system of host {self._name} is up (pid {admin['pid']}), its engines are "
-                   f"loading; text logs are in {config.system.log_dir}")
-        drained = False
+        self._tell(f"the actor system of host {self._name} is up (pid {admin['pid']}), its engines are loading; "
+                   f"host.log in {config.system.log_dir} tells when the head takes it in, or why not")
         try:
             payloads = open_payloads(self._url)
             link = Connection(admin, payloads, lambda: None)
@@ -266,8 +278,8 @@ class HostRun:
                         told = link.where(LOOK_SECONDS).status
                         if told.get("fenced"):
                             return str(told["fenced"])
-                        if self._ends and not drained:
-                            drained = link.tell_guardian(HostLeaves(self._ends))
+                        if self._ends:  # again and again: any of the processes on the way may be away or new
+                            link.tell_guardian(HostLeaves(self._ends))
                         if self._ends and time.monotonic() > self._until:
                             link.retire(END_SECONDS)
                             return self._ends

@@ -120,7 +120,7 @@ def launch_host(config: Config, host: HostSettings) -> dict[str, Any]:
         leftovers.end_all_leftovers(config)
         raise StartupError(f"this host could not join (exit {code}):\n{_tail(config)}\nLogs are in {log_dir}")
     admin: dict[str, Any] = {**json.loads(admin_file.read_text()), "key_file": key_file(config)}
-    place = joined_file(config.store.url)
+    place = joined_file(config.store.url, host.name)
     make_private_folder(place.parent)
     with whole_file(place) as file:  # by it clients on this host find it
         file.write(json.dumps(admin).encode())

@@ -24,12 +24,14 @@ from trinity_es.config.config import Config
 from trinity_es.events.errors import LogNotFound, LogUnavailable, NotRunning
 from trinity_es.events.processes import process_lives
 from trinity_es.events.store.database import parse_url
+from trinity_es.events.store.leader_lock import is_led
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.retry import within
 from trinity_es.system import remembered_log_end
 
 __all__ = [
-    "came_true", "end", "find", "find_head", "joined_file", "last_started", "output_file", "processes", "wait_gone",
+    "came_true", "end", "find", "find_head", "joined_file", "last_started", "led_elsewhere",
+    "output_file", "processes", "wait_gone",
 ]
 
 
@@ -127,23 +129,40 @@ def find_head(config: Config) -> dict[str, Any] | None:
     return {**admin, "key_file": key_file(config)}
 
 
-def joined_file(url: str) -> Path:
-    """Return where the system of this store that joined on this host, for this user, is written down."""
+def joined_file(url: str, name: str) -> Path:
+    """Return where the system of this store that joined as this host, for this user, is written down."""
     folder = Path(tempfile.gettempdir()) / f"trinity-es-{os.geteuid()}"
-    return folder / f"joined-{_digest(url)}.json"
+    return folder / f"joined-{_digest(url)}-{name}.json"
 
 
 def _joined(config: Config) -> dict[str, Any] | None:
-    """Return the admin of the system that joined a run of this store on this host; None where none lives."""
+    """Return the admin of a system that joined a run of this store on this machine; None where none lives."""
+    pattern = joined_file(config.store.url, "*")
+    for place in sorted(pattern.parent.glob(pattern.name)):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            if place.stat().st_uid != os.geteuid():
+                continue  # another user's word
+            admin: dict[str, Any] = json.loads(place.read_bytes())
+            if process_lives(admin["pid"], admin["started"]) and not owner_gone(admin.get("owner")):
+                return admin
+    return None
+
+
+def led_elsewhere(config: Config) -> str:
+    """Return who leads the run of this store now, as "pid 12 on gpu-1"; for who found nothing here (`find`) to ask.
+
+    Empty where nobody does, or where it is not known: a head that takes no hosts holds no lock that says so. Raises
+    LogUnavailable.
+    """
+    if parse_url(config.store.url).get_backend_name() == "sqlite":
+        return ""
     try:
-        place = joined_file(config.store.url)
-        if place.stat().st_uid != os.geteuid():
-            return None  # another user's word
-        admin: dict[str, Any] = json.loads(place.read_bytes())
-        lives = process_lives(admin["pid"], admin["started"]) and not owner_gone(admin.get("owner"))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return admin if lives else None
+        with EventLog.open(config.store.url, read_only=True) as log:
+            lease = log.read_lease("coordinator")
+    except LogNotFound:
+        return ""
+    owner = (lease.owner or {}) if lease is not None else {}
+    return f"pid {owner.get('pid')} on {owner.get('host')}" if owner.get("hosts") and is_led(config.store.url) else ""
 
 
 def require(config: Config) -> dict[str, Any]:
@@ -151,7 +170,13 @@ def require(config: Config) -> dict[str, Any]:
     admin = find(config)
     if admin is None:
         remembered_log_end.require(config)
-        raise NotRunning(f"no actor system runs on {config.masked()['store']['url']}: start one with `trinity-es up`")
+        where, leader = config.masked()["store"]["url"], ""
+        with contextlib.suppress(LogUnavailable):  # what is known is that nothing runs here
+            leader = within(_FIND_SECONDS, lambda: led_elsewhere(config))
+        if leader:
+            raise NotRunning(f"the run of {where} is led by {leader}, and this machine takes no part in it: ask there, "
+                             "or on a host that does (`trinity-es join`)")
+        raise NotRunning(f"no actor system runs on {where}: start one with `trinity-es up`")
     return admin
 
 

@@ -25,6 +25,7 @@ from trinity_es.events.values import (
     sort_batch_id,
 )
 from trinity_es.projections.batch import BatchState, Flight, batch_result
+from trinity_es.projections.hosts import host_of
 
 __all__ = [
     "Capacity",
@@ -45,6 +46,8 @@ __all__ = [
 
 MOST_SERVERS_LOST = 10
 """Maximum number of attempts of a unit that is blamed for none of the servers of others that ended under it."""
+MOST_HOSTS_LACK = 10
+"""Maximum number of attempts of a unit that is blamed for nothing that joined hosts lack: others may have it."""
 RETRIED = frozenset({"workflow", "timeout", "grader", "runner_lost", "infra"})
 """Kinds of failure that another attempt may mend; `data` fails the same way every time."""
 
@@ -186,8 +189,9 @@ def outcome(
     kinds: dict[FailureKind, list[tuple[int, str]]] = {}
     for run, kind, message in result.failures:
         kinds.setdefault(kind, []).append((run, message))
+    elsewhere = result.lacks and host_of(runner) != "" and unit.attempt < MOST_HOSTS_LACK
     for cause, failed in kinds.items():
-        blamed = cause != "infra" or _blamed(unit, servers)
+        blamed = not elsewhere and (cause != "infra" or _blamed(unit, servers))
         events.append(
             ev.AttemptFailed(
                 task=unit.task,
@@ -196,9 +200,9 @@ def outcome(
                 attempt=unit.attempt,
                 runner=runner,
                 incarnation=incarnation,
-                kind=cause,
+                kind="infra" if elsewhere else cause,
                 message=shortened(failed[0][1]),
-                retry=cause in RETRIED and (not blamed or _may_fail(batch, unit)),
+                retry=elsewhere or (cause in RETRIED and (not blamed or _may_fail(batch, unit))),
                 seconds=result.seconds,
                 blamed=blamed,
             )

@@ -12,6 +12,7 @@ from trinity_es.actors.messages import CancelUnits, RunnerStatus, RunUnits, Unit
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log_end import Mark
 from trinity_es.projections.batch import BatchState
+from trinity_es.projections.hosts import host_of
 from trinity_es.projections.runner import RunnerState
 
 __all__ = ["Dispatcher", "ahead"]
@@ -20,6 +21,8 @@ AHEAD_SECONDS = 0.1
 """How long a runner can go on, while its outcomes travel, with the units beyond its places (Little's law)."""
 AHEAD_MOST = 8
 """Maximum of these units, as a multiple of its places."""
+REST_SECONDS = 30.0
+"""How long a host gets nothing that lacks what a unit needed: one that fails at once would draw them all."""
 
 
 def ahead(places: int, unit_seconds: float | None) -> int:
@@ -42,6 +45,12 @@ class Dispatcher:
         self._timeout, self._end = timeout, end
         self._acks: dict[str, dict[int, None]] = {}
         self._room = Room(fits=self._fits)
+        self._resting: dict[str, float] = {}
+        """Host -> when it gets units again, monotonic seconds."""
+
+    def rest(self, host: str) -> None:
+        """Give nothing to a host for a while, which lacks what a unit needed: others may have it."""
+        self._resting[host] = self.registry.sender.now() + REST_SECONDS
 
     def acknowledge(self, runner: str, number: int) -> None:
         """Tell the runner, with what is sent next, that this group of its outcomes is safe."""
@@ -68,6 +77,9 @@ class Dispatcher:
     def _look(self) -> None:
         """See how full those runners are of which something changed."""
         changed, self.live.in_flight.changed = self.live.in_flight.changed, {}
+        for host in [h for h, until in self._resting.items() if until <= self.registry.sender.now()]:
+            del self._resting[host]
+            changed |= {name: None for name in self.registry.runners if host_of(name) == host}
         for name in changed:
             runner = self.registry.runners.get(name)
             if runner is None or runner.state is not RunnerState.READY or runner.life.model != "rollout":
@@ -85,7 +97,8 @@ class Dispatcher:
     def _fits(self, capacity: Capacity) -> bool:
         """Return True if a runner may be given something now; where not, it says so itself when that is over."""
         runner = self.registry.runners[capacity.name]
-        return runner.loading is None and runner.has_adapters and not self.registry.is_leaving(capacity.name)
+        fits = runner.loading is None and runner.has_adapters and not self.registry.is_leaving(capacity.name)
+        return fits and host_of(capacity.name) not in self._resting
 
     def send_missing(self, runner: RunnerRecord, message: RunnerStatus) -> None:
         """Send again what the log says this runner has and it does not know of: that never arrived."""

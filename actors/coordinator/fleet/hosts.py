@@ -97,7 +97,7 @@ class HostFleet:
         # A host that was silent under a predecessor is not given the whole time again, only enough to come back.
         least = registry.sender.now() - settings.timeout + min(BACK_SECONDS, settings.timeout)
         self._heard = {host: max(at, least) for host, at in heard.items()}
-        """When a host without a connection was last heard, monotonic seconds."""
+        """When a host without a connection was last heard, or seen to have none, monotonic seconds."""
         self._why: dict[str, str] = {}
         """Why a connection ended."""
         self._lost: dict[str, float] = {}
@@ -160,9 +160,11 @@ class HostFleet:
         """Take what a host's processes say. What comes of an epoch that is over is dropped; its connection ends."""
         known = self._live.hosts.get(host)
         if known is None or known.epoch != epoch or not known.there:
-            self._end.hang_up(host)
+            self._end.hang_up(host, epoch)
             return
-        self._connected[host] = epoch
+        if self._connected.get(host) != epoch:
+            self._connected[host] = epoch
+            self._heard.pop(host, None)
         for name, message in items:
             if isinstance(message, HostLeaves):
                 self._leaves(known, message)
@@ -182,13 +184,16 @@ class HostFleet:
     def look(self) -> None:
         """See who was not heard of for too long, and who has nothing any more and may leave."""
         now = self._registry.sender.now()
-        there = self.there()
+        there, open_now = self.there(), self._end.heard()
         units = self._units() if any(host.state == "draining" for host in there) else {}
         for host in there:
             if self._is_connected(host):
                 if host.state == "draining" and not units.get(host.name):
                     self.send(FarProcess(host.name, ""), HostDrained())
-                continue
+                if host.name in open_now:
+                    self._heard.pop(host.name, None)
+                    continue
+                # Its connection ended, which is told in a moment; were it not, its time begins now.
             since = self._heard.setdefault(host.name, now)
             if now - since >= self._settings.timeout:
                 why = self._why.get(host.name, "it did not come back to this coordinator")
@@ -250,7 +255,7 @@ class HostFleet:
         self._live.record(event)
         self._lost[event.host] = self._registry.sender.now()
         self._connected.pop(event.host, None)
-        self._end.hang_up(event.host)
+        self._end.hang_up(event.host, event.epoch)
         _log.error("host %s #%d is lost: %s", event.host, event.epoch, event.reason)
         self._end_runners(event.host, lost_reason(event.host, event.reason))
 

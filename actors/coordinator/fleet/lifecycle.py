@@ -21,6 +21,7 @@ from trinity_es.actors.messages import (
 from trinity_es.actors.reports import clean_text
 from trinity_es.events.errors import InvalidEvent
 from trinity_es.events.values import BatchId
+from trinity_es.projections.hosts import host_of
 from trinity_es.projections.runner import newest_life
 
 __all__ = ["RunnerLifecycle"]
@@ -134,7 +135,9 @@ class RunnerLifecycle:
                     failed = batches.outcome(batch, message.name, message.incarnation, unrecordable(outcome, e))
                     self.live.record_batch(outcome.batch_id, failed)
                 touched[outcome.batch_id] = None
-            if runner is not None:
+            if outcome.lacks and (host := host_of(message.name)):
+                self.dispatcher.rest(host)
+            elif runner is not None:
                 before = runner.unit_seconds
                 runner.unit_seconds = outcome.seconds if before is None else 0.8 * before + 0.2 * outcome.seconds
                 self.registry.changed(message.name)

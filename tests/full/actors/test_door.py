@@ -395,7 +395,8 @@ def test_a_key_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     path = tmp_path / "key"
     make_key(str(path))
     status = SimpleNamespace(st_mode=0o100600, st_uid=os.geteuid() + 4711)
-    stranger = SimpleNamespace(environ={}, fstat=lambda _: status, geteuid=os.geteuid)
+    stranger = SimpleNamespace(
+        environ={}, fstat=lambda _: status, geteuid=os.geteuid, open=os.open, O_NONBLOCK=os.O_NONBLOCK)
     monkeypatch.setattr(system_key, "os", stranger)
     with pytest.raises(WrongKey, match="belongs to another user"):
         read_key(str(path))

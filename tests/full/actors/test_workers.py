@@ -31,6 +31,7 @@ from tests.helpers.worker_workflows import (
     Hangs,
     Kept,
     KeptWithAJudge,
+    LacksAModule,
     LeavesAThread,
     Odd,
     Recorder,
@@ -318,6 +319,13 @@ async def test_errors_of_the_engine_keep_their_kind(pool: WorkerPool) -> None:
     workflows = runner(pool)
     bad = await workflows.execute(Task(workflow=Chats, rollout_args={"temprature": 1}), 1, range(1))
     assert bad.failures[0][1] == "data"
+
+
+async def test_that_this_machine_lacks_something_is_told_by_a_worker_too(pool: WorkerPool) -> None:
+    done = await played(runner(pool), LacksAModule)
+    assert done.lacks
+    assert [kind for _, kind, _ in done.failures] == ["data"]
+    assert not (await played(runner(pool), Ends, how="raise")).lacks
 
 
 async def test_what_goes_wrong_in_a_call_is_told_where_it_was_called(pool: WorkerPool) -> None:

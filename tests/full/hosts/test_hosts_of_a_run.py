@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,12 +23,16 @@ import trinity_es
 from tests.helpers.hosts import KEY, Head, free_port, has_settled, host_joins, ready
 from tests.helpers.links import Network, network
 from tests.helpers.systems import end, kill_system, pid_of, scripted
+from trinity_es import Task
+from trinity_es.client import health
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import AlreadyRunning, HostNotFound
-from trinity_es.events.store.leader_lock import wait_until_led_by_nobody
-from trinity_es.system import lifecycle
-from trinity_es.testing import wait_until
+from trinity_es.events.errors import AlreadyRunning, HostNotFound, NotRunning
+from trinity_es.events.processes import process_start_time
+from trinity_es.events.store.leader_lock import is_led, wait_until_led_by_nobody
+from trinity_es.projections.hosts import host_of
+from trinity_es.system import lifecycle, running_system
+from trinity_es.testing import SleepWorkflow, wait_until
 
 pytestmark = [pytest.mark.postgres, pytest.mark.timeout(240)]
 
@@ -146,6 +155,78 @@ def test_a_host_whose_network_is_away_for_long_is_lost_and_comes_back_as_another
     assert {e.runner for e in head.events(ev.AttemptFailed)} <= {"runner-0@b"}
 
 
+def test_a_host_that_is_told_to_leave_while_its_network_is_away_leaves_in_order_when_it_is_back(
+    start_head: StartHead
+) -> None:
+    with network(free_port()) as between:
+        head = start_head(between.port)
+        between.to(head.port)
+        with host_joins(head.url, "b", head.folder, "--drain", "60") as b:
+            ready(head.client, "b")
+            head.submit(1, 96, 0.5)
+            wait_until(partial(has_settled, head, 8), "8 tasks", 30)
+            between.away()
+            b.process.send_signal(signal.SIGTERM)
+            time.sleep(1.5)  # it has said so, and nobody heard it
+            between.cut()
+            between.heal()
+            wait_until(lambda: bool(head.events(ev.HostDraining)), "the head to hear of it", 20)
+            head.finish(1, 96)
+            assert b.process.wait(60) == 0
+    assert head.events(ev.AttemptFailed, ev.HostLost) == []
+    assert [e.host for e in head.events(ev.HostDraining)] == ["b"], "once, however often it was said"
+    assert len(head.events(ev.HostLeft)) == 1
+
+
+def test_tasks_whose_module_a_host_lacks_are_played_by_others_and_it_is_given_few(
+    start_head: StartHead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, text in {"here": LACKED, "empty": ""}.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "lacked_by_a_host.py").write_text(text)
+    (tmp_path / "empty" / "lacked_by_a_host.py").unlink()
+    monkeypatch.syspath_prepend(str(tmp_path / "here"))
+    head = start_head(code_path=str(tmp_path / "here"))
+    options = ["--set", f"code_path={tmp_path / 'empty'}"]
+    with host_joins(head.url, "b", head.folder, *options), host_joins(head.url, "c", head.folder, *options):
+        ready(head.client, "b")
+        ready(head.client, "c")
+        tasks = [Task(workflow="lacked_by_a_host:Lacked", raw_task={"i": i}) for i in range(64)]
+        head.client.submit_batch(batch_id=1, tasks=tasks, batch_type="train")
+        head.finish(1, 64)
+        failed = head.events(ev.AttemptFailed)
+        assert {e.kind for e in failed} == {"infra"}
+        assert all("lacked_by_a_host" in e.message for e in failed)
+        assert not any(e.blamed for e in failed)
+        assert {host_of(e.runner) for e in failed} == {"b", "c"}
+        assert head.ran_on(1) == {"": 64}
+
+
+def test_tasks_whose_secret_stays_on_the_head_are_played_there(start_head: StartHead) -> None:
+    head = start_head()
+    with host_joins(head.url, "b", head.folder):
+        ready(head.client, "b")
+        tasks = [Task(workflow=SleepWorkflow, workflow_args={"seconds": 0.2},
+                      raw_task={"i": i, "api_key": f"sk-{i:032}"}) for i in range(48)]
+        head.client.submit_batch(batch_id=1, tasks=tasks, batch_type="train")
+        head.finish(1, 48)
+        failed = head.events(ev.AttemptFailed)
+        assert {(e.runner, e.kind, e.blamed, e.retry) for e in failed} == {("runner-0@b", "infra", False, True)}
+        assert all("secret" in e.message for e in failed)
+        assert head.ran_on(1) == {"": 48}
+
+
+LACKED = """
+import asyncio
+from trinity_es.testing import SleepWorkflow
+
+class Lacked(SleepWorkflow):
+    async def run_async(self):
+        await asyncio.sleep(0.2)
+        return await super().run_async()
+"""
+
+
 def test_a_coordinator_that_dies_leaves_the_hosts_to_the_next_one(start_head: StartHead) -> None:
     head = start_head()
     with host_joins(head.url, "b", head.folder):
@@ -177,6 +258,16 @@ def test_a_host_is_drained_by_a_person_and_its_join_ends(start_head: StartHead) 
         [left] = head.events(ev.HostLeft)
         assert left.reason.endswith("its disk is replaced")
     assert head.events(ev.AttemptFailed, ev.HostLost) == []
+
+
+def test_a_host_that_was_never_taken_in_ends_at_once(start_head: StartHead) -> None:
+    head = start_head(free_port())  # where nobody listens
+    with host_joins(head.url, "b", head.folder, "--drain", "200") as b:
+        wait_until(lambda: "is up" in b.said.read_text(), "the host's system", 60)
+        assert "host.log" in b.said.read_text()
+        assert b.drain() == 0
+        assert b.left() == []
+    assert head.events(ev.HostJoined, ev.HostLost) == []
 
 
 def test_what_a_host_has_that_ends_before_its_tasks_do_is_attempted_elsewhere(start_head: StartHead) -> None:
@@ -237,6 +328,39 @@ def test_a_second_head_is_refused_and_one_that_stands_by_takes_over(
             assert [e.epoch for e in taken.events(ev.HostJoined)] == [1]
         finally:
             end(client)
+
+
+def test_on_a_machine_that_takes_no_part_who_leads_is_told_and_nobody_is_sent_to_start_another(
+    start_head: StartHead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = start_head()
+    config = scripted(tmp_path / "elsewhere", store={"url": head.url})
+    monkeypatch.setattr("trinity_es.system.running_system.find_head", lambda config: None)
+    wait_until(lambda: is_led(head.url), "the lock of who leads", 20)
+    with pytest.raises(NotRunning, match=rf"is led by pid \d+ on {socket.gethostname()}.*trinity-es join"):
+        trinity_es.connect(config)
+    found = health.look(config)
+    assert found["led_by"].startswith("pid ")
+    [problem] = found["problems"]
+    assert "is led by pid" in problem
+    assert "resume" not in problem
+    assert "down" not in {r["state"] for r in found["runners"]}
+
+
+def test_a_client_finds_whichever_host_of_its_machine_takes_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    config = scripted(tmp_path / "logs", store={"url": "postgresql://nobody@127.0.0.1:1/run"})
+    monkeypatch.setattr("trinity_es.system.running_system.find_head", lambda config: None)
+    alive = {"pid": os.getpid(), "started": process_start_time(os.getpid()), "port": 1}
+    for name, admin in {"a": alive | {"pid": 2**22 + 1}, "b": alive, "c": alive | {"started": "before"}}.items():
+        place = running_system.joined_file(config.store.url, name)
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(json.dumps(admin))
+    assert running_system.find(config) == alive
+    running_system.joined_file(config.store.url, "b").unlink()
+    assert running_system.find(config) is None
 
 
 def join_says(url: str, *options: str) -> str:

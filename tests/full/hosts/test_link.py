@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -227,6 +227,42 @@ def test_a_stranger_is_hung_up_on_and_harms_nobody(stranger: bytes) -> None:
         host.end.send("runner-0@b", "still there")
         wait_until(lambda: bool(head.items), "the host is heard", 10)
         assert len(host.ups) == 1
+
+
+def test_many_strangers_take_no_room_from_a_host(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who opens connections and says nothing: of more than there may be, the oldest is dropped."""
+    monkeypatch.setattr(link, "most_strangers", lambda: 8)
+    head = Heard([KEY])
+    with ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", head.port), 5)) for _ in range(40)]
+        wait_until(lambda: sum(map(ended, silent)) == 32, "all but 8 to be dropped", 4)  # before they are late
+        host = stack.enter_context(joined(head))
+        wait_until(lambda: len(host.ups) == 1, "the host is taken in", 10)
+    assert "too many connections that don't show the key" in caplog.text
+
+
+def ended(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def test_who_hangs_up_on_an_earlier_epoch_leaves_the_new_one_its_connection() -> None:
+    head = Heard([KEY])
+    with joined(head) as host:
+        wait_until(lambda: host.ups == [(1, 1)], "the host is taken in", 10)
+        head.end.hang_up("b", 0)
+        host.end.send("runner-0@b", "still there")
+        wait_until(lambda: bool(head.items), "the host is heard", 10)
+        assert not head.gone
+        head.end.hang_up("b", 1)
+        wait_until(lambda: bool(head.gone), "the end of the connection to be told", 10)
 
 
 @pytest.mark.parametrize("lost", ["to head", "to host", "both"])

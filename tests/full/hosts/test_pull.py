@@ -84,7 +84,10 @@ class Host:
         return self.puller.pull(WEIGHTS, own, self.told.append)
 
 
-def test_a_folder_comes_equal_and_without_what_a_trainer_keeps_beside_weights(head: Head, tmp_path: Path) -> None:
+def test_a_folder_comes_equal_and_without_what_a_trainer_keeps_beside_weights(
+    head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_puller, "TELL_SECONDS", 0.0)  # it takes less
     host = Host(tmp_path / "host", head.port)
     place = host.pull()
     assert place.parent == host.folder
@@ -122,6 +125,25 @@ def test_an_equal_copy_is_used_as_it_is_and_one_that_differs_in_a_bit_is_not(hea
 def pulled_slowly(head: Head, tmp_path: Path) -> Iterator[tuple[Host, Network]]:
     with network(head.port) as between:
         yield Host(tmp_path / "host", between.port), between
+
+
+def test_two_processes_never_write_one_file(head: Head, tmp_path: Path) -> None:
+    """Two hosts with one folder: the second would cut off what the first has written."""
+    with pulled_slowly(head, tmp_path) as (first, between):
+        second = Host(first.folder, head.port)
+        said: list[str] = []
+
+        def come_too() -> None:
+            with pytest.raises(SyncError, match="another process pulls it there") as told:
+                second.pull()
+            said.append(str(told.value))
+
+        meanwhile = cut_at(between, 3 * MIB, come_too)
+        place = first.pull()
+        meanwhile.join(30)
+        assert said
+        assert content(place) == published(head)
+        assert second.pull() == place, "it is here now"
 
 
 def cut_at(between: Network, size: int, cut: Callable[[], None]) -> threading.Thread:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -280,6 +281,24 @@ class TestOutcome:
         status = case.state.statuses[0]
         assert (status.ok, status.completed_runs) == (False, 0)
         assert "first" in (status.message or "")
+
+    @pytest.mark.parametrize("kind", ["data", "infra"])
+    def test_what_a_joined_host_lacks_is_no_fault_of_the_unit_and_is_attempted_elsewhere(self, kind: Any) -> None:
+        for attempt in range(1, batches.MOST_HOSTS_LACK):
+            u = unit(attempt=attempt)
+            batch = fold([submitted(1), dispatched(u, runner="runner-0@b")])
+            lacks = replace(outcome(u, failed=[(0, kind, "no module sums")]), lacks=True)
+            [failed] = batches.outcome(batch, "runner-0@b", 1, lacks)
+            assert isinstance(failed, ev.AttemptFailed)
+            assert (failed.kind, failed.retry, failed.blamed) == ("infra", True, False)
+
+    @pytest.mark.parametrize(("runner", "attempt"), [("runner-0", 1), ("runner-0@b", batches.MOST_HOSTS_LACK)])
+    def test_what_all_lack_fails_for_good(self, runner: str, attempt: int) -> None:
+        u = unit(attempt=attempt)
+        lacks = replace(outcome(u, failed=[(0, "data", "no module sums")]), lacks=True)
+        [failed] = batches.outcome(fold([submitted(1), dispatched(u, runner=runner)]), runner, 1, lacks)
+        assert isinstance(failed, ev.AttemptFailed)
+        assert (failed.kind, failed.retry, failed.blamed) == ("data", False, True)
 
     def test_bad_data_is_not_attempted_again(self) -> None:
         u = unit()

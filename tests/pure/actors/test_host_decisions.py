@@ -211,7 +211,7 @@ class Around:
         self.time = 0.0
         self.sent: list[tuple[str, str, Any]] = []
         self.connections: dict[str, float] = {}
-        self.hung_up: list[str] = []
+        self.hung_up: list[tuple[str, int]] = []
         self.handled: list[tuple[Any, Any]] = []
         self.died: list[RunnerDied] = []
         self.book = Book()
@@ -231,8 +231,8 @@ class Around:
     def send(self, host: str, to: str, message: Any) -> None:
         self.sent.append((host, to, message))
 
-    def hang_up(self, host: str) -> None:
-        self.hung_up.append(host)
+    def hang_up(self, host: str, epoch: int) -> None:
+        self.hung_up.append((host, epoch))
 
     def hello(self, life: str = "1") -> Admission:
         [told] = self.told(life)
@@ -276,7 +276,7 @@ def test_a_host_is_there_while_it_is_connected_and_for_some_seconds_after() -> N
     assert it.book.hosts["b"].there
     it.look_at(105.0)
     assert "the connection broke" in it.book.hosts["b"].reason
-    assert it.hung_up == ["b"]
+    assert it.hung_up == [("b", 1)]
 
 
 @pytest.mark.parametrize(("heard", "lost"), [(-4.0, 11.0), (-60.0, 5.0), (None, 15.0)])
@@ -319,6 +319,20 @@ def test_nobody_is_refused_for_what_is_not_in_the_log() -> None:
     assert it.hello("1").for_good
 
 
+def test_a_host_whose_connection_is_no_more_is_lost_though_nobody_told_its_end() -> None:
+    it = Around()
+    it.hello()
+    it.fleet.take("b", 1, [])
+    it.connections = {"b": 50.0}
+    it.look_at(50.0)
+    it.connections = {}
+    it.look_at(60.0)
+    assert it.book.hosts["b"].there, "its end may be told in a moment"
+    it.look_at(65.0)
+    assert it.book.hosts["b"].state == "lost"
+    assert it.hello("2") == Admission(2, 4)
+
+
 def test_what_an_earlier_epoch_says_is_dropped_and_its_connection_ended() -> None:
     it = Around()
     it.hello()
@@ -330,7 +344,7 @@ def test_what_an_earlier_epoch_says_is_dropped_and_its_connection_ended() -> Non
     it.hung_up.clear()
     it.fleet.take("b", 1, [("runner-0@b", "its late word")])
     assert it.handled == [("its word", FarProcess("b", "runner-0@b"))]
-    assert it.hung_up == ["b"]
+    assert it.hung_up == [("b", 1)]
 
 
 def test_a_host_speaks_for_its_own_processes_alone() -> None:

@@ -65,6 +65,25 @@ def test_while_the_file_is_no_good_the_keys_are_what_they_were(
     assert keys() == [NEW.encode()]
 
 
+def test_zeros_that_a_power_loss_left_are_no_key(file: Path) -> None:
+    keys = HostKeys(str(file))
+    keys()
+    file.write_bytes(bytes(100))
+    assert keys() == [OLD.encode()]
+    with pytest.raises(WrongKey, match=r"can't be printed.*openssl rand"):
+        HostKeys(str(file))()
+
+
+def test_nobody_waits_for_a_pipe_of_this_name(file: Path) -> None:
+    keys = HostKeys(str(file))
+    keys()
+    file.unlink()
+    os.mkfifo(file, 0o600)
+    assert keys() == [OLD.encode()]
+    with pytest.raises(WrongKey, match="no regular file"):
+        HostKeys(str(file))()
+
+
 def test_a_file_that_was_never_good_is_an_error_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(WrongKey, match=r"hosts\.key_file, --key-file of `join`\), or the key itself in TRINITY_ES_KEY"):
         HostKeys(str(tmp_path / "nowhere"))()

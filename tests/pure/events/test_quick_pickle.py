@@ -22,7 +22,8 @@ OUTCOME = UnitOutcome(
 @pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
 def test_a_value_is_the_same_after_it_was_pickled(value: object, protocol: int) -> None:
     again = pickle.loads(pickle.dumps(value, protocol))
-    assert again == value and type(again) is type(value)
+    assert again == value
+    assert type(again) is type(value)
     assert copy.deepcopy(value) == value
 
 

@@ -1,0 +1,161 @@
+"""The same events appended and replayed by the `eventsourcing` library, and by us, in turn.
+
+The library (from PyPI, pinned, with psycopg) gets an environment of its own in the cache folder of the user, made
+once; where it can't be had the rows are left out, with the reason. It is used as it is meant to be: an
+aggregate a stream, `Application.save` of a group in one transaction, `repository.get`. It has no lease, hash chain or
+read models, and its aggregates keep a count and the last event; ours have every guarantee on, and batches are folded
+whole. Both are durable against the loss of power.
+
+After each repeat both are read back: ours is verified, of the library each stream's events are compared.
+
+`python -m benchmarks.eventsourcing_library [--json FILE] [--quick]`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+from sqlalchemy.engine import make_url
+
+from benchmarks.compared import Databases, Row, Watch, alternate, databases, options_of, pairs, report
+from benchmarks.log_append import Appended, a_run, append_all, check_log, groups_of
+from benchmarks.replay import replay_all
+from trinity_es.events.codec import encode
+
+__all__ = ["Library", "environment"]
+
+PINS = ["eventsourcing==9.5.6", "psycopg[binary]==3.3.9", "psycopg-pool==3.3.3"]
+GROUPS = {1: 512, 64: 8_192, 1024: 16_384}
+"""Events of one repeat, by the size of a group."""
+REPEATS = 7
+PATIENCE = 120
+"""Seconds that one answer of the library's process may take."""
+
+
+def environment() -> Path:
+    """Return the Python that has the library; made where it is not there yet. Raises CalledProcessError."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "trinity_es" / f"{PINS[0].replace('==', '-')}-python{sys.version_info[0]}.{sys.version_info[1]}"
+    python, ready = folder / "bin" / "python", folder / "ready"
+    if not ready.exists():
+        venv.create(folder, clear=True, with_pip=True)
+        words = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *PINS]
+        subprocess.run(words, check=True, capture_output=True, text=True)
+        ready.touch()
+    return python
+
+
+class Library:
+    """The process that has the library."""
+
+    def __init__(self, python: Path, run: Sequence[Appended], file: Path) -> None:
+        lines = [orjson.dumps([stream, type(e).__name__, orjson.loads(encode(e))]) for stream, e in run]
+        file.write_bytes(b"\n".join(lines))
+        script = Path(__file__).with_name("eventsourcing_child.py")
+        self.process = subprocess.Popen(
+            [str(python), str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        if self.ask(file=str(file))["ready"] != len(run):
+            raise SystemExit("the library's process has not read the whole run")
+
+    def ask(self, **order: Any) -> dict[str, Any]:
+        """Have it do something, and return its answer."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{json.dumps(order)}\n")
+        self.process.stdin.flush()
+        if not select.select([self.process.stdout], [], [], PATIENCE)[0]:
+            self.process.kill()
+            raise SystemExit(f"the library did not answer {order} in {PATIENCE} s")
+        if not (answer := self.process.stdout.readline()):
+            raise SystemExit(f"the library's process ended ({self.process.wait()}) at {order}")
+        return dict(json.loads(answer))
+
+    def close(self) -> None:
+        """End it."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def variables(url: str) -> dict[str, str]:
+    """Return what tells the library to keep its events there."""
+    parsed = make_url(url)
+    if parsed.get_backend_name() == "sqlite":
+        return {"PERSISTENCE_MODULE": "eventsourcing.sqlite", "SQLITE_DBNAME": str(parsed.database)}
+    return {
+        "PERSISTENCE_MODULE": "eventsourcing.postgres", "POSTGRES_DBNAME": str(parsed.database),
+        "POSTGRES_HOST": str(parsed.host or parsed.query["host"]), "POSTGRES_PORT": str(parsed.port or 5432),
+        "POSTGRES_USER": str(parsed.username), "POSTGRES_PASSWORD": parsed.password or "none",
+        # Its faster way, and the one that works: without it 1,024 events in one `save` wait for ever in the driver.
+        "POSTGRES_ENABLE_DB_FUNCTIONS": "y",
+    }
+
+
+def measure(
+    places: Databases, kind: str, library: Library, run: list[Appended], size: int, repeats: int
+) -> tuple[Row, Row]:
+    """Measure appends in groups of this size on one database, and the replay of what they wrote."""
+    groups, events = groups_of(run, size), len(run)
+    replayed: dict[str, list[float]] = {"ours": [], "theirs": []}
+
+    def ours() -> float:
+        seconds = append_all(url := places.new(kind), groups)
+        started = time.perf_counter()
+        folded = replay_all(url)
+        replayed["ours"].append(folded / (time.perf_counter() - started))
+        check_log(url, run)
+        return events / seconds
+
+    def theirs() -> float:
+        seconds = library.ask(do="append", environment=variables(places.new(kind)), size=size, events=events)["seconds"]
+        folded = library.ask(do="replay", events=events)
+        replayed["theirs"].append(folded["events"] / folded["seconds"])
+        if (right := library.ask(do="check", events=events)["right"]) != events:
+            raise SystemExit(f"the library has {right} of {events} events")
+        return float(events / seconds)
+
+    found = alternate({"ours": ours, "theirs": theirs}, repeats)
+    name, unit = "eventsourcing 9.5.6", "events/s"
+    return (
+        pairs(f"append, groups of {size:,}, {kind}", unit, found["ours"], name, found["theirs"]),
+        pairs(f"replay of all batches, {kind}", unit, replayed["ours"], name, replayed["theirs"]),
+    )
+
+
+def main() -> int:
+    options = options_of(__doc__)
+    watch, rows, left_out = Watch(), list[Row](), list[str]()
+    part, repeats = (8, 5) if options.quick else (1, REPEATS)
+    with databases() as places:
+        try:
+            python = environment()
+        except subprocess.CalledProcessError as e:
+            left_out.append(f"all of it: {PINS[0]} can't be had: {str(e.stderr or e).strip()[-300:]}")
+            return report("The eventsourcing library", rows, watch, left_out, options.json)
+        run = a_run(places.folder, max(GROUPS.values()) // part)
+        library = Library(python, run, places.folder / "run.jsonl")
+        try:
+            for kind in places.kinds:
+                for size, events in GROUPS.items():
+                    appended, replayed = measure(places, kind, library, run[: events // part], size, repeats)
+                    rows.append(appended)
+                rows.append(replayed)  # of the longest
+        finally:
+            library.close()
+        left_out += places.missing
+    return report("The same events in the eventsourcing library", rows, watch, left_out, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

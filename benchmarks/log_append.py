@@ -1,0 +1,250 @@
+"""How fast is the log written? Groups of 1, 64 and 1,024 events, against the driver's own inserts of the same bytes.
+
+Ours: `EventLog.append` with every guarantee on: the lease, versions, repeated commits, the hash chain, the read models,
+`durability: power`. The events are those of a run (`benchmarks.sample_log`), in its order. The other way: sqlite3 or
+psycopg insert the finished rows (`executemany`) into a table of the same columns and indexes, with nothing checked,
+computed or folded; one transaction a group, and as durable: WAL with `synchronous=FULL`, `synchronous_commit=on`.
+
+Each repeat writes a new log. After it everything that was appended is read back and compared, and the chain is
+verified; of the last one `verify` checks everything, read models and payloads too. Of the driver's table the rows are
+counted, and the bytes of all of them compared by a digest.
+
+`python -m benchmarks.log_append [--json FILE] [--quick]`
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Protocol
+
+import psycopg
+from sqlalchemy import text
+
+from benchmarks.compared import Databases, Row, Watch, alternate, databases, options_of, pairs, report
+from benchmarks.sample_log import make
+from trinity_es.events.store import schema
+from trinity_es.events.store.database import parse_url
+from trinity_es.events.store.log import EventLog, Write
+from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.vocabulary import CoordinatorStarted, Event
+from trinity_es.projections.tables.read_models import projectors
+from trinity_es.projections.verify.log import verify_log
+
+__all__ = ["Appended", "a_run", "append_all", "check_log", "groups_of"]
+
+GROUPS = {1: 512, 64: 8_192, 1024: 16_384}
+"""Events of one repeat, by the size of a group."""
+REPEATS = 7
+AIM, FROM = 0.5, 64
+
+Appended = tuple[str, Event]
+"""The stream and the event."""
+
+
+def a_run(folder: Path, events: int) -> list[Appended]:
+    """Return the first events of a run under one coordinator, in order.
+
+    Its payloads lie in `folder`, beside the log `run.sqlite`.
+    """
+    url = f"sqlite:///{folder}/run.sqlite"
+    make(url, batches=10**9, tasks=64, events=events + 100, seed=16)
+    with EventLog.open(url, read_only=True) as log:
+        run = [(r.stream, r.event) for r in log.read() if r.type not in ("SystemConfigured", "CoordinatorStarted")]
+        first = [(r.stream, r.event) for r in log.read(until=2)]
+    return (first + run)[:events]
+
+
+def groups_of(run: Sequence[Appended], size: int) -> list[list[Write]]:
+    """Return the appends: neighbours of one stream are one write."""
+    versions: dict[str, int] = {}
+    made = []
+    for first in range(0, len(run), size):
+        writes = []
+        for stream, events in groupby(run[first : first + size], key=lambda one: one[0]):
+            some = [event for _, event in events]
+            writes.append(Write(stream=stream, expected_version=versions.get(stream, 0), events=some))
+            versions[stream] = versions.get(stream, 0) + len(some)
+        made.append(writes)
+    return made
+
+
+def append_all(url: str, groups: Sequence[Sequence[Write]]) -> float:
+    """Write a new log; returns the seconds of the appends alone."""
+    with EventLog.open(url, create=True, durability="power", projectors=projectors()) as log:
+        lease = log.acquire_lease("coordinator", _owner(groups))
+        started = time.perf_counter()
+        for number, writes in enumerate(groups):
+            log.append(writes, commit_id=f"group-{number}", lease=lease)
+        return time.perf_counter() - started
+
+
+def _owner(groups: Sequence[Sequence[Write]]) -> dict[str, Any]:
+    """Return the owner of the lease that the events speak of."""
+    started = next(e for writes in groups for w in writes for e in w.events if isinstance(e, CoordinatorStarted))
+    return {"pid": started.pid, "host": started.host}
+
+
+def check_log(url: str, run: Sequence[Appended], payloads: str | None = None) -> None:
+    """See that the log holds these events and nothing else, in order, with a sound chain.
+
+    `payloads`: URL of the log whose payloads it names; then everything that `verify` knows is checked.
+    """
+    with EventLog.open(url, read_only=True) as log:
+        found = [(r.stream, r.event) for r in log.read()]
+        if found != list(run):
+            raise SystemExit(f"{url}: {len(found)} events are there, or other ones, where {len(run)} were appended")
+        problems = log.verify()
+    if payloads is not None and not problems:
+        with closing(open_payloads(payloads)) as those, closing(open_payloads(url, durability="process")) as these:
+            for digest in those.digests():
+                these.put(those.get(digest))
+        problems = verify_log(url).problems
+    if problems:
+        raise SystemExit(f"{url} is not sound: {problems[0]}")
+
+
+class Inserts(Protocol):
+    """A driver's own way to a table of the shape of the log's."""
+
+    def insert(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Insert them in one transaction; durable when it returns."""
+
+    def rows(self) -> Iterable[tuple[Any, ...]]:
+        """Return all that is there, in order."""
+
+    def close(self) -> None:
+        """Let go of the connection."""
+
+
+_COLUMNS = [column.name for column in schema.events.columns]
+_INDEXES = [
+    "CREATE UNIQUE INDEX es_event_commit ON es_event (commit_id) WHERE commit_index = 0",
+    f"CREATE INDEX es_event_rare ON es_event (type, position) WHERE {schema.IS_RARE.text}",
+]
+
+
+def _table(number: str, small: str, binary: str, real: str) -> str:
+    kinds = {
+        "position": f"{number} PRIMARY KEY", "stream": "TEXT", "version": number, "type": "TEXT",
+        "schema_version": small, "data": binary, "metadata": binary, "recorded_at": real, "commit_id": "TEXT",
+        "commit_index": "INTEGER", "hash": binary,
+    }
+    columns = ", ".join(f"{name} {kinds[name]} NOT NULL" for name in _COLUMNS)
+    return f"CREATE TABLE es_event ({columns}, UNIQUE (stream, version))"
+
+
+class Sqlite:
+    def __init__(self, url: str) -> None:
+        self.connection = sqlite3.connect(str(parse_url(url).database), isolation_level=None)
+        self.connection.execute("PRAGMA journal_mode=WAL")
+        self.connection.execute("PRAGMA synchronous=FULL")
+        for statement in [_table("INTEGER", "SMALLINT", "BLOB", "DOUBLE"), *_INDEXES]:
+            self.connection.execute(statement)
+        self.statement = f"INSERT INTO es_event VALUES ({', '.join('?' * len(_COLUMNS))})"
+
+    def insert(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        self.connection.execute("BEGIN IMMEDIATE")
+        self.connection.executemany(self.statement, rows)
+        self.connection.execute("COMMIT")
+
+    def rows(self) -> Iterable[tuple[Any, ...]]:
+        return self.connection.execute("SELECT * FROM es_event ORDER BY position")
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+class Psycopg:
+    def __init__(self, url: str) -> None:
+        self.connection = psycopg.connect(url, autocommit=True)
+        self.connection.execute("SET synchronous_commit = on")
+        for statement in [_table("BIGINT", "SMALLINT", "BYTEA", "DOUBLE PRECISION"), *_INDEXES]:
+            self.connection.execute(statement.encode())
+        self.statement = f"INSERT INTO es_event VALUES ({', '.join(['%s'] * len(_COLUMNS))})".encode()
+
+    def insert(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        with self.connection.transaction(), self.connection.cursor() as cursor:
+            cursor.executemany(self.statement, rows)
+
+    def rows(self) -> Iterable[tuple[Any, ...]]:
+        return self.connection.execute("SELECT * FROM es_event ORDER BY position")
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+DRIVERS: dict[str, type[Sqlite] | type[Psycopg]] = {"sqlite": Sqlite, "postgresql": Psycopg}
+
+
+def stored_rows(url: str) -> list[tuple[Any, ...]]:
+    """Return the rows of a log as they are stored."""
+    with EventLog.open(url, read_only=True) as log:
+        found = log.query(lambda c: c.execute(text("SELECT * FROM es_event ORDER BY position")).all())
+    return [tuple(bytes(v) if isinstance(v, memoryview) else v for v in row) for row in found]
+
+
+def digest(rows: Iterable[tuple[Any, ...]]) -> str:
+    """Return one digest of all values of all rows."""
+    sha = hashlib.sha256()
+    for row in rows:
+        sha.update(repr(tuple(row)).encode())
+    return sha.hexdigest()
+
+
+def insert_all(driver: Inserts, rows: Sequence[tuple[Any, ...]], size: int) -> float:
+    """Insert all rows, so many in a transaction; returns the seconds. Checks that they are there."""
+    started = time.perf_counter()
+    for first in range(0, len(rows), size):
+        driver.insert(rows[first : first + size])
+    seconds = time.perf_counter() - started
+    if digest(driver.rows()) != digest(rows):
+        raise SystemExit(f"{type(driver).__name__}: other rows are there than were inserted")
+    return seconds
+
+
+def measure(places: Databases, kind: str, run: list[Appended], size: int, repeats: int) -> Row:
+    """Measure groups of one size on one database."""
+    groups = groups_of(run, size)
+    append_all(url := places.new(kind), groups)  # also what both would pay the first time
+    rows = stored_rows(url)
+    last = [url]
+
+    def ours() -> float:
+        last[0] = places.new(kind)
+        seconds = append_all(last[0], groups)
+        check_log(last[0], run)
+        return len(run) / seconds
+
+    def theirs() -> float:
+        with closing(DRIVERS[kind](places.new(kind))) as driver:
+            return len(rows) / insert_all(driver, rows, size)
+
+    found = alternate({"ours": ours, "theirs": theirs}, repeats)
+    check_log(last[0], run, payloads=f"sqlite:///{places.folder}/run.sqlite")
+    return pairs(f"append, groups of {size:,}, {kind}", "events/s", found["ours"], DRIVERS[kind].__name__.lower(),
+                 found["theirs"], aim=AIM if size >= FROM else None)
+
+
+def main() -> int:
+    options = options_of(__doc__)
+    watch, rows = Watch(), []
+    part, repeats = (8, 5) if options.quick else (1, REPEATS)
+    with databases() as places:
+        run = a_run(places.folder, max(GROUPS.values()) // part)
+        for kind in places.kinds:
+            for size, events in GROUPS.items():
+                rows.append(measure(places, kind, run[: events // part], size, repeats))
+        left_out = places.missing
+    return report("Appending to the log, every guarantee on, against the driver's own inserts", rows, watch, left_out,
+                  options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,151 @@
+"""How fast do experiences reach the trainer, and what do they take on the disk?
+
+A whole system (scripted engine, GRPO pipeline, SQLite, `durability: power`) runs batches of experiences of 512 tokens
+with 256 logprobs, and of 8,192 tokens with 4,096. Then, in turn, as a trainer does it and on the same files:
+
+- delivered: `client.experiences(batch)`: the files are read, their digests and checksums checked, and each experience
+  is made with arrays that can be written to;
+- floor: the same files are read, and nothing is done with their bytes (the machine has them in memory for both);
+- beside it the same with the SHA-256 of each file, what a store that is addressed by content must compute.
+
+And the bytes of the payload store, raw and delivered copies together as the run leaves them, for each token and each
+logprob of what was delivered, against 4 bytes for each.
+
+Before it prints: every experience has all of its tokens, logprobs, reward and advantage with the right values; each
+file's digest is its name; the store holds what the log names and nothing else; `verify` finds nothing.
+
+`python -m benchmarks.payloads [--json FILE] [--quick]`
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.compared import Row, Spread, Watch, alternate, options_of, pairs, report
+from benchmarks.dispatch import Bench
+from trinity_es.events.experience import Experience
+from trinity_es.events.store.database import parse_url
+from trinity_es.projections.verify.log import verify_log
+
+__all__ = ["Store", "check_experiences"]
+
+SIZES = {512: 1024, 8192: 192}
+"""Experiences of one batch, by their tokens."""
+REPEATS, ROUNDS = 11, 3
+"""Measurements, and reads of the batch in each."""
+AIM, STORED_AIM = 0.7, 1.3
+BYTES = 4
+"""What a token and a logprob take at least."""
+
+
+class Store:
+    """The payload files of a run."""
+
+    def __init__(self, url: str) -> None:
+        self.root = Path(f"{Path(parse_url(url).database or '').absolute()}.payloads")
+
+    def path(self, digest: str) -> Path:
+        return self.root / digest[:2] / digest
+
+    def files(self) -> dict[str, int]:
+        """Return the size of every file, by its name."""
+        return {p.name: p.stat().st_size for p in self.root.rglob("*") if p.is_file()}
+
+    def read(self, digests: Sequence[str]) -> int:
+        """Read these files; returns their bytes."""
+        return sum(len(self.path(d).read_bytes()) for d in digests)
+
+    def read_checked(self, digests: Sequence[str]) -> int:
+        """Read these files and check that each is what its name says; returns their bytes."""
+        size = 0
+        for digest in digests:
+            data = self.path(digest).read_bytes()
+            if hashlib.sha256(data).hexdigest() != digest:
+                raise SystemExit(f"payload {digest} has another digest")
+            size += len(data)
+        return size
+
+
+def check_experiences(found: Sequence[Experience], count: int, tokens: int) -> None:
+    """See that all are there, each with the values that its workflow gave it and the advantage of the pipeline."""
+    if len(found) != count or len({e.eid.uid for e in found}) != count:
+        raise SystemExit(f"{len(found)} experiences were delivered where {count} were made")
+    whole, response = np.arange(tokens, dtype=np.int32), tokens - tokens // 2
+    for e in found:
+        right = (
+            np.array_equal(e.tokens, whole) and e.prompt_length == tokens // 2 and e.reward == 1.0
+            and e.logprobs is not None and np.array_equal(e.logprobs, np.full(response, -0.5, np.float32))
+            and e.advantages is not None and len(e.advantages) == response and e.tokens.flags.writeable
+        )
+        if not right:
+            raise SystemExit(f"experience {e.eid} has other values than were made")
+
+
+def measure(bench: Bench, tokens: int, count: int, repeats: int) -> list[Row]:
+    """Run one batch through the system, and read it in turn."""
+    store = Store(bench.config.store.url)
+    before = store.files()
+    bench.one(count, tokens=tokens)
+    client, batch_id = bench.client, bench.next_id
+    made = {name: size for name, size in store.files().items() if name not in before}
+    digests = [ref.digest for ref in client.batch(batch_id).experiences]
+    check_experiences(list(client.experiences(batch_id)), count, tokens)
+    size = store.read_checked(list(made)) and store.read_checked(digests)
+    if not set(digests) <= set(made):
+        raise SystemExit(f"of {len(digests)} payloads that were delivered only {len(made)} were written")
+
+    def delivered() -> float:
+        started = time.perf_counter()
+        found = sum(1 for _ in range(ROUNDS) for _ in client.experiences(batch_id))
+        seconds = time.perf_counter() - started
+        if found != ROUNDS * count:
+            raise SystemExit(f"{found} experiences were delivered where {ROUNDS * count} are")
+        return ROUNDS * size / seconds / 1e6
+
+    def floor(checked: bool) -> float:
+        started = time.perf_counter()
+        read = sum((store.read_checked if checked else store.read)(digests) for _ in range(ROUNDS))
+        return read / (time.perf_counter() - started) / 1e6
+
+    found = alternate(
+        {"ours": delivered, "floor": lambda: floor(False), "checked": lambda: floor(True)}, repeats
+    )
+    of = f"delivered, {tokens:,} tokens"
+    each = size / count / 1e6
+    per_second = Spread.of([figure / each for figure in found["ours"]])
+    numbers = count * (tokens + tokens - tokens // 2)
+    stored, least = sum(made.values()) / numbers, float(BYTES)
+    return [
+        Row(of, "experiences/s", per_second),
+        pairs(of, "MB/s", found["ours"], "reading the files", found["floor"], aim=AIM),
+        pairs(of, "MB/s", found["ours"], "reading and their SHA-256", found["checked"]),
+        Row(f"stored, raw and delivered, {tokens:,} tokens", "bytes a token and logprob", Spread.of([stored]),
+            f"{BYTES} bytes each", Spread.of([least]), Spread.of([stored / least]), STORED_AIM, most=True),
+        Row(f"  of it what was delivered, {tokens:,} tokens", "bytes a token and logprob", Spread.of([size / numbers]),
+            f"{BYTES} bytes each", Spread.of([least]), Spread.of([size / numbers / least])),
+    ]
+
+
+def main() -> int:
+    options = options_of(__doc__)
+    watch, rows = Watch(), list[Row]()
+    with Bench(8, "power", [{"name": "grpo"}]) as bench:
+        url = bench.config.store.url
+        for tokens, count in SIZES.items():
+            rows += measure(bench, tokens, count // (8 if options.quick else 1), 5 if options.quick else REPEATS)
+        found = verify_log(url)
+        if found.problems or found.notes:  # a note: a payload that no event names
+            raise SystemExit(f"{found.url} is not sound: {[*found.problems, *found.notes][0]}")
+        if found.payloads != len(Store(url).files()):
+            raise SystemExit(f"{found.payloads} payloads are verified, {len(Store(url).files())} files are there")
+    return report("Experiences as they reach the trainer, and what they take", rows, watch, [], options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""How fast is a log replayed? Batches, read models and `verify`, against reading the rows and decoding their JSON.
+
+A log of a run (`benchmarks.sample_log`) on SQLite and on PostgreSQL, the same events on both. In turn:
+
+- replay: every batch is replayed as `Log.replay` does it, from its events alone;
+- `rebuild`: every read model is made again;
+- `verify`: order, hash chain, results, read models, payloads;
+- floor: the driver alone (sqlite3, psycopg) reads all columns of all rows in order, and orjson decodes their JSON.
+
+Each is in events a second. Before it prints: every row was read, every batch was folded to the state that the read
+models have and to the result that its last event holds, `rebuild` left every table as it was, `verify` found nothing.
+
+`python -m benchmarks.replay [--json FILE] [--quick] [--events N] [--repeats N] [--folder KEPT]`
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import orjson
+import psycopg
+from sqlalchemy import inspect, text
+
+from benchmarks.compared import Databases, Row, Spread, Watch, alternate, databases, options_of, pairs, report
+from benchmarks.sample_log import make
+from trinity_es.events.store.database import parse_url
+from trinity_es.events.store.log import EventLog
+from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.projections.tables.read_models import projectors
+from trinity_es.projections.verify.log import canonical, verify_log
+
+__all__ = ["Floor", "rebuild", "replay_all", "verify"]
+
+EVENTS, QUICK, REPEATS = 1_000_000, 50_000, 5
+PAGE = 1000
+AIM = 0.5
+
+_ALL = "SELECT * FROM es_event ORDER BY position"
+_DATA, _METADATA = 5, 6
+
+
+class Floor:
+    """Reads the rows of a log by its driver alone."""
+
+    def __init__(self, kind: str, url: str) -> None:
+        self.kind, self.url = kind, url
+
+    def __call__(self) -> int:
+        """Return how many rows were read and decoded."""
+        if self.kind == "sqlite":
+            with closing(sqlite3.connect(str(parse_url(self.url).database))) as lite:
+                return self._read(lite.execute(_ALL))
+        with psycopg.connect(self.url) as connection, connection.cursor("all", binary=True) as cursor:
+            cursor.itersize = PAGE
+            return self._read(cursor.execute(_ALL.encode()))
+
+    @staticmethod
+    def _read(cursor: Any) -> int:
+        found, loads = 0, orjson.loads
+        while page := cursor.fetchmany(PAGE):
+            for row in page:
+                loads(row[_DATA])
+                loads(row[_METADATA])
+            found += len(page)
+        return found
+
+
+def replay_all(url: str) -> int:
+    """Replay every batch, and check each state; returns the events that were folded."""
+    folded = 0
+    with open_log(url) as log:
+        for row in log.batches():
+            state = log.replay(row.batch_id)
+            folded += state.version
+            if state.state.value != row.state or len(state.statuses) < row.finished:
+                raise SystemExit(f"{log.url}: batch {row.batch_id!r} is replayed to {state.state.value}, its row says "
+                                 f"{row.state}")
+    return folded
+
+
+def check_results(url: str) -> int:
+    """See that every final result is what the events before it give; returns how many there are."""
+    with open_log(url) as log:
+        ended = [row.batch_id for row in log.batches() if row.state in ("finalized", "aborted")]
+        for batch_id in ended:
+            stored, again = log.check_result(batch_id)
+            if stored is None or canonical(stored) != canonical(again):
+                raise SystemExit(f"{log.url}: batch {batch_id!r} has another result than its events give")
+    return len(ended)
+
+
+def tables(url: str) -> dict[str, list[tuple[Any, ...]]]:
+    """Return every row of every read model, in an order of its own."""
+    with EventLog.open(url, read_only=True) as log:
+        def read(connection: Any) -> dict[str, list[tuple[Any, ...]]]:
+            names = [n for n in inspect(connection).get_table_names() if n.startswith("rm_")]
+            return {n: sorted((tuple(r) for r in connection.execute(text(f"SELECT * FROM {n}"))), key=repr)
+                    for n in names}
+
+        return log.query(read)
+
+
+def rebuild(url: str) -> int:
+    """Make the read models again; returns the events applied."""
+    with EventLog.open(url, projectors=projectors()) as log:
+        return log.rebuild()
+
+
+def verify(url: str) -> int:
+    """Verify everything; returns the events that were checked. Ends the benchmark where the log is not sound."""
+    found = verify_log(url)
+    if found.problems:
+        raise SystemExit(f"{found.url} is not sound: {found.problems[0]}")
+    return found.events
+
+
+def rate(work: Callable[[], int], most: int | None = None) -> Callable[[], float]:
+    """Return a way that gives events a second; `most`: what it must count."""
+    def measured() -> float:
+        started = time.perf_counter()
+        count = work()
+        seconds = time.perf_counter() - started
+        if most is not None and count != most:
+            raise SystemExit(f"{count} events were read where {most} are")
+        return count / seconds
+
+    return measured
+
+
+def measure(urls: dict[str, str], events: dict[str, int], repeats: int) -> list[Row]:
+    """Measure all of it in turn on each log."""
+    before = {kind: tables(url) for kind, url in urls.items()}
+    ways: dict[str, Callable[[], float]] = {}
+    for kind, url in urls.items():
+        ways[f"floor {kind}"] = rate(Floor(kind, url), events[kind])
+        ways[f"replay {kind}"] = rate(lambda u=url: replay_all(u))  # type: ignore[misc]  # mypy can't infer a lambda with defaults
+        ways[f"verify {kind}"] = rate(lambda u=url: verify(u), events[kind])  # type: ignore[misc]  # as above
+        ways[f"rebuild {kind}"] = rate(lambda u=url: rebuild(u), events[kind])  # type: ignore[misc]  # as above
+    found = alternate(ways, repeats)
+    for kind, url in urls.items():
+        if tables(url) != before[kind]:
+            raise SystemExit(f"{kind}: rebuild left other tables than the appends made")
+    rows = []
+    for kind in urls:
+        floor = found[f"floor {kind}"]
+        rows += [
+            pairs(f"replay of all batches, {kind}", "events/s", found[f"replay {kind}"], "reading and decoding", floor,
+                  aim=AIM),
+            pairs(f"verify, {kind}", "events/s", found[f"verify {kind}"], "reading and decoding", floor),
+        ]
+        if kind == "sqlite":
+            rows.append(Row("rebuild, sqlite", "events/s", Spread.of(found["rebuild sqlite"])))
+        else:
+            rows.append(pairs(f"rebuild, {kind}", "events/s", found[f"rebuild {kind}"], "rebuild, sqlite",
+                              found["rebuild sqlite"], aim=AIM))
+    return rows
+
+
+def logs(places: Databases, folder: str | None, events: int) -> dict[str, str]:
+    """Make the log on each database; the SQLite one is kept in `folder`, if one is given, and made there once."""
+    urls = {kind: places.new(kind) for kind in places.kinds}
+    if folder is not None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        urls["sqlite"] = f"sqlite:///{Path(folder).absolute()}/replay-{events}.sqlite"
+    for url in urls.values():
+        path = parse_url(url).database if url.startswith("sqlite") else None
+        if path is None or not Path(path).exists():
+            make(url, batches=10**9, tasks=64, events=events, keep=50)
+    return urls
+
+
+def main() -> int:
+    options = options_of(__doc__, [
+        ("--events", {"type": int, "help": f"of the log (default: {EVENTS:,}, with --quick {QUICK:,})"}),
+        ("--repeats", {"type": int, "default": REPEATS}),
+        ("--folder", {"help": "where the SQLite log is kept for the next time (default: it is not)"}),
+    ])
+    events = options.events or (QUICK if options.quick else EVENTS)
+    with databases() as places:
+        urls = logs(places, options.folder, events)
+        watch = Watch()
+        count = {}
+        for kind, url in urls.items():
+            with EventLog.open(url, read_only=True) as log:
+                count[kind] = log.head().position
+            check_results(url)
+        rows = measure(urls, count, options.repeats)
+        left_out = places.missing
+    title = f"Replaying a log of {count['sqlite']:,} events, against reading its rows and decoding their JSON"
+    return report(title, rows, watch, left_out, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
