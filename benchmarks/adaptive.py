@@ -2,39 +2,39 @@
 
 Three workloads through the whole system, on real vLLM engines of a tiny model whose KV cache is kept small: short
 answers; long ones, of which 64 units at once fill the KV cache nearly twice; and conversations of two turns with a tool
-between them that takes its time. One system with `auto` is up all the time and gets the workloads in turn, so it meets
-each with the places that the one before left. Beside it there is one system after the other with a fixed number of
-places, and the two are measured in turn; who goes first changes. The figures: of each workload and number of places
-the median over the rounds of the ratio (auto / fixed) of tokens per second, with its range; and the least of these
-medians, which is the ratio to the best fixed number.
+between them that takes its time. There are systems with fixed numbers of places and one with `auto`, all up from begin
+to end; whoever is not measured is idle. Of each workload first the best fixed number is looked for, then it and `auto`
+are measured in turn, in pairs of their own: who is best of several was lucky, too. `auto` gets one workload after the
+other, so it meets each with the places that the one before left, and the first batch of it counts.
 
 Each batch is checked: every run has all its tokens. `python -m benchmarks.adaptive [--json FILE] [--quick]`.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import trinity_es
+from benchmarks.compared import Row, Spread, Watch, alternate, options_of, pairs, report
 from examples.grpo.tiny_model import make_tiny_model
 from trinity_es import MultiTurnWorkflow
 from trinity_es.events.experience import Experience
 from trinity_es.events.vocabulary import ConcurrencyChanged
 from trinity_es.system import lifecycle
 
-FIXED = (4, 8, 16, 32, 64)
+AUTO = "auto"
+AIM = 0.95
+FIXED = (16, 32, 64, 128, 256)
 BLOCKS = 512
 """Blocks of the KV cache, of 32 tokens each."""
 
@@ -140,65 +140,44 @@ class System:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", help="also write the figures to this file")
-    parser.add_argument("--quick", action="store_true", help="one round against one fixed number: does it run at all")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--fixed", type=int, nargs="*", default=list(FIXED))
-    options = parser.parse_args()
-    rounds, fixed = (1, [16]) if options.quick else (options.rounds, options.fixed)
-    rows = []
+    options = options_of(__doc__, [
+        ("--rounds", {"type": int, "default": 8, "help": "pairs of `auto` and the best fixed number, a workload"}),
+        ("--search", {"type": int, "default": 3, "help": "rounds that look for the best fixed number"}),
+        ("--fixed", {"type": int, "nargs": "*", "default": list(FIXED)}),
+        ("--workloads", {"nargs": "*", "default": list(WORKLOADS)}),
+    ])
+    search, rounds, fixed = (1, 1, [16, 64]) if options.quick else (options.search, options.rounds, options.fixed)
+    watch = Watch()
     with tempfile.TemporaryDirectory(prefix="adaptive-") as folder, ExitStack() as stack:
         model = str(make_tiny_model(Path(folder) / "model", seed=0))
-        auto = System(f"{folder}/auto", model, "auto", stack)
-        for places in fixed:
-            with ExitStack() as its_own:
-                rows += compare(auto, System(f"{folder}/{places}", model, places, its_own), places, rounds)
-        with trinity_es.open_log(auto.config.store.url) as log:
-            changes = [r.event for r in log.read(types=["ConcurrencyChanged"])]
+        systems = {n: System(f"{folder}/{n}", model, n, stack) for n in [*fixed, AUTO]}
+        for system in systems.values():
+            for name in options.workloads:
+                system.run(WORKLOADS[name])  # warms up
+        rows = []
+        for name in options.workloads:
+            found = alternate({str(n): partial(systems[n].run, WORKLOADS[name]) for n in fixed}, search)
+            for n in fixed:
+                rows.append(Row(f"{name}: {n} places", "tokens/s", Spread.of(found[str(n)])))
+                print(rows[-1].told(), flush=True)
+            best = max(fixed, key=lambda n: statistics.median(found[str(n)]))
+            rows.append(against(systems, name, best, rounds))
+            print(rows[-1].told(), flush=True)
+        with trinity_es.open_log(systems[AUTO].config.store.url) as log:
+            changes = [cast(ConcurrencyChanged, r.event).places for r in log.read(types=["ConcurrencyChanged"])]
             assert log.verify() == []
-    had = [e.places for e in changes if isinstance(e, ConcurrencyChanged)]
-    least = {name: min((r for r in rows if r["workload"] == name), key=lambda r: r["ratio"]) for name in WORKLOADS}
-    for name, row in least.items():
-        print(f"{name}: {row['ratio']:.3f} of the best fixed number, {row['places']} places")
-    print(f"{len(had)} changes of places, to {min(had, default=0)} - {max(had, default=0)}; the last: {had[-8:]}")
-    if options.json:
-        machine = {"python": platform.python_version(), "system": platform.platform(), "load": os.getloadavg()}
-        Path(options.json).write_text(json.dumps(
-            {"machine": machine, "rows": rows, "least": least, "changes": had}, indent=2
-        ))
-    return 0
+        batches = systems[AUTO].number
+        rows.append(Row("changes of places by auto", "a batch", Spread.of([len(changes) / batches])))
+        print(f"the places that auto had, over {batches} batches: {changes}")
+        return report("places that follow the load", rows, watch, [], options.json)
 
 
-def compare(auto: System, other: System, places: int, rounds: int) -> list[dict[str, Any]]:
-    """Return a row a workload, after one round that warms up."""
-    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in WORKLOADS}
-    left: dict[str, list[int]] = {name: [] for name in WORKLOADS}
-    for number in range(rounds + 1):
-        for name, load in WORKLOADS.items():
-            if number % 2:
-                there = other.run(load)
-                here = auto.run(load)
-            else:
-                here = auto.run(load)
-                there = other.run(load)
-            if number:
-                pairs[name].append((here, there))
-            left[name].append(auto.places)
-    rows = []
-    for name, found in pairs.items():
-        ratios = [a / b for a, b in found]
-        row = {
-            "workload": name, "places": places, "ratio": statistics.median(ratios), "min": min(ratios),
-            "max": max(ratios), "auto": [a for a, _ in found], "fixed": [b for _, b in found], "left": left[name],
-        }
-        rows.append(row)
-        print(
-            f"{name:6} auto {statistics.median(row['auto']):7.0f} tokens/s   {places:3} places "
-            f"{statistics.median(row['fixed']):7.0f} tokens/s   ratio {row['ratio']:.3f} ({row['min']:.3f} - "
-            f"{row['max']:.3f})   places of auto then {left[name]}", flush=True,
-        )
-    return rows
+def against(systems: dict[int | str, System], name: str, best: int, rounds: int) -> Row:
+    """Return the row of `auto` and the fixed number that was found best."""
+    load = WORKLOADS[name]
+    found = alternate({AUTO: partial(systems[AUTO].run, load), "fixed": partial(systems[best].run, load)}, rounds)
+    what = f"{name}: auto, at last {systems[AUTO].places} places"
+    return pairs(what, "tokens/s", found[AUTO], f"{best} places", found["fixed"], aim=AIM)
 
 
 if __name__ == "__main__":

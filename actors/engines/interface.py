@@ -181,8 +181,8 @@ class EngineLoad:
     """Requests that it worked on."""
     waiting: int
     """Requests that it had no room for yet."""
-    preempted: int
-    """Requests that it goes on with from here, having put them back for want of room."""
+    again: int
+    """Tokens that it computes again: of requests that it put back for want of room and goes on with from here."""
     kv_share: float
     """Share of its KV cache that was taken."""
     most_running: int

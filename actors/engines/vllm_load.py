@@ -32,9 +32,10 @@ class _LoadTeller:
     def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
         """Take the figures of one step; None: what came is of no step."""
         if scheduler_stats is not None:
+            cache = scheduler_stats.prefix_cache_stats
             self._tell(EngineLoad(
                 running=scheduler_stats.num_running_reqs, waiting=scheduler_stats.num_waiting_reqs,
-                preempted=scheduler_stats.prefix_cache_stats.preempted_requests,
+                again=cache.preempted_queries - cache.preempted_hits,
                 kv_share=scheduler_stats.kv_cache_usage, most_running=self._most_running,
             ))
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, cast
 
 import orjson
 
-from trinity_es.actors.engines.interface import Engine, EngineLoad, ReceivesWeights, TellsLoad
+from trinity_es.actors.engines.interface import Engine, ReceivesWeights
 from trinity_es.actors.engines.remote_engine import RemoteEngine, remote_models
 from trinity_es.actors.messages import JoinGroup, LoadAdapters, LoadWeights, UnitAssignment, UnitOutcome
 from trinity_es.actors.plugins import resolve
@@ -37,7 +37,7 @@ from trinity_es.actors.rollout.worker_pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
 from trinity_es.actors.run_activity import RunActivity
 from trinity_es.actors.runner.adapters import serve_adapters
-from trinity_es.actors.runner.adaptive_places import START, AdaptivePlaces, Places
+from trinity_es.actors.runner.adaptive_places import Places
 from trinity_es.actors.runner.lease_reports import UnitLeases
 from trinity_es.actors.runner.outbox import Key
 from trinity_es.actors.runner.reporting import failed, in_parts, runs_of, written
@@ -94,11 +94,7 @@ class EngineThread:
         log: logging.Logger
     ) -> None:
         self.owner, self.name, self.model, self.how, self.config, self.log = owner, name, model, how, config, log
-        given = config.explorer.max_concurrency
-        self.adaptive = AdaptivePlaces() if given == "auto" else None
-        self.places = START if given == "auto" else given
-        self.load: EngineLoad | None = None
-        """Of the engine, when the places changed last."""
+        self.places = Places(config.explorer.max_concurrency)
         self.engine: Engine | None = None
         self.server: EngineServer | None = None
         self.workers: WorkerPool | None = None
@@ -111,8 +107,7 @@ class EngineThread:
         self.endpoints: dict[str, dict[str, str]] = {}
         self.units: dict[Key, asyncio.Task[None]] = {}
         as_runner()
-        self.loop = EngineLoop(self.places * 4 + 8)
-        self.room, self.finished_units = Places(self.places), 0
+        self.loop = EngineLoop(self.places.count * 4 + 8)
         self.ordering = asyncio.Lock()
         self.storing = ThreadPoolExecutor(1, thread_name_prefix="store")  # goes on where every workflow hangs
         self.finished: asyncio.Queue[tuple[UnitAssignment, UnitResult]] = asyncio.Queue()
@@ -203,8 +198,8 @@ class EngineThread:
                 self._update_auxiliary()
             cls = resolve(self.how.engine_class, {}, "engine")
             self.engine = cls(self.how.engine)
-            if self.model == "rollout" and self.adaptive is not None and hasattr(self.engine, "on_load"):
-                cast(TellsLoad, self.engine).on_load = self.adapt
+            if self.model == "rollout":
+                self.places.watch(self.engine, lambda: self.tell(self.owner.announce), self.workers)
             await self.engine.start()
             self.server = await self.serve(self.engine)
         except BaseException as e:
@@ -213,7 +208,7 @@ class EngineThread:
             return
         seconds = time.monotonic() - started
         if self.model != "rollout":
-            self.places = 0
+            self.places.resize(0)
             self.tell(self.owner.become, "ready", "", seconds)
             return
         self.workflows = WorkflowRunner(
@@ -238,7 +233,7 @@ class EngineThread:
         which takes seconds to import and which most rewards need.
         """
         log_file = os.path.join(self.config.system.log_dir, f"{self.name}.log")
-        pool = WorkerPool(self.places, log_file=log_file)
+        pool = WorkerPool(self.places.count, log_file=log_file)
         needed = [*(["torch:Tensor"] if self.how.engine_type == "vllm" else []), *self.config.workflows]
         if needed:
             self.warming = self.loop.create_task(pool.warm(needed))
@@ -316,20 +311,9 @@ class EngineThread:
         if running is not None:
             running.cancel()
 
-    def adapt(self, load: EngineLoad) -> None:
-        """Have as many places as the engine's load allows, and tell where they are more now, or fewer."""
-        if self.adaptive is None or self.workflows is None:
-            return
-        playing = self.room.taken if self.workers is None or not self.workers.full else 0  # more would wait for these
-        places = self.adaptive.after_step(load, playing, self.finished_units)
-        if places != self.places:
-            self.places, self.load = places, load
-            self.room.resize(places)
-            self.tell(self.owner.announce)
-
     async def run_unit(self, key: Key, item: UnitAssignment) -> None:
         UNIT.set(key)
-        async with self.room:
+        async with self.places:
             runs = runs_of(item.unit)
             try:
                 data = item.task
@@ -345,7 +329,6 @@ class EngineThread:
             except BaseException as e:
                 lacks = isinstance(e, DataError)  # a secret that is not kept here
                 done = UnitResult(failures=[(run, "infra", f"{type(e).__name__}: {e}") for run in runs], lacks=lacks)
-        self.finished_units += 1
         done.failures = [(run, kind, self.secrets.scrubbed(message)) for run, kind, message in done.failures]
         self.units.pop(key, None)
         self.finished.put_nowait((item, done))
