@@ -83,7 +83,7 @@ lint: setup ## ruff and mypy --strict
 
 bench: setup ## run the benchmarks
 	@mkdir -p benchmarks/results; for b in dispatch overhead door recovery audit workers scale \
-	  log_append replay payloads eventsourcing_library; do echo "== $$b"; \
+	  log_append replay payloads eventsourcing_library adaptive weight_sync; do echo "== $$b"; \
 	$(PY) -m benchmarks.$$b --json benchmarks/results/$$b.json || exit 1; done
 
 chaos: setup ## kill everything at random for up to ten minutes, and account for it

@@ -282,8 +282,9 @@ class ExplorerConfig(Section):
     loop and sync ones in processes, as many as run at once, so that `multi-threading` is the same as `asynchronous`."""
     max_concurrency: Annotated[int | Literal["auto"], BeforeValidator(_concurrency)] = "auto"
     """Maximum number of units (a task, or a part of its runs) that an engine's runner runs at once: its places.
-    `auto`: 64, then more, up to 256, while a vLLM engine has room, and fewer where too many requests wait in it. Sync
-    workflows play in so many processes at most, with `auto` 64."""
+    `auto`: 64, then more, up to 256, while a vLLM engine has room for them, and fewer where it computes much again that
+    it had no room for, or too many requests wait in it. Sync workflows play in so many processes at most, with `auto`
+    64. A limit of your own, on sandboxes say, is a number here."""
     eval_interval: int = Field(default=0, ge=0)
     """Steps between evaluations; 0: never."""
     eval_on_startup: bool = True

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -218,6 +220,21 @@ def test_places_become_more_and_fewer_while_units_wait_and_play() -> None:
         assert places.taken == 0
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize(("given", "full", "count"), [("auto", False, 128), ("auto", True, 64), (64, False, 64)])
+def test_places_follow_an_engine_unless_a_number_is_given_or_units_wait_for_processes(
+    given: Any, full: bool, count: int
+) -> None:
+    places, told = Places(given), list[int]()
+    engine, workers = SimpleNamespace(on_load=None), SimpleNamespace(full=full)
+    places.watch(cast(Any, engine), lambda: told.append(places.count), cast(Any, workers))
+    places.taken = places.finished = START
+    if engine.on_load is not None:
+        engine.on_load(load(waiting=3, kv_share=0.25))
+    assert places.count == count
+    assert told == [count] * (count != START), "it is told once"
+    assert (places.kv_share, places.waiting) == ((0.25, 3) if told else (0.0, 0))
 
 
 def test_one_that_is_cancelled_as_it_comes_in_gives_its_place_back() -> None:
