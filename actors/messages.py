@@ -312,6 +312,10 @@ class RunnerStatus:
     """What its engine says of itself, once it is ready."""
     known: Mark | None = None
     """The end of the log as it knows it."""
+    kv_share: float = 0.0
+    """Share of its engine's KV cache that was taken when its places changed last."""
+    waiting: int = 0
+    """Requests that waited in its engine then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,7 +171,7 @@ class ExplorerSettings:
     max_staleness: int | None
     max_repeat_times_per_runner: int | None
     concurrent_mode: str
-    max_concurrency: int
+    max_concurrency: int | Literal["auto"]
     runner_state_report_interval: float
     min_running_model_num: int
     dynamic_timeout: DynamicTimeoutSettings

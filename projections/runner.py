@@ -80,7 +80,7 @@ class Weights:
 
 RunnerEvent = (
     ev.RunnerStarted | ev.RunnerReady | ev.RunnerFailed | ev.RunnerLost | ev.RunnerQuarantined | ev.RunnerRetired
-    | ev.WeightsLoaded | ev.WeightsFailed
+    | ev.ConcurrencyChanged | ev.WeightsLoaded | ev.WeightsFailed
 )
 
 
@@ -111,6 +111,8 @@ def evolve_lives(lives: Lives, event: ev.Event, weights: Weights) -> None:
             life.state, life.reason, life.places = RunnerState.READY, "", told.places
             life.model_version = told.model_version
             life.served |= told.model_version == weights.version or not weights.path
+        case ev.ConcurrencyChanged():
+            life.places = told.places
         case ev.RunnerFailed():
             life.state, life.reason = RunnerState.FAILED, told.reason
         case ev.RunnerLost():

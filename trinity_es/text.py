@@ -164,6 +164,9 @@ def summary(event: ev.Event) -> str:
         case ev.RunnerReady():
             return (f"{event.runner} #{event.incarnation} serves version {event.model_version}, {event.places} places, "
                     f"loaded in {event.load_seconds:.1f} s")
+        case ev.ConcurrencyChanged():
+            return (f"{event.runner} #{event.incarnation} has {event.places} places; KV cache {event.kv_share:.0%} "
+                    f"taken, {event.waiting} requests waiting")
         case ev.LeaseTaken():
             return (f"{event.lease} of {event.provider}, batch {event.batch_id} task {event.unit.task} run {event.run} "
                     f"attempt {event.unit.attempt} on {event.runner} #{event.incarnation}")

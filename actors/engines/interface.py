@@ -15,8 +15,8 @@ from trinity_es.actors.settings import EngineConfig
 from trinity_es.events.errors import EngineError
 
 __all__ = [
-    "Completion", "Engine", "EngineConfig", "Generation", "ReceivesWeights", "Recording", "Sampling", "ServesAdapters",
-    "Tokenizer",
+    "Completion", "Engine", "EngineConfig", "EngineLoad", "Generation", "ReceivesWeights", "Recording", "Sampling",
+    "ServesAdapters", "TellsLoad", "Tokenizer",
 ]
 
 
@@ -171,6 +171,36 @@ class Engine(Protocol):
 
     async def stop(self) -> None:
         """End the engine and every process that it started. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """How full an engine was in one of its steps."""
+
+    running: int
+    """Requests that it worked on."""
+    waiting: int
+    """Requests that it had no room for yet."""
+    again: int
+    """Tokens that it computes again: of requests that it put back for want of room and goes on with from here."""
+    kv_share: float
+    """Share of its KV cache that was taken."""
+    most_running: int
+    """Maximum of `running`."""
+
+    @property
+    def share(self) -> float:
+        """Return how full it was: of tokens, or of requests."""
+        return max(self.kv_share, self.running / self.most_running)
+
+
+class TellsLoad(Engine, Protocol):
+    """An engine that tells how full it is, after each of its steps, on the event loop that it was started on.
+
+    It need tell nothing where nobody was there to be told when it was started.
+    """
+
+    on_load: Callable[[EngineLoad], None] | None
 
 
 class ServesAdapters(Engine, Protocol):

@@ -37,9 +37,10 @@ import psutil
 
 from trinity_es.actors.engines import vllm_server
 from trinity_es.actors.engines.checkpoints import model_dtype, reference_shapes, resolve_model
-from trinity_es.actors.engines.interface import Completion, EngineConfig, Recording, Sampling, Tokenizer
+from trinity_es.actors.engines.interface import Completion, EngineConfig, EngineLoad, Recording, Sampling, Tokenizer
 from trinity_es.actors.engines.long_texts import encoded, is_large, off_the_loop
 from trinity_es.actors.engines.vllm_adapters import AdapterServing, ServedAdapter, lora_arguments
+from trinity_es.actors.engines.vllm_load import with_load
 from trinity_es.actors.engines.vllm_processes import (
     children,
     end_processes,
@@ -95,6 +96,8 @@ class VLLMEngine(WeightChanges, AdapterServing):
         self._max_model_len = 0
         self.version = ""
         """Of vLLM, and the device."""
+        self.on_load: Callable[[EngineLoad], None] | None = None
+        """See `TellsLoad`."""
 
     @property
     def max_model_len(self) -> int | None:
@@ -177,7 +180,9 @@ class VLLMEngine(WeightChanges, AdapterServing):
         _check_extension(arguments["worker_extension_cls"])
         if "use_tqdm_on_load" in known:
             arguments.setdefault("use_tqdm_on_load", False)  # a progress bar at every change of weights
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        if self.on_load is None:
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        return with_load(AsyncLLM, AsyncEngineArgs(**arguments), self.on_load)
 
     def _arguments(self, on_cpu: bool) -> dict[str, Any]:
         config = self.config

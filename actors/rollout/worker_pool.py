@@ -72,6 +72,11 @@ class WorkerPool:
         """Return the workers that are alive."""
         return sorted(worker.child.pid for worker in self._alive if worker.child.pid is not None)
 
+    @property
+    def full(self) -> bool:
+        """Return True if who comes now has to wait for another's end."""
+        return self._room.locked()
+
     async def warm(self, workflows: Iterable[str]) -> None:
         """Import the modules of these workflows where workers are forked from, before anybody waits for it.
 

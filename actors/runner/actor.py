@@ -133,15 +133,17 @@ class Runner(BaseActor):
         running: dict[tuple[BatchId, str], list[tuple[int, int, int]]] = {}
         for (batch_id, submission, task, base), item in self.units.items():
             running.setdefault((batch_id, submission), []).append((task, base, item.unit.attempt))
+        places = self.engine_side.places
         up = messages.RunnerStatus(
             name=self.name, incarnation=self.incarnation, state=self.state, pid=os.getpid(), host=socket.gethostname(),
-            engine=self.how.engine_type, places=self.engine_side.places,
+            engine=self.how.engine_type, places=places.count,
             model_version=self.engine_side.model_version, load_seconds=self.load_seconds, reason=self.reason,
             loading=self.loading, adapters=self.engine_side.adapters,
             running=tuple((*key, tuple(units)) for key, units in running.items()),
             endpoint=self.engine_side.url if self.state == "ready" else "",
             model=self.model, engine_version=self.engine_side.engine_version if self.state == "ready" else "",
             known=self.known,
+            kv_share=places.kv_share, waiting=places.waiting,
         )
         self.tell(up)
         self.send(self.guardian, up)

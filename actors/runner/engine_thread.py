@@ -37,6 +37,7 @@ from trinity_es.actors.rollout.worker_pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
 from trinity_es.actors.run_activity import RunActivity
 from trinity_es.actors.runner.adapters import serve_adapters
+from trinity_es.actors.runner.adaptive_places import Places
 from trinity_es.actors.runner.lease_reports import UnitLeases
 from trinity_es.actors.runner.outbox import Key
 from trinity_es.actors.runner.reporting import failed, in_parts, runs_of, written
@@ -93,7 +94,7 @@ class EngineThread:
         log: logging.Logger
     ) -> None:
         self.owner, self.name, self.model, self.how, self.config, self.log = owner, name, model, how, config, log
-        self.places = config.explorer.max_concurrency
+        self.places = Places(config.explorer.max_concurrency)
         self.engine: Engine | None = None
         self.server: EngineServer | None = None
         self.workers: WorkerPool | None = None
@@ -106,8 +107,7 @@ class EngineThread:
         self.endpoints: dict[str, dict[str, str]] = {}
         self.units: dict[Key, asyncio.Task[None]] = {}
         as_runner()
-        self.loop = EngineLoop(self.places * 4 + 8)
-        self.room = asyncio.Semaphore(self.places)
+        self.loop = EngineLoop(self.places.count * 4 + 8)
         self.ordering = asyncio.Lock()
         self.storing = ThreadPoolExecutor(1, thread_name_prefix="store")  # goes on where every workflow hangs
         self.finished: asyncio.Queue[tuple[UnitAssignment, UnitResult]] = asyncio.Queue()
@@ -198,6 +198,8 @@ class EngineThread:
                 self._update_auxiliary()
             cls = resolve(self.how.engine_class, {}, "engine")
             self.engine = cls(self.how.engine)
+            if self.model == "rollout":
+                self.places.watch(self.engine, lambda: self.tell(self.owner.announce), self.workers)
             await self.engine.start()
             self.server = await self.serve(self.engine)
         except BaseException as e:
@@ -206,7 +208,7 @@ class EngineThread:
             return
         seconds = time.monotonic() - started
         if self.model != "rollout":
-            self.places = 0
+            self.places.resize(0)
             self.tell(self.owner.become, "ready", "", seconds)
             return
         self.workflows = WorkflowRunner(
@@ -231,7 +233,7 @@ class EngineThread:
         which takes seconds to import and which most rewards need.
         """
         log_file = os.path.join(self.config.system.log_dir, f"{self.name}.log")
-        pool = WorkerPool(self.places, log_file=log_file)
+        pool = WorkerPool(self.places.count, log_file=log_file)
         needed = [*(["torch:Tensor"] if self.how.engine_type == "vllm" else []), *self.config.workflows]
         if needed:
             self.warming = self.loop.create_task(pool.warm(needed))
@@ -311,7 +313,7 @@ class EngineThread:
 
     async def run_unit(self, key: Key, item: UnitAssignment) -> None:
         UNIT.set(key)
-        async with self.room:
+        async with self.places:
             runs = runs_of(item.unit)
             try:
                 data = item.task

@@ -9,7 +9,7 @@ from trinity_es.events.values import BatchId
 from trinity_es.events.vocabulary.base import Event, KnownEnd, TasksetSource
 
 __all__ = [
-    "AdapterFailed", "AdapterLoaded", "AdapterPublished", "AdapterRemoved", "ClockStepped",
+    "AdapterFailed", "AdapterLoaded", "AdapterPublished", "AdapterRemoved", "ClockStepped", "ConcurrencyChanged",
     "CoordinatorStarted", "PaceMeasured", "RewindAccepted", "RunnerFailed", "RunnerLost", "RunnerQuarantined",
     "RunnerReady", "RunnerRetired", "RunnerStarted", "ServerAdded", "ServerRemoved", "SystemConfigured",
     "TasksetAdvanced", "TasksetResolved", "WeightsFailed", "WeightsLoaded", "WeightsPublished", "WritingResumed",
@@ -110,6 +110,21 @@ class RunnerReady(Event):
     """The engine's own version, and what it runs on; empty where it does not say."""
     adapters: dict[str, int] = field(default_factory=dict)
     """The LoRA adapters that it serves already, and their versions: a coordinator that takes over finds them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConcurrencyChanged(Event):
+    """The runner runs more units at the same time from here on, or fewer, since its engine has room or is full."""
+
+    stream: ClassVar[str] = "runner/<runner>"
+    runner: str
+    incarnation: int
+    places: int
+    """Units that it runs at the same time."""
+    kv_share: float
+    """Share of its engine's KV cache that was taken then."""
+    waiting: int
+    """Requests that waited in its engine then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -246,6 +246,8 @@ def apply(group: Gathered, item: Recorded) -> None:
         case ev.RunnerReady():
             _put(connection, item, event, ready_at=at, load_seconds=event.load_seconds, places=event.places,
                  model_version=event.model_version, how="running", ended_at=None, reason="")
+        case ev.ConcurrencyChanged():
+            _put(connection, item, event, places=event.places)
         case ev.RunnerFailed():
             _end(connection, item, event, "failed", event.reason)
         case ev.RunnerLost():

@@ -24,6 +24,8 @@ from trinity_es.projections.incremental_fold import KeptFold
 __all__ = ["BatchTimes", "Followed", "HostSnapshot", "Key", "RunnerSnapshot", "SystemSnapshot", "observe",
            "read_situation", "with_live"]
 
+NEWEST = ("WeightsLoaded", "WeightsFailed", "ConcurrencyChanged")
+"""Events of a runner of which the last one says all."""
 Key = tuple[int, int]
 """A unit of a batch: task, first run."""
 
@@ -193,6 +195,8 @@ def _observe_runner(situation: SystemSnapshot, event: ev.Event, at: float) -> No
         case ev.RunnerReady():
             runner.state, runner.since, runner.progressed = "ready", at, at
             runner.places, runner.model_version = event.places, event.model_version
+        case ev.ConcurrencyChanged():
+            runner.places = event.places
         case ev.RunnerFailed():
             runner.state, runner.since, runner.reason = "failed", at, event.reason
         case ev.RunnerLost():
@@ -260,12 +264,12 @@ def read_situation(events: EventLog, batch_ids: Iterable[BatchId], followed: Fol
 
 
 def _last_life(events: EventLog, stream: str) -> list[Recorded]:
-    """Return what is known of a runner since it was last started; of the weights that it loaded, the last."""
+    """Return what is known of a runner since it was last started; of loads and places, the last."""
     started = events.last(stream, "RunnerStarted")
     after = 0 if started is None else started.position - 1
-    loads = [events.last(stream, name, after=after) for name in ("WeightsLoaded", "WeightsFailed")]
+    newest = [events.last(stream, name, after=after) for name in NEWEST]
     others = events.read(stream=stream, types=ev.RUNNER_LIFE, after=after)
-    return sorted([*others, *(r for r in loads if r is not None)], key=lambda r: r.position)
+    return sorted([*others, *(r for r in newest if r is not None)], key=lambda r: r.position)
 
 
 class Followed:

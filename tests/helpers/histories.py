@@ -102,6 +102,7 @@ def of_runner(chance: random.Random, runner: str) -> ev.Event:
     return chance.choice([
         ev.RunnerStarted(**life, pid=few(9), host=say, engine=chance.choice(TEXTS), model=say),
         ev.RunnerReady(**life, places=few(4), model_version=few(4), load_seconds=0.5),
+        ev.ConcurrencyChanged(**life, places=few(4), kv_share=0.5, waiting=few(3)),
         ev.RunnerFailed(**life, reason=say), ev.RunnerLost(**life, reason=say), ev.RunnerRetired(**life),
         ev.RunnerQuarantined(**life, deaths=3, period_seconds=60.0, reason=say),
         ev.WeightsLoaded(**life, version=few(4), seconds=0.25), ev.WeightsFailed(**life, version=few(4), error=say),

@@ -10,6 +10,7 @@ import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_core import PydanticKnownError
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
@@ -39,6 +40,14 @@ def _engine(value: str) -> str:
 
 def _retained(value: Any) -> Any:
     return None if value == "keep" else value  # what logs of the first release hold
+
+
+def _concurrency(value: Any) -> Any:
+    if value != "auto" and type(value) is not int:
+        raise PydanticKnownError("int_type")  # by which a variable's text is taken for a number
+    if value != "auto" and value < 1:
+        raise PydanticKnownError("greater_than_equal", {"ge": 1})
+    return value
 
 
 def _store_url(value: str) -> str:
@@ -271,8 +280,11 @@ class ExplorerConfig(Section):
     concurrent_mode: Literal["sequential", "asynchronous", "multi-threading"] = "asynchronous"
     """How the runs of one task go in a runner: one after the other, or all at once. Async workflows are on the engine's
     loop and sync ones in processes, as many as run at once, so that `multi-threading` is the same as `asynchronous`."""
-    max_concurrency: Positive = 64
-    """Maximum number of units (a task, or a part of its runs) that an engine's runner runs at once: its places."""
+    max_concurrency: Annotated[int | Literal["auto"], BeforeValidator(_concurrency)] = "auto"
+    """Maximum number of units (a task, or a part of its runs) that an engine's runner runs at once: its places.
+    `auto`: 64, then more, up to 256, while a vLLM engine has room for them, and fewer where it computes much again that
+    it had no room for, or too many requests wait in it. Sync workflows play in so many processes at most, with `auto`
+    64. A limit of your own, on sandboxes say, is a number here."""
     eval_interval: int = Field(default=0, ge=0)
     """Steps between evaluations; 0: never."""
     eval_on_startup: bool = True

@@ -47,6 +47,12 @@ def reported(known: RunnerLife | None, report: RunnerStatus, lacks: str = "") ->
                 events.append(ev.RunnerFailed(runner=name, incarnation=incarnation, reason=report.reason))
             case RunnerState.RETIRED:
                 events.append(ev.RunnerRetired(runner=name, incarnation=incarnation))
+    elif known is not None and state is RunnerState.READY and report.places != known.places:
+        changed = ev.ConcurrencyChanged(
+            runner=name, incarnation=incarnation, places=report.places, kv_share=report.kv_share,
+            waiting=report.waiting,
+        )
+        events.append(changed)
     return events
 
 

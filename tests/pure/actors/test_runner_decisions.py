@@ -42,7 +42,7 @@ def types(events: list[ev.Event]) -> list[str]:
     (None, "failed", ["RunnerStarted", "RunnerFailed"]),
     (life(S.STARTED), "started", []),
     (life(S.STARTED), "ready", ["RunnerReady"]),
-    (life(S.READY), "ready", []),  # every few seconds
+    (life(S.READY, places=4), "ready", []),  # every few seconds
     (life(S.READY), "failed", ["RunnerFailed"]),
     (life(S.READY), "retired", ["RunnerRetired"]),
     (life(S.LOST, incarnation=1), "started", ["RunnerStarted"]),
@@ -50,6 +50,15 @@ def types(events: list[ev.Event]) -> list[str]:
 ])
 def test_a_report_is_news_where_the_life_or_its_state_is(known: RunnerLife | None, said: str, then: list[str]) -> None:
     assert types(runners.reported(known, report(said, places=4, reason="no memory"))) == then
+
+
+def test_other_places_are_news_of_a_life_that_serves() -> None:
+    told = report(places=6, kv_share=0.5, waiting=3)
+    [changed] = runners.reported(life(S.READY, places=4), told)
+    assert changed == ev.ConcurrencyChanged(runner="runner-0", incarnation=2, places=6, kv_share=0.5, waiting=3)
+    assert runners.reported(life(S.READY, places=6), told) == []
+    assert types(runners.reported(life(S.STARTED, places=4), told)) == ["RunnerReady"]
+    assert folded([("RunnerReady", 1), ("ConcurrencyChanged", 1)]).places == 6
 
 
 def test_two_systems_that_fought_for_a_log_each_go_on_with_their_own_lives() -> None:
@@ -139,6 +148,7 @@ def events_of(names: list[tuple[str, int]]) -> list[ev.Event]:
     more = {
         "RunnerStarted": {"pid": 1, "host": "here", "engine": "scripted"},
         "RunnerReady": {"places": 4, "model_version": 1, "load_seconds": 0.1},
+        "ConcurrencyChanged": {"places": 6, "kv_share": 0.5, "waiting": 0},
         "RunnerQuarantined": {"deaths": 3, "period_seconds": 60.0, "reason": "killed"},
         "RunnerFailed": {"reason": "no memory"}, "RunnerLost": {"reason": "killed"}, "RunnerRetired": {},
         "WeightsLoaded": {"version": 2, "seconds": 0.1}, "WeightsFailed": {"version": 2, "error": "gone"},
@@ -166,7 +176,7 @@ def test_a_life_has_served_when_it_had_what_was_current() -> None:
 
 
 NAMES = ["RunnerStarted", "RunnerReady", "RunnerFailed", "RunnerLost", "RunnerQuarantined", "RunnerRetired",
-         "WeightsLoaded", "WeightsFailed"]
+         "WeightsLoaded", "WeightsFailed", "ConcurrencyChanged"]
 
 
 @given(st.lists(st.tuples(st.sampled_from(NAMES), st.integers(1, 3)), min_size=1, max_size=12))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
+from trinity_es.actors.runner.adaptive_places import START
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError
 from trinity_es.events.store.log import Recorded
@@ -243,13 +244,15 @@ def _config(log: Log, first: int) -> dict[str, Any]:
     found = log.config(first)[1]
     if "explorer" not in found:
         raise DataError(f"{log.url} holds no config of the run (SystemConfigured): its settings are not known")
-    if not [key for key in NEEDED if key not in found["explorer"]]:
-        return found
-    from trinity_es.config.schema import ExplorerConfig  # it costs a tenth of a second, and is seldom needed
+    explorer = found["explorer"]
+    if [key for key in NEEDED if key not in explorer]:
+        from trinity_es.config.schema import ExplorerConfig  # it costs a tenth of a second, and is seldom needed
 
-    explorer = ExplorerConfig().model_dump(mode="json", by_alias=True)  # what this run's config had not yet
-    for key, value in found["explorer"].items():
-        explorer[key] = {**explorer[key], **value} if isinstance(explorer.get(key), dict) else value
+        explorer = ExplorerConfig().model_dump(mode="json", by_alias=True)  # what this run's config had not yet
+        for key, value in found["explorer"].items():
+            explorer[key] = {**explorer[key], **value} if isinstance(explorer.get(key), dict) else value
+    if explorer["max_concurrency"] == "auto":
+        explorer = {**explorer, "max_concurrency": START}
     return {**found, "explorer": explorer}
 
 
@@ -374,13 +377,17 @@ def _tell_rests(flights: Iterable[_Flight], lives: Iterable[Life], config: dict[
 def _lives(log: Log, until: int) -> list[Life]:
     """Return the lives of runners of the rollout model, each from when it was ready."""
     told: dict[str, list[Recorded]] = {}  # not stream by stream: most events of one are loads of weights
-    for item in log.rare(RUNNER_LIFE, before=until + 1):
+    for item in log.rare([*RUNNER_LIFE, "ConcurrencyChanged"], before=until + 1):
         told.setdefault(item.stream, []).append(item)
     found: list[Life] = []
     for _, items in sorted(told.items()):
         model, serving = "rollout", False
         for item in items:
             event, at = item.event, item.recorded_at
+            if isinstance(event, ev.ConcurrencyChanged):
+                if serving:  # the most that it had, all the time
+                    found[-1] = replace(found[-1], places=max(found[-1].places, event.places))
+                continue
             if serving:  # it ends here, if nothing else said so by the start of its next life
                 found[-1], serving = replace(found[-1], ended_at=at), False
             if isinstance(event, ev.RunnerStarted):

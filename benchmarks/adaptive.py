@@ -1,0 +1,184 @@
+"""Do places that follow the engine's load (`explorer.max_concurrency: auto`) give what the best fixed number gives?
+
+Three workloads through the whole system, on real vLLM engines of a tiny model whose KV cache is kept small: short
+answers; long ones, of which 64 units at once fill the KV cache nearly twice; and conversations of two turns with a tool
+between them that takes its time. There are systems with fixed numbers of places and one with `auto`, all up from begin
+to end; whoever is not measured is idle. Of each workload first the best fixed number is looked for, then it and `auto`
+are measured in turn, in pairs of their own: who is best of several was lucky, too. `auto` gets one workload after the
+other, so it meets each with the places that the one before left, and the first batch of it counts.
+
+Each batch is checked: every run has all its tokens. `python -m benchmarks.adaptive [--json FILE] [--quick]`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import trinity_es
+from benchmarks.compared import Row, Spread, Watch, alternate, options_of, pairs, report
+from examples.grpo.tiny_model import make_tiny_model
+from trinity_es import MultiTurnWorkflow
+from trinity_es.events.experience import Experience
+from trinity_es.events.vocabulary import ConcurrencyChanged
+from trinity_es.system import lifecycle
+
+AUTO = "auto"
+AIM = 0.95
+FIXED = (16, 32, 64, 128, 256)
+BLOCKS = 512
+"""Blocks of the KV cache, of 32 tokens each."""
+
+
+class WithTool(MultiTurnWorkflow):
+    """Asks, calls a tool that takes `seconds`, and asks again with what it said."""
+
+    can_reset, can_repeat, is_async = False, False, True
+
+    async def run_async(self) -> list[Experience]:
+        prompt, args = self.task.raw_task["prompt"], self.task.workflow_args
+        messages = [{"role": "user", "content": prompt}]
+        [first] = await self.model.chat_async(messages)
+        await asyncio.sleep(args["seconds"])
+        messages += [{"role": "assistant", "content": first.response_text or ""}, {"role": "user", "content": "tool"}]
+        [second] = await self.model.chat_async(messages)
+        for experience in (first, second):
+            experience.reward = 0.0
+        return [first, second]
+
+
+def no_reward(response: str, prompt: str, truth: str | None) -> float:
+    return 0.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One batch: so many tasks of so many runs, each of `turns` answers of one of these lengths."""
+
+    tasks: int
+    runs: int
+    tokens: tuple[int, ...]
+    turns: int = 1
+    tool_seconds: tuple[float, ...] = (0.0,)
+
+    def batch(self, number: int) -> list[trinity_es.Task]:
+        """Return its tasks; other prompts for each number, so that no prefix cache knows them."""
+        return [self._task(number, i) for i in range(self.tasks)]
+
+    def _task(self, number: int, i: int) -> trinity_es.Task:
+        more: dict[str, Any] = {"workflow": "single_turn", "reward_fn": "benchmarks.adaptive:no_reward"}
+        if self.turns > 1:
+            seconds = self.tool_seconds[i % len(self.tool_seconds)]
+            more = {"workflow": "benchmarks.adaptive:WithTool", "workflow_args": {"seconds": seconds}}
+        return trinity_es.Task(
+            raw_task={"prompt": f"{number}:{i}="}, repeat_times=self.runs,
+            rollout_args={"max_tokens": self.tokens[i % len(self.tokens)], "ignore_eos": True}, **more,
+        )
+
+    @property
+    def all_tokens(self) -> int:
+        return sum(self.tokens[i % len(self.tokens)] for i in range(self.tasks)) * self.runs * self.turns
+
+
+WORKLOADS = {
+    "short": Workload(tasks=256, runs=4, tokens=(16,)),
+    "long": Workload(tasks=96, runs=2, tokens=(160, 224)),
+    "mixed": Workload(tasks=128, runs=2, tokens=(16, 64), turns=2, tool_seconds=(0.2, 1.0)),
+}
+
+
+class System:
+    """One system, on one engine."""
+
+    def __init__(self, folder: str, model: str, places: int | str, stack: ExitStack) -> None:
+        os.makedirs(folder)
+        self.config = trinity_es.Config.from_dict(
+            {
+                "mode": "explore",
+                "model": {"model_path": model},
+                "explorer": {
+                    "max_concurrency": places,
+                    "rollout_model": {
+                        "max_model_len": 256, "gpu_memory_utilization": 0.3,
+                        "engine_args": {"block_size": 32, "num_gpu_blocks_override": BLOCKS},
+                    },
+                },
+            },
+            folder=folder,
+        )
+        assert lifecycle.start(self.config)
+        self.client = stack.enter_context(trinity_es.connect(self.config))
+        stack.callback(self.client.shutdown)
+        self.client.wait_ready()
+        self.number = 0
+
+    def run(self, load: Workload) -> float:
+        """Return tokens per second from submit to the return of finalize."""
+        self.number += 1
+        tasks = load.batch(self.number)
+        started = time.perf_counter()
+        self.client.submit_batch(batch_id=self.number, tasks=tasks, batch_type="train")
+        self.client.finalize_train_batch(self.number, timeout=600)
+        seconds = time.perf_counter() - started
+        tokens = sum(r.response_tokens for t in self.client.batch(self.number).tasks for r in t.done.values())
+        assert tokens == load.all_tokens, (tokens, load.all_tokens)
+        return tokens / seconds
+
+    @property
+    def places(self) -> int:
+        [runner] = self.client.status()["runners"]
+        return int(runner["places"])
+
+
+def main() -> int:
+    options = options_of(__doc__, [
+        ("--rounds", {"type": int, "default": 8, "help": "pairs of `auto` and the best fixed number, a workload"}),
+        ("--search", {"type": int, "default": 3, "help": "rounds that look for the best fixed number"}),
+        ("--fixed", {"type": int, "nargs": "*", "default": list(FIXED)}),
+        ("--workloads", {"nargs": "*", "default": list(WORKLOADS)}),
+    ])
+    search, rounds, fixed = (1, 1, [16, 64]) if options.quick else (options.search, options.rounds, options.fixed)
+    watch = Watch()
+    with tempfile.TemporaryDirectory(prefix="adaptive-") as folder, ExitStack() as stack:
+        model = str(make_tiny_model(Path(folder) / "model", seed=0))
+        systems = {n: System(f"{folder}/{n}", model, n, stack) for n in [*fixed, AUTO]}
+        for system in systems.values():
+            for name in options.workloads:
+                system.run(WORKLOADS[name])  # warms up
+        rows = []
+        for name in options.workloads:
+            found = alternate({str(n): partial(systems[n].run, WORKLOADS[name]) for n in fixed}, search)
+            for n in fixed:
+                rows.append(Row(f"{name}: {n} places", "tokens/s", Spread.of(found[str(n)])))
+                print(rows[-1].told(), flush=True)
+            best = max(fixed, key=lambda n: statistics.median(found[str(n)]))
+            rows.append(against(systems, name, best, rounds))
+            print(rows[-1].told(), flush=True)
+        with trinity_es.open_log(systems[AUTO].config.store.url) as log:
+            changes = [cast(ConcurrencyChanged, r.event).places for r in log.read(types=["ConcurrencyChanged"])]
+            assert log.verify() == []
+        batches = systems[AUTO].number
+        rows.append(Row("changes of places by auto", "a batch", Spread.of([len(changes) / batches])))
+        print(f"the places that auto had, over {batches} batches: {changes}")
+        return report("places that follow the load", rows, watch, [], options.json)
+
+
+def against(systems: dict[int | str, System], name: str, best: int, rounds: int) -> Row:
+    """Return the row of `auto` and the fixed number that was found best."""
+    load = WORKLOADS[name]
+    found = alternate({AUTO: partial(systems[AUTO].run, load), "fixed": partial(systems[best].run, load)}, rounds)
+    what = f"{name}: auto, at last {systems[AUTO].places} places"
+    return pairs(what, "tokens/s", found[AUTO], f"{best} places", found["fixed"], aim=AIM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

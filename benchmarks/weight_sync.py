@@ -1,0 +1,230 @@
+"""What does a change of weights cost an engine that is busy? The time it makes no token, against vLLM's reload alone.
+
+One system with a real vLLM engine of a tiny model. In turn, who goes first alternating: `sync_weights` of a checkpoint
+while 64 requests are answered, where the figure is the time from the end of the last step before the change until the
+requests go on; and the same while the engine does nothing, where the figure is the time of vLLM's own `reload_weights`
+of the same size, with nothing of ours around. The first step after it is told, too: their KV cache was of the old
+weights, so it reads requests again, as many as vLLM takes in one step.
+
+Checked: each request has all its tokens, the first of them by the version before and the others by the new one, so that
+all were in flight (a batch that the machine was too slow or too fast for is tried again, and counted); and no step ends
+while the weights change. What the time goes to is printed, too.
+
+`python -m benchmarks.weight_sync [--json FILE] [--quick] [--repeats N]`.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import trinity_es
+from benchmarks.compared import Row, Spread, Watch, alternate, options_of, pairs, report
+from examples.grpo.tiny_model import make_tiny_model
+from trinity_es.actors.engines.interface import EngineLoad
+from trinity_es.actors.engines.vllm_engine import VLLMEngine
+from trinity_es.system import lifecycle
+
+REQUESTS = 64
+TOKENS = 200
+"""Of each request; the tiny model takes 256 with the prompt."""
+BEFORE = 20
+"""Steps with all requests before the weights change."""
+PATIENCE = 30.0
+"""Seconds that these may take; where requests come too slowly to be in flight together, it is tried again."""
+TRIES = 10
+AIM = 1.2
+WATCHED = ("pause_generation", "reload_weights", "trinity_pack_again", "trinity_weights_finite", "resume_generation")
+"""Calls of vLLM that a change of weights is made of, in order."""
+
+
+class WatchedEngine(VLLMEngine):
+    """Writes down when each of its steps ended, and when each call that changes weights began and ended."""
+
+    async def start(self) -> None:
+        self.notes = open(Path(self.config.model_path).parent / "notes", "a", buffering=1)  # noqa: SIM115  # for its life
+        self.on_load = self.stepped
+        await super().start()
+        for name in ("pause_generation", "collective_rpc", "resume_generation"):
+            setattr(self._llm, name, self.watched(name, getattr(self._llm, name)))
+
+    def stepped(self, load: EngineLoad) -> None:
+        self.notes.write(f"step {time.monotonic()} {load.running}\n")
+
+    def watched(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)  # its signature is looked at
+        async def watch(*args: Any, **kwargs: Any) -> Any:
+            began = time.monotonic()
+            try:
+                return await call(*args, **kwargs)
+            finally:
+                self.notes.write(f"{args[0] if name == 'collective_rpc' else name} {began} {time.monotonic()}\n")
+
+        return watch
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of weights as the engine saw it, in seconds."""
+
+    silent: float
+    """From the end of the last step before it until requests go on."""
+    first: float
+    """The first step after it: requests are read again, as many as vLLM takes in one step."""
+    calls: dict[str, float]
+    """How long each call took."""
+    step: float
+    """A step before the change, median."""
+
+    @classmethod
+    def of(cls, notes: list[list[str]]) -> Change:
+        calls = {name: (float(began), float(ended)) for name, began, ended in notes if name in WATCHED}
+        steps = [(float(at), int(running)) for name, at, running in notes if name == "step"]
+        assert list(calls) == list(WATCHED), calls
+        began, ended = calls["pause_generation"][1], calls["resume_generation"][0]
+        assert not [at for at, _ in steps if began < at < ended], "it made tokens while its weights changed"
+        seconds = {name: b - a for name, (a, b) in calls.items()}
+        busy = [at for at, running in steps if running == REQUESTS]
+        before, after = [at for at in busy if at <= began], [at for at, _ in steps if at >= ended]
+        if not before:
+            return cls(0.0, 0.0, seconds, 0.0)
+        goes_on = calls["resume_generation"][1]
+        step = statistics.median(b - a for a, b in pairwise(before))
+        return cls(goes_on - before[-1], after[0] - goes_on, seconds, step)
+
+
+def enlarge(model: Path, hidden: int, layers: int) -> None:
+    """Put more random weights into a tiny model's folder."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config.from_pretrained(model)
+    config.update({"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers})
+    config.layer_types = ["full_attention"] * layers
+    Qwen2ForCausalLM(config).save_pretrained(model)
+
+
+class Bench:
+    def __init__(self, folder: Path, stack: ExitStack, hidden: int | None, layers: int) -> None:
+        self.models = [make_tiny_model(folder / f"model-{seed}", seed) for seed in (0, 1)]
+        if hidden is not None:
+            for model in self.models:
+                enlarge(model, hidden, layers)
+        self.notes, self.seen = folder / "notes", 0
+        config = trinity_es.Config.from_dict(
+            {
+                "mode": "explore",
+                "model": {"model_path": str(self.models[0])},
+                "explorer": {
+                    "max_concurrency": REQUESTS,
+                    "rollout_model": {
+                        "engine_type": "benchmarks.weight_sync:WatchedEngine", "max_model_len": 256,
+                        "gpu_memory_utilization": 0.3,
+                    },
+                },
+            },
+            folder=str(folder),
+        )
+        assert lifecycle.start(config)
+        self.client = stack.enter_context(trinity_es.connect(config))
+        stack.callback(self.client.shutdown)
+        self.client.wait_ready()
+        self.version = self.batch = 0
+        self.changes: list[Change] = []
+        """Those under load."""
+        self.missed = 0
+        """Batches that were over too soon."""
+
+    def noted(self) -> list[list[str]]:
+        """Return the lines that the engine wrote since they were taken last."""
+        return [line.split() for line in self.notes.read_text().splitlines()[self.seen :]]
+
+    def sync(self) -> None:
+        self.version += 1
+        self.client.sync_weights(self.version, self.models[self.version % 2])
+
+    def change(self) -> Change:
+        """Return the change that was just made."""
+        notes = self.noted()
+        self.seen += len(notes)
+        return Change.of(notes)
+
+    def alone(self) -> float:
+        """Return the seconds of vLLM's reload while nothing else is there."""
+        self.seen += len(self.noted())
+        self.sync()
+        return self.change().calls["reload_weights"]
+
+    def busy(self) -> float:
+        """Return the seconds without a token while requests are in flight."""
+        for _ in range(TRIES):
+            if self.change_in_flight():
+                self.changes.append(self.change())
+                return self.changes[-1].silent
+            self.missed += 1
+        raise AssertionError("the requests were over each time before the weights had changed")
+
+    def change_in_flight(self) -> bool:
+        """Change the weights under a batch. Returns True if all of its requests were in flight meanwhile."""
+        self.batch += 1
+        self.seen += len(self.noted())
+        tasks = [
+            trinity_es.Task(
+                workflow="single_turn", raw_task={"prompt": f"{self.batch}:{i}="},
+                reward_fn="benchmarks.adaptive:no_reward", rollout_args={"max_tokens": TOKENS, "ignore_eos": True},
+            )
+            for i in range(REQUESTS)
+        ]
+        self.client.submit_batch(batch_id=self.batch, tasks=tasks, batch_type="train")
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            if sum(line[0] == "step" and line[2] == str(REQUESTS) for line in self.noted()) >= BEFORE:
+                break
+            time.sleep(0.005)
+        self.sync()
+        self.client.finalize_train_batch(self.batch, timeout=300)
+        found = list(self.client.experiences(self.batch))
+        assert len(found) == REQUESTS
+        spans = [experience.version_spans for experience in found]
+        assert all(sum(end - start for _, start, end in some) == TOKENS for some in spans), spans
+        versions = [[version for version, _, _ in some] for some in spans]
+        both = [self.version - 1, self.version]
+        assert all(some in (both, both[:1], both[1:]) for some in versions), spans
+        return all(some == both for some in versions)
+
+
+def main() -> int:
+    options = options_of(__doc__, [
+        ("--repeats", {"type": int, "default": 15}),
+        ("--hidden", {"type": int, "help": "hidden size of a larger model; else it is the tiny one, of 128"}),
+        ("--layers", {"type": int, "default": 8, "help": "its layers"}),
+    ])
+    watch = Watch()
+    with tempfile.TemporaryDirectory(prefix="weight-sync-") as folder, ExitStack() as stack:
+        bench = Bench(Path(folder), stack, options.hidden, options.layers)
+        bench.alone()
+        bench.busy()
+        bench.changes.clear()  # the first of each warms up
+        found = alternate({"busy": bench.busy, "alone": bench.alone}, 2 if options.quick else options.repeats)
+        changes = bench.changes
+    busy, alone = ([1e3 * s for s in found[name]] for name in ("busy", "alone"))
+    row = pairs(f"{REQUESTS} requests in flight: no token for", "ms", busy, "vLLM's reload alone", alone, aim=AIM)
+    rows = [Row(row.what, row.unit, row.ours, row.other, row.theirs, row.ratio, AIM, most=True)]
+    for name in WATCHED:
+        rows.append(Row(f"  of it {name}", "ms", Spread.of([1e3 * c.calls[name] for c in changes])))
+    rows.append(Row("the first step after it", "ms", Spread.of([1e3 * c.first for c in changes])))
+    rows.append(Row("a step before it", "ms", Spread.of([1e3 * c.step for c in changes])))
+    left_out = [f"{bench.missed} batches, of which some request was over too soon"] if bench.missed else []
+    return report("weights that change under load", rows, watch, left_out, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
