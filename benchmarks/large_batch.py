@@ -66,6 +66,8 @@ def large(tasks: int, evals: bool) -> dict[str, float]:
         finalize = client.finalize_eval_batch if evals else client.finalize_train_batch
         result = finalize(batch_id, timeout=1200)
         ended = time.perf_counter()
+        if coordinator_of(client) != coordinator:
+            raise SystemExit("the coordinator died over it, and another one went on: there is no figure of that")
         peak = resident(coordinator, "VmHWM")
         if result["finished_task_count"] != tasks:
             raise SystemExit(f"{result['finished_task_count']} of {tasks} tasks are finished")
