@@ -83,7 +83,7 @@ lint: setup ## ruff and mypy --strict
 
 bench: setup ## run the benchmarks; KNOWN_SYSTEM names the folder of one to compare with (benchmarks/known_system.py)
 	@mkdir -p benchmarks/results; for b in dispatch overhead door recovery audit workers scale \
-	  log_append replay payloads large_batch eventsourcing_library adaptive weight_sync; do echo "== $$b"; \
+	  log_append replay payloads large_batch growth eventsourcing_library adaptive weight_sync; do echo "== $$b"; \
 	$(PY) -m benchmarks.$$b --json benchmarks/results/$$b.json || exit 1; done
 	@$(PY) -m benchmarks.table --json benchmarks/results/table.json
 

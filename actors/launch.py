@@ -26,9 +26,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.guardian.actor import NAME, Guardian
+from trinity_es.actors.guardian.actor import NAME, Guardian, import_ahead
 from trinity_es.actors.messages import Configure, Where, WhereReply
-from trinity_es.actors.serving.http_server import make_app, make_server
 from trinity_es.actors.settings import settings_from
 from trinity_es.actors.system_key import read_key
 from trinity_es.actors.transport import AuthenticatedSystemBase
@@ -106,7 +105,7 @@ def _end_with_guardian(admin_class: Any) -> None:
 
 def _save_memory() -> None:
     """Have the actors share what each would have for itself: a runner that is idle takes 16 MB so, and 22 without."""
-    make_server(make_app([]))  # imports all that a runner's endpoint needs
+    import_ahead()
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; what engines start has its own again
     if set_option is not None:
         set_option(ARENAS_OPTION, ARENAS)

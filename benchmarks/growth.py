@@ -21,7 +21,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -92,17 +92,17 @@ def long_log(part: int, events: int, verify: bool) -> list[Row]:
     return rows
 
 
-def open_batches(part: int) -> list[Row]:
+def open_batches(part: int, counts: Sequence[int]) -> list[Row]:
     """Measure beside batches that are open."""
     rows = []
-    for count in OPEN[1:]:
+    for count in counts[1:]:
         with ExitStack() as stack:
             more, less = system(stack), system(stack)
-            for bench, n in ((more, count), (less, OPEN[0])):
+            for bench, n in ((more, count), (less, counts[0])):
                 for number in range(1, n + 1):
                     bench.client.submit_batch(batch_id=number, tasks=tasks(8, 0.0), batch_type="train")
-            rows += compared(f"{count} open batches", more, f"{OPEN[0]} open", less, part)
-            for bench, n in ((more, count), (less, OPEN[0])):
+            rows += compared(f"{count} open batches", more, f"{counts[0]} open", less, part)
+            for bench, n in ((more, count), (less, counts[0])):
                 for number in range(1, n + 1):
                     if (done := bench.client.finalize_train_batch(number, timeout=60))["finished_task_count"] != 8:
                         raise SystemExit(f"open batch {number} ended with {done}")
@@ -110,25 +110,25 @@ def open_batches(part: int) -> list[Row]:
     return rows
 
 
-def places() -> list[Row]:
+def places(counts: Sequence[int]) -> list[Row]:
     """Measure tasks a second of a place."""
     with ExitStack() as stack:
-        systems = {n: system(stack, n) for n in PLACES}
+        systems = {n: system(stack, n) for n in counts}
 
         def rate(n: int) -> Callable[[], float]:
             return lambda: 16 / systems[n].one(16 * n, SECONDS)
 
-        found = alternate({str(n): rate(n) for n in PLACES}, REPEATS)
+        found = alternate({str(n): rate(n) for n in counts}, REPEATS)
         for bench in systems.values():
             bench.check_all()
     return [
         pairs(f"tasks of {SECONDS:g} s, {n} places", "tasks/s a place", found[str(n)], "1 place", found["1"],
               aim=A_PLACE)
-        for n in PLACES[1:]
+        for n in counts[1:]
     ]
 
 
-def engines(part: int, counts: tuple[int, ...]) -> list[Row]:
+def engines(part: int, counts: Sequence[int]) -> list[Row]:
     """Measure with many engines of others."""
     from benchmarks.stand_ins import model_folder, stand_ins
 
@@ -171,10 +171,12 @@ def main() -> int:
         ("--engines", {"type": int, "nargs": "+", "default": ENGINES, "help": "how many"}),
     ])
     watch, rows, left_out, part = Watch(), list[Row](), list[str](), 6 if options.quick else 1
+    some = 2 if options.quick else None
     events = options.events or (QUICK_EVENTS if options.quick else EVENTS)
     ways: dict[str, Callable[[], list[Row]]] = {
-        "log": lambda: long_log(part, events, options.verify or options.quick), "open": lambda: open_batches(part),
-        "places": places, "engines": lambda: engines(part, tuple(options.engines)),
+        "log": lambda: long_log(part, events, options.verify or options.quick),
+        "open": lambda: open_batches(part, OPEN[:some]),
+        "places": lambda: places(PLACES[:some]), "engines": lambda: engines(part, options.engines[:some]),
         "hosts": lambda: hosts(options.quick),
     }
     for name in options.what or parts:

@@ -58,16 +58,20 @@ def large(tasks: int, evals: bool) -> dict[str, float]:
     with system(1) as (config, client):
         coordinator = coordinator_of(client)
         before = resident(coordinator)
-        batch = [trinity_es.Task(workflow=SleepWorkflow, raw_task={"i": i}, is_eval=evals) for i in range(tasks)]
+        batch = [trinity_es.Task(workflow=SleepWorkflow, raw_task={"i": i}) for i in range(tasks)]
         started = time.perf_counter()
-        client.submit_batch(batch_id=1, tasks=batch, batch_type="train")
+        batch_id: int | str = "1/large" if evals else 1
+        client.submit_batch(batch_id=batch_id, tasks=batch, batch_type="eval" if evals else "train")
         submitted = time.perf_counter()
-        result = client.finalize_train_batch(1, timeout=1200)
+        finalize = client.finalize_eval_batch if evals else client.finalize_train_batch
+        result = finalize(batch_id, timeout=1200)
         ended = time.perf_counter()
+        if coordinator_of(client) != coordinator:
+            raise SystemExit("the coordinator died over it, and another one went on: there is no figure of that")
         peak = resident(coordinator, "VmHWM")
         if result["finished_task_count"] != tasks:
             raise SystemExit(f"{result['finished_task_count']} of {tasks} tasks are finished")
-        state = client.batch(1)
+        state = client.batch(batch_id)
         if sum(s.ok for s in state.statuses.values()) != tasks:
             raise SystemExit(f"{sum(s.ok for s in state.statuses.values())} of {tasks} tasks have their result")
         if (stored := sum(ref.count for ref in state.experiences)) != (0 if evals else tasks):

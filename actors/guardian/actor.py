@@ -28,10 +28,10 @@ from trinity_es.actors.guardian.supervision import CHECK_SECONDS, ENDED, Child, 
 from trinity_es.actors.guardian.text_logs import cut, printed_to
 from trinity_es.actors.hosts.host_agent import HostAgent
 from trinity_es.actors.orphaned import end_processes, owner_gone
-from trinity_es.actors.runner.actor import Runner
+from trinity_es.actors.runner.actor import Runner, import_ahead
 from trinity_es.events.store.log_end import Claim
 
-__all__ = ["NAME", "Guardian"]
+__all__ = ["NAME", "Guardian", "import_ahead"]
 
 NAME = "trinity-es-guardian"
 """Its global name in the actor system."""

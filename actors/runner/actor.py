@@ -25,10 +25,11 @@ from trinity_es.actors.runner.engine_thread import EngineThread
 from trinity_es.actors.runner.lease_reports import LeaseReports
 from trinity_es.actors.runner.outbox import Key, Outbox, key_of
 from trinity_es.actors.runner.reporting import failed
+from trinity_es.actors.serving.http_server import make_app, make_server
 from trinity_es.events.store.log_end import Mark, told_less
 from trinity_es.events.values import BatchId
 
-__all__ = ["Runner"]
+__all__ = ["Runner", "import_ahead"]
 
 BEAT_SECONDS = 2.0
 """Interval between two heartbeats."""
@@ -42,6 +43,11 @@ LEASE_SECONDS = 0.1
 """How long what runs tell of their leases waits for more of it, where nobody waits for that."""
 GIVE_UP_SECONDS = 30.0
 """How long a runner that is to end waits for the coordinator to have the outcome of the unit that it ends for."""
+
+
+def import_ahead() -> None:
+    """Import all that a runner's endpoint needs: in the process that runners are forked from, so that they share it."""
+    make_server(make_app([]))
 
 
 class Runner(BaseActor):

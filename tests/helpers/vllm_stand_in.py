@@ -307,10 +307,13 @@ def main() -> None:
         Path(args.urls).write_text("".join(f"http://127.0.0.1:{s.getsockname()[1]}\n" for s in listening))
 
     async def serve() -> None:
-        await uvicorn.Server(uvicorn.Config(
-            StandIn(args).app(), host="127.0.0.1", port=args.port, log_level="error", access_log=False,
-            ssl_certfile=args.ssl_certfile, ssl_keyfile=args.ssl_keyfile,
-        )).serve(listening or None)
+        await asyncio.gather(*(
+            uvicorn.Server(uvicorn.Config(
+                StandIn(args).app(), host="127.0.0.1", port=args.port, log_level="error", access_log=False,
+                ssl_certfile=args.ssl_certfile, ssl_keyfile=args.ssl_keyfile,
+            )).serve(None if one is None else [one])
+            for one in listening or [None]
+        ))
 
     asyncio.run(serve())
 

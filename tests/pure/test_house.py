@@ -80,7 +80,6 @@ WALLS = {
 the ground, which is what stands in `actors/` itself."""
 DOORS = {
     ("actors/launch.py", "actors/guardian"),  # it starts everything
-    ("actors/launch.py", "actors/serving"),  # what it imports is shared by all that it forks
     ("trinity_es/testing.py", "trinity_es/workflows"),  # users' tests find both there
     ("trinity_es/dashboard/app.py", "trinity_es/dashboard/pages"),  # it puts the pages together
 }
