@@ -10,7 +10,7 @@ from typing import Any
 
 import trinity_es
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.experience import Experience
+from trinity_es.events.store.experiences import read_experiences
 from trinity_es.events.store.payloads import open_payloads
 
 __all__ = ["BAD", "Account", "Evidence", "report"]
@@ -129,8 +129,7 @@ class Evidence:
         payloads = open_payloads(self.url)
         seen: Counter[tuple[Any, ...]] = Counter()
         for ref in state.experiences:
-            every = Experience.deserialize_many(payloads.get(ref.digest))
-            seen.update((e.eid.task, e.eid.run, e.eid.step) for e in every[ref.first : ref.first + ref.count])
+            seen.update((e.eid.task, e.eid.run, e.eid.step) for e in read_experiences(payloads, [ref]))
         account.duplicated += [f"experience {key} of batch {batch} delivered {n} times"
                                     for key, n in seen.items() if n > 1]
         missing = {(task, 0, 0) for task in range(self.tasks)} - seen.keys()

@@ -1,10 +1,11 @@
 """How fast do experiences reach the trainer, and what do they take on the disk?
 
 A whole system (scripted engine, GRPO pipeline, SQLite, `durability: power`) runs batches of experiences of 512 tokens
-with 256 logprobs, and of 8,192 tokens with 4,096. Then, in turn, as a trainer does it and on the same files:
+with 256 logprobs, and of 8,192 tokens with 4,096: random ones, and a reward for each. Then, in turn, as a trainer does
+it and on the same files, which are the delivered payloads and the raw ones that they refer to:
 
-- delivered: `client.experiences(batch)`: the files are read, their digests and checksums checked, and each experience
-  is made with arrays that can be written to;
+- delivered: `client.experiences(batch)`: the files are read, their digests compared, and each experience is made with
+  arrays that can be written to;
 - floor: the same files are read, and nothing is done with their bytes (the machine has them in memory for both);
 - beside it the same with the SHA-256 of each file, what a store that is addressed by content must compute.
 
@@ -25,10 +26,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.compared import Row, Spread, Watch, alternate, options_of, pairs, report
-from benchmarks.dispatch import Bench, check_experiences
+from benchmarks.dispatch import Bench
+from trinity_es import Task
+from trinity_es.events.experience import Experience
 from trinity_es.events.store.database import parse_url
 from trinity_es.projections.verify.log import verify_log
+from trinity_es.testing import SleepWorkflow, sampled
 
 __all__ = ["Store"]
 
@@ -69,18 +75,53 @@ class Store:
         return size
 
 
+def reward_of(task: int) -> float:
+    return task % 97 / 97
+
+
+def make(bench: Bench, count: int, tokens: int) -> None:
+    """Run one batch through the system."""
+    bench.next_id += 1
+    args = {"tokens": tokens, "sampled": True}
+    tasks = [Task(workflow=SleepWorkflow, workflow_args={**args, "reward": reward_of(i)}) for i in range(count)]
+    bench.client.submit_batch(batch_id=bench.next_id, tasks=tasks, batch_type="train")
+    bench.client.finalize_train_batch(bench.next_id, timeout=120)
+
+
+def check_experiences(found: Sequence[Experience], count: int, tokens: int) -> None:
+    """See that all are there, each with the values that its workflow gave it and the advantage of the pipeline."""
+    if len(found) != count or len({e.eid.uid for e in found}) != count:
+        raise SystemExit(f"{len(found)} experiences were delivered where {count} were made")
+    for e in found:
+        ids, logprobs = sampled(int(e.eid.task), tokens)
+        reward = reward_of(int(e.eid.task))
+        advantages = np.full(len(logprobs), reward / (1 + 1e-6), np.float32)
+        right = (
+            np.array_equal(e.tokens, ids) and e.prompt_length == tokens // 2 and e.reward == reward
+            and e.logprobs is not None and np.array_equal(e.logprobs, logprobs)
+            and e.advantages is not None and np.array_equal(e.advantages, advantages)
+            and e.tokens.flags.writeable and e.advantages.flags.writeable
+        )
+        if not right:
+            raise SystemExit(f"experience {e.eid} has other values than were made")
+
+
+def numbers_of(count: int, tokens: int) -> int:
+    """Tokens and logprobs of a batch."""
+    return count * (tokens + tokens - tokens // 2)
+
+
 def measure(bench: Bench, tokens: int, count: int, repeats: int) -> list[Row]:
     """Run one batch through the system, and read it in turn."""
     store = Store(bench.config.store.url)
     before = store.files()
-    bench.one(count, tokens=tokens)
+    make(bench, count, tokens)
     client, batch_id = bench.client, bench.next_id
     made = {name: size for name, size in store.files().items() if name not in before}
-    digests = [ref.digest for ref in client.batch(batch_id).experiences]
+    delivered_size = sum(made[ref.digest] for ref in client.batch(batch_id).experiences)
     check_experiences(list(client.experiences(batch_id)), count, tokens)
-    size = store.read_checked(list(made)) and store.read_checked(digests)
-    if not set(digests) <= set(made):
-        raise SystemExit(f"of {len(digests)} payloads that were delivered only {len(made)} were written")
+    digests = list(made)
+    size = store.read_checked(digests)
 
     def delivered() -> float:
         started = time.perf_counter()
@@ -99,18 +140,18 @@ def measure(bench: Bench, tokens: int, count: int, repeats: int) -> list[Row]:
         {"ours": delivered, "floor": lambda: floor(False), "checked": lambda: floor(True)}, repeats
     )
     of = f"delivered, {tokens:,} tokens"
+    own = delivered_size / numbers_of(count, tokens)
     each = size / count / 1e6
     per_second = Spread.of([figure / each for figure in found["ours"]])
-    numbers = count * (tokens + tokens - tokens // 2)
-    stored, least = sum(made.values()) / numbers, float(BYTES)
+    stored, least = size / numbers_of(count, tokens), float(BYTES)
     return [
         Row(of, "experiences/s", per_second),
         pairs(of, "MB/s", found["ours"], "reading the files", found["floor"], aim=AIM),
         pairs(of, "MB/s", found["ours"], "reading and their SHA-256", found["checked"]),
         Row(f"stored, raw and delivered, {tokens:,} tokens", "bytes a token and logprob", Spread.of([stored]),
             f"{BYTES} bytes each", Spread.of([least]), Spread.of([stored / least]), STORED_AIM, most=True),
-        Row(f"  of it what was delivered, {tokens:,} tokens", "bytes a token and logprob", Spread.of([size / numbers]),
-            f"{BYTES} bytes each", Spread.of([least]), Spread.of([size / numbers / least])),
+        Row(f"  of it what was delivered, {tokens:,} tokens", "bytes a token and logprob", Spread.of([own]),
+            f"{BYTES} bytes each", Spread.of([least]), Spread.of([own / least])),
     ]
 
 

@@ -26,6 +26,7 @@ from trinity_es.actors.coordinator.decisions import batches as decisions
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.processes import process_start_time
+from trinity_es.events.store.experiences import write_delivered
 from trinity_es.events.store.payloads import open_payloads
 from trinity_es.events.values import BatchId, FailureKind, Task, batch_stream, task_to_dict
 from trinity_es.projections.batch import BatchState, evolve
@@ -334,7 +335,8 @@ class _Model(Ground):
         taken = [item for item in taken if item[0] in settled]
         if self.store is not None and self.keeping and raw:
             made = {item[:2]: self._experience(batch, *item) for item in raw}
-            digest = self.store.put(Experience.serialize_many([made[item[:2]] for item in raw]))
+            data = Experience.serialize_many([made[item[:2]] for item in raw])
+            digest = self.store.put(data)
             for item in taken:
                 rewards = batch.rewards[item[0]]
                 mean = sum(rewards) / len(rewards)
@@ -343,9 +345,10 @@ class _Model(Ground):
                 length = len(e.tokens) - e.prompt_length
                 e.advantages = e._vector("advantages", [(rewards[item[1]] - mean) / (spread + 1e-6)] * length)
                 e.returns = e.advantages
-            out = self.store.put(Experience.serialize_many([made[i[:2]] for i in taken])) if taken else ""
+            refs = write_delivered(self.store, [made[i[:2]] for i in taken], {digest: data})
         else:
             digest, out = (hashlib.sha256(f"{what} {batch.batch_id}".encode()).hexdigest() for what in ("raw", "out"))
+            refs = [ev.PayloadRef(digest=out, first=0, count=len(taken))] if taken else []
             self.free.append(batch.batch_id)
         first = 0
         for entry in batch.done:
@@ -353,7 +356,6 @@ class _Model(Ground):
             assert isinstance(event, ev.RunsFinished)
             entry.event = replace(event, payload=ev.PayloadRef(digest=digest, first=first, count=len(event.runs)))
             first += len(event.runs)
-        refs = [ev.PayloadRef(digest=out, first=0, count=len(taken))] if taken else []
         uids = [self._eid(batch, task, run).uid for task, run, _, _ in gone]
         return [v for _, _, v, _ in taken], refs, uids
 

@@ -16,12 +16,11 @@ from typing import Any, Final, Literal, Self
 
 import numpy as np
 
-from trinity_es.events import payload_format
 from trinity_es.events.eid import EID, CustomField
-from trinity_es.events.errors import CorruptPayload, DataError, NotFinite
+from trinity_es.events.errors import DataError, NotFinite
 from trinity_es.events.json_values import NotPlain, plain
-from trinity_es.events.payload_format import DTYPES, Array
-from trinity_es.events.payload_items import JSON, TEXTS, VECTORS, columns_of, fields_of, item_of
+from trinity_es.events.payload_format import DTYPES, Array, Payload, decoding, encode
+from trinity_es.events.payload_items import JSON, TEXTS, VECTORS, columns_of, fields_in, item_of
 
 __all__ = ["EID", "LARGEST_REWARD", "Array", "CustomField", "Experience", "group_by"]
 
@@ -378,12 +377,14 @@ class Experience:
 
         Raises DataError as `validate`.
         """
-        for experience in experiences:
-            experience.validate()
-        fields = [experience.__dict__ for experience in experiences]
-        eids = [e._json("eid", [e.eid.batch, e.eid.task, e.eid.run, e.eid.step, e.eid.suffix], list)
-                for e in experiences]
-        return payload_format.encode(list(map(item_of, fields, eids)), columns_of(fields))
+        items = [e.item() for e in experiences]
+        return encode(items, columns_of([e.__dict__ for e in experiences]))
+
+    def item(self) -> dict[str, Any]:
+        """Return what a payload holds of it besides its arrays. Raises DataError as `validate`."""
+        self.validate()
+        eid = self.eid
+        return item_of(self.__dict__, self._json("eid", [eid.batch, eid.task, eid.run, eid.step, eid.suffix], list))
 
     @property
     def version_spans(self) -> list[tuple[int, int, int]]:
@@ -406,26 +407,25 @@ class Experience:
     def deserialize_many(cls, data: bytes, first: int = 0, count: int | None = None) -> list[Self]:
         """Return `count` experiences of a payload (None: all that follow) from `first` on, with writable arrays.
 
-        Raises CorruptPayload for bytes that `serialize_many` did not write, and when the payload holds fewer than
-        `first + count`; DataError for a negative number.
+        Raises CorruptPayload for bytes that `serialize_many` did not write, when the payload holds fewer than
+        `first + count`, and for one that refers to others (a delivered one), which `read_experiences` can read;
+        DataError for a negative number.
         """
         if first < 0 or (count is not None and count < 0):
             raise DataError(f"can't read {count} experiences from number {first} on: negative")
-        try:
-            items, columns = payload_format.decode(bytes(data), first, count)
-            found = [cls.__new__(cls) for _ in items]
-            for experience, item in zip(found, items, strict=True):
-                experience.__dict__.update(fields_of(item))
-            for name, key, arrays in columns:
-                for experience, array in zip(found, arrays, strict=True):
-                    if array is not None:
-                        target = experience.__dict__ if key is None else experience.__dict__[name]
-                        target[name if key is None else key] = array
-            return found
-        except CorruptPayload:
-            raise
-        except Exception as e:  # bytes from outside: whatever goes wrong in decoding them says that they are corrupt
-            raise CorruptPayload(f"this payload can't be decoded ({type(e).__name__}: {e})") from e
+        with decoding():
+            payload = Payload(bytearray(data))
+            return cls.of_fields(fields_in(payload, payload.part(first, count), {}))
+
+    @classmethod
+    def of_fields(cls, found: Iterable[dict[str, Any]]) -> list[Self]:
+        """Return experiences whose fields these are, not checked: they were when they were written."""
+        out = []
+        for fields in found:
+            experience = cls.__new__(cls)
+            experience.__dict__ = fields
+            out.append(experience)
+        return out
 
 
 def group_by(experiences: Iterable[Experience], id_type: Literal["task", "run", "step"]) -> dict[str, list[Experience]]:

@@ -1,42 +1,49 @@
 """The bytes of a payload: the JSON and the arrays of many experiences in one file. What they mean is not known here.
 
-The format, version 1, is a safetensors file:
-- metadata `trinity_es`: JSON `{"version": 1, "crc32": int}`, the checksum over all that follows. One key only:
-  safetensors writes several in random order, and equal experiences must give equal bytes (payloads are addressed by
-  content).
-- tensor `header`: uint8, the JSON `{"items": [...], "columns": [...]}`. An item holds what is not an array.
+The format, version 2, is a safetensors file:
+- metadata `trinity_es`: JSON `{"version": 2, "crc32": int}`, the checksum over all tensors.
+- tensor `header`: uint8, the JSON `{"items": [...], "columns": [...], "sources": [...]}`. An item holds what of an
+  experience is not an array. Sources are the digests of other payloads, which items may refer to by their numbers.
 - tensors `0`, `1`, ...: one flat tensor per (field, dtype), all experiences' arrays one after the other, C order; its
-  column `[field, key, dtype, shapes]` tells every experience's shape: null (None), a number (1-D) or a list.
+  column `[field, key, dtype, shapes]` tells every experience's shape: null (None), a number (1-D) or a list. In place
+  of all shapes stands a number where they are those of the column of that number.
+- tensors `0.lengths`, `1.lengths`, ...: where there is one, the tensor holds the values of runs and this one how often
+  each is repeated, by bits: an advantage that is the same for a response, a mask that is true throughout.
+
+Version 1 has no sources, no runs and no numbers in place of shapes. The same input gives the same bytes, since payloads
+are addressed by content. Both are written and read here and not by safetensors, which copies all that it reads.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator
-from typing import Any, Final, NamedTuple, cast
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import orjson
-import safetensors
-import safetensors.numpy
 
 from trinity_es.events.errors import CorruptPayload
 
-__all__ = ["DTYPES", "Array", "Column", "decode", "encode"]
+__all__ = ["DTYPES", "Array", "Column", "Payload", "decoding", "encode"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_VERSION: Final = 1
+_VERSION: Final = 2
+_VERSIONS: Final = (1, 2)
 _METADATA: Final = "trinity_es"
+_RUNS_COST: Final = 80
+"""Bytes that the entry of one more tensor takes."""
 
-DTYPES: Final = {
-    np.dtype(name): name
-    for name in (
-        "bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
-        "float16", "float32", "float64",
-    )
+_CODES: Final = {
+    "bool": "BOOL", "int8": "I8", "uint8": "U8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
+    "int64": "I64", "uint64": "U64", "float16": "F16", "float32": "F32", "float64": "F64",
 }
+_DTYPES: Final = {code: np.dtype(name) for name, code in _CODES.items()}
+DTYPES: Final = {np.dtype(name): name for name in _CODES}
 """What both numpy and every safetensors release that we allow can hold."""
 
 
@@ -47,93 +54,171 @@ class Column(NamedTuple):
     key: str | None
     """Where the field is a dict of arrays: which of them."""
     arrays: list[Array | None]
-    """None: this experience has none, or, in what `decode` gives, has it in another column, of another dtype."""
+    """None: this experience has none, or, in what is read, has it in another column, of another dtype."""
 
 
-def encode(items: list[dict[str, Any]], columns: Iterable[Column]) -> bytes:
-    """Return the file: what is not an array, an item an experience, and the arrays.
-
-    The same input gives the same bytes.
-    """
+# --- writing --------------------------------------------------------------------------------------------------------
+def encode(items: list[dict[str, Any]], columns: Iterable[Column], sources: Sequence[str] = ()) -> bytes:
+    """Return the file: what is not an array, an item an experience, the arrays, and the digests of its sources."""
     written: list[list[Any]] = []
+    all_shapes: list[list[Any]] = []
     tensors: dict[str, Array] = {}
     for name, key, arrays in columns:
         for dtype in dict.fromkeys(a.dtype for a in arrays if a is not None):
             mine = [a if a is not None and a.dtype == dtype else None for a in arrays]
             shapes = [None if a is None else a.size if a.ndim == 1 else a.shape for a in mine]
-            tensors[str(len(written))] = np.concatenate([a.ravel() for a in mine if a is not None])
-            written.append([name, key, DTYPES[dtype], shapes])
-    tensors["header"] = np.frombuffer(orjson.dumps({"items": items, "columns": written}), np.uint8)
-    mark = orjson.dumps({"version": _VERSION, "crc32": _checksum(tensors, len(written))}).decode()
-    return safetensors.numpy.save(tensors, metadata={_METADATA: mark})
+            flat = np.concatenate([a.ravel() for a in mine if a is not None])
+            number, same = str(len(written)), all_shapes.index(shapes) if shapes in all_shapes else shapes
+            tensors |= _as_runs(number, flat) or {number: flat}
+            written.append([name, key, DTYPES[dtype], same])
+            all_shapes.append(shapes)
+    header = {"items": items, "columns": written} | ({"sources": list(sources)} if sources else {})
+    tensors["header"] = np.frombuffer(orjson.dumps(header), np.uint8)
+    return _file(tensors, orjson.dumps({"version": _VERSION, "crc32": _checksum(tensors)}).decode())
 
 
-def decode(data: bytes, first: int, count: int | None) -> tuple[list[dict[str, Any]], list[Column]]:
-    """Return items and columns of `count` experiences (None: all that follow) from `first` on, with writable arrays.
-
-    Raises CorruptPayload where the version is not known, the checksum is wrong or there are fewer; for bytes that are
-    something else, whatever decoding them raises.
-    """
-    tensors = {name: _tensor(entry) for name, entry in safetensors.deserialize(data)}  # type: ignore[no-untyped-call]
-    mark = _mark(data)
-    if mark["version"] != _VERSION:
-        raise CorruptPayload(
-            f"this payload has format version {mark['version']!r}, this software reads {_VERSION}: was it written by a "
-            "newer one?"
-        )
-    header = orjson.loads(tensors["header"].tobytes())
-    items, columns = header["items"], header["columns"]
-    if mark["crc32"] != _checksum(tensors, len(columns)):
-        raise CorruptPayload("this payload's checksum is wrong: its bytes were changed since it was written")
-    last = len(items) if count is None else first + count
-    if not first <= last <= len(items):
-        raise CorruptPayload(f"this payload holds {len(items)} experiences, not {last}, as its reader expects")
-    return items[first:last], [
-        Column(name, key, list(_split(tensors[str(i)], shapes, first, last)))
-        for i, (name, key, _, shapes) in enumerate(columns)
-    ]
+def _as_runs(number: str, flat: Array) -> dict[str, Array] | None:
+    """Return an array as the values of its runs and their lengths; None where that would take more than it does."""
+    if not flat.size or flat.size >= 2**32:
+        return None
+    bits = flat.view(f"u{flat.itemsize}")  # -0.0 is not 0.0, and a NaN is itself
+    begins = np.flatnonzero(bits[1:] != bits[:-1]) + 1
+    if (len(begins) + 1) * (flat.itemsize + 4) + _RUNS_COST >= flat.nbytes:
+        return None
+    begins = np.concatenate([[0], begins, [flat.size]])
+    return {number: flat[begins[:-1]], f"{number}.lengths": np.diff(begins).astype(np.uint32)}
 
 
-def _checksum(tensors: dict[str, Array], columns: int) -> int:
+def _file(tensors: dict[str, Array], mark: str) -> bytes:
+    """Return a safetensors file: the widest numbers first, so that each lies at a multiple of its width."""
+    head: dict[str, Any] = {"__metadata__": {_METADATA: mark}}
+    at, parts = 0, list[Any]()
+    for name, tensor in sorted(tensors.items(), key=lambda named: (-named[1].itemsize, named[0])):
+        offsets = [at, at := at + tensor.nbytes]
+        head[name] = {"dtype": _CODES[tensor.dtype.name], "shape": tensor.shape, "data_offsets": offsets}
+        parts.append(tensor.view(np.uint8).data)
+    text = orjson.dumps(head)
+    text += b" " * (-len(text) % 8)
+    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
+
+
+def _checksum(tensors: dict[str, Array]) -> int:
     """CRC-32 over the header, then every column's type and bytes: a flipped bit anywhere that matters changes it."""
     crc = zlib.crc32(tensors["header"].data)
-    for i in range(columns):
-        tensor = tensors[str(i)]
-        crc = zlib.crc32(f"{tensor.dtype.name}{tensor.shape}".encode(), crc)
-        crc = zlib.crc32(tensor.view(np.uint8).data, crc)
+    for number in range(len(tensors)):
+        for name in (str(number), f"{number}.lengths"):
+            if name in tensors:
+                tensor = tensors[name]
+                crc = zlib.crc32(f"{tensor.dtype.name}{tensor.shape}".encode(), crc)
+                crc = zlib.crc32(tensor.view(np.uint8).data, crc)
     return crc
 
 
-def _mark(data: bytes) -> dict[str, Any]:
-    """Our metadata; `safetensors.deserialize` checks the file but does not give it out."""
-    size = int.from_bytes(data[:8], "little")
-    mark = orjson.loads(orjson.loads(data[8 : 8 + size])["__metadata__"][_METADATA])
-    return cast(dict[str, Any], mark)
+# --- reading --------------------------------------------------------------------------------------------------------
+@contextmanager
+def decoding() -> Iterator[None]:
+    """Say of whatever goes wrong in decoding bytes from outside that they are corrupt."""
+    try:
+        yield
+    except CorruptPayload:
+        raise
+    except Exception as e:
+        raise CorruptPayload(f"this payload can't be decoded ({type(e).__name__}: {e})") from e
 
 
-_BY_NAME: Final = {
-    "BOOL": "bool", "I8": "int8", "U8": "uint8", "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32",
-    "I64": "int64", "U64": "uint64", "F16": "float16", "F32": "float32", "F64": "float64",
-}
+class _Read(NamedTuple):
+    """A column as it lies in the file."""
+
+    name: str
+    key: str | None
+    shapes: list[Any]
+    ends: list[int]
+    """Where each experience's numbers end, of all of them one after the other; first, where they begin."""
 
 
-def _tensor(entry: dict[str, Any]) -> Array:
-    dtype = np.dtype(_BY_NAME[entry["dtype"]])
-    return np.frombuffer(entry["data"], dtype).reshape(entry["shape"])
+class Payload:
+    """A payload that is open: its items, and its arrays, which are parts of the bytes that it was given.
+
+    They can be written to where the bytes can be. Raises CorruptPayload where the version is not known or the checksum
+    is wrong; for bytes that are something else, whatever reading them raises: see `decoding`.
+    """
+
+    def __init__(self, data: bytes | bytearray, *, checked: bool = False) -> None:
+        """With `checked` no checksum is computed: the SHA-256 of the bytes is known to be the one that was written."""
+        mark, self._tensors = _opened(data)
+        if mark["version"] not in _VERSIONS:
+            raise CorruptPayload(
+                f"this payload has format version {mark['version']!r}, this software reads {_VERSION}: was it written "
+                "by a newer one?"
+            )
+        if not checked and mark["crc32"] != _checksum(self._tensors):
+            raise CorruptPayload("this payload's checksum is wrong: its bytes were changed since it was written")
+        header = orjson.loads(self._tensors["header"].data)
+        self.items: list[dict[str, Any]] = header["items"]
+        self.sources: list[str] = header.get("sources", [])
+        self._columns: list[_Read] = []
+        for name, key, _, shapes in header["columns"]:
+            known = self._columns[shapes] if isinstance(shapes, int) else None
+            ends = _ends(shapes) if known is None else known.ends
+            self._columns.append(_Read(name, key, shapes if known is None else known.shapes, ends))
+
+    def part(self, first: int, count: int | None) -> range:
+        """Return the numbers of `count` experiences (None: all that follow) from `first` on.
+
+        Raises CorruptPayload where there are fewer.
+        """
+        last = len(self.items) if count is None else first + count
+        if not first <= last <= len(self.items):
+            raise CorruptPayload(f"this payload holds {len(self.items)} experiences, not {last}, as its reader expects")
+        return range(first, last)
+
+    def columns(self, numbers: Sequence[int]) -> Iterator[Column]:
+        """Yield the arrays of these experiences, which are different ones. Ask for all of them once only.
+
+        Of a part only its own bytes are kept: a view would keep the whole payload in memory.
+        """
+        copied = len(numbers) < len(self.items)
+        for number, (name, key, shapes, ends) in enumerate(self._columns):
+            flat = self._flat(str(number), ends[-1])
+            arrays: list[Array | None] = []
+            for n in numbers:
+                shape = shapes[n]
+                if shape is None:
+                    arrays.append(None)
+                    continue
+                array = flat[ends[n] : ends[n + 1]]
+                if copied:
+                    array = array.copy()
+                arrays.append(array if isinstance(shape, int) else array.reshape(shape))
+            yield Column(name, key, arrays)
+
+    def _flat(self, name: str, size: int) -> Array:
+        """Return all numbers of a column."""
+        flat, lengths = self._tensors[name], self._tensors.pop(f"{name}.lengths", None)
+        if lengths is not None:
+            if int(lengths.sum(dtype=np.int64)) != size:
+                raise CorruptPayload("this payload is wrong: the runs of an array are not as long as the array")
+            flat = self._tensors[name] = np.repeat(flat, lengths)
+        if flat.size != size:
+            raise CorruptPayload("this payload is wrong: its arrays are not of the size that its header says")
+        return flat
 
 
-def _split(flat: Array, shapes: list[Any], first: int, last: int) -> Iterator[Array | None]:
-    """Yield one column's arrays of the experiences first..last."""
-    sizes = [0 if s is None else s if isinstance(s, int) else math.prod(s) for s in shapes]
-    begin = sum(sizes[:first])
-    if last - first < len(shapes):
-        # Of a part only its own bytes are kept: a view would keep the whole payload in memory.
-        flat = flat[begin : begin + sum(sizes[first:last])].copy()
-        begin = 0
-    for shape, size in zip(shapes[first:last], sizes[first:last], strict=True):
-        end = begin + size
-        if shape is None:
-            yield None
-        else:
-            yield flat[begin:end] if isinstance(shape, int) else flat[begin:end].reshape(shape)
-        begin = end
+def _ends(shapes: list[Any]) -> list[int]:
+    sizes = (0 if s is None else s if isinstance(s, int) else math.prod(s) for s in shapes)
+    return list(accumulate(sizes, initial=0))
+
+
+def _opened(data: bytes | bytearray) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Return our mark and the tensors of a safetensors file, as parts of its bytes. Raises what it meets."""
+    begin = 8 + int.from_bytes(data[:8], "little")
+    head = orjson.loads(memoryview(data)[8:begin])
+    mark = orjson.loads(head.pop("__metadata__")[_METADATA])
+    body = np.frombuffer(data, np.uint8)[begin:]
+    tensors = {}
+    for name, entry in head.items():
+        first, last = entry["data_offsets"]
+        tensors[name] = body[first:last].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    if max(entry["data_offsets"][1] for entry in head.values()) != len(body):
+        raise CorruptPayload("this payload ends elsewhere than its header says: it was cut, or something follows")
+    return mark, tensors

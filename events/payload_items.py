@@ -1,16 +1,26 @@
-"""The fields of an experience as what a payload holds: an item of JSON, and columns of arrays."""
+"""The fields of an experience as what a payload holds: an item of JSON, and columns of arrays.
+
+An item may be a difference: `of` is `[source, number]`, an experience in another payload, `without` names fields of
+that one that this one does not have, and everything else that is there, item or array, takes the place of what that one
+has.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
+import orjson
 
 from trinity_es.events.eid import EID, CustomField
-from trinity_es.events.payload_format import Column
+from trinity_es.events.errors import CorruptPayload
+from trinity_es.events.payload_format import Array, Column, Payload
 
-__all__ = ["JSON", "TEXTS", "VECTORS", "columns_of", "fields_of", "item_of"]
+__all__ = ["JSON", "TEXTS", "VECTORS", "bases_of", "columns_of", "difference", "fields_in", "item_of"]
+
+Fields = dict[str, Any]
+"""An experience's `__dict__`."""
 
 TYPES: Final = ("single_turn", "multi_turn", "dpo")
 
@@ -32,7 +42,7 @@ JSON: Final = ("messages", "tools", "chosen_messages", "rejected_messages")
 _EMPTY: Final[dict[str, Any]] = dict.fromkeys((*ARRAYS, *TEXTS, *JSON, "reward", "multi_modal_inputs"))
 
 
-def columns_of(fields: Sequence[dict[str, Any]]) -> Iterator[Column]:
+def columns_of(fields: Sequence[Fields]) -> Iterator[Column]:
     """Yield every experience's arrays, for all that some experience has."""
     for name in ARRAYS:
         arrays = [f[name] for f in fields]
@@ -43,8 +53,8 @@ def columns_of(fields: Sequence[dict[str, Any]]) -> Iterator[Column]:
         yield Column("multi_modal_inputs", key, [mine.get(key) for mine in inputs])
 
 
-def item_of(fields: dict[str, Any], eid: list[Any]) -> dict[str, Any]:
-    """Return what is not an array. None and empty are left out; `fields_of` puts them back."""
+def item_of(fields: Fields, eid: list[Any]) -> dict[str, Any]:
+    """Return what is not an array. None and empty are left out; `fields_in` puts them back."""
     out = {"eid": eid, "type": TYPES.index(fields["experience_type"]), "prompt_length": fields["prompt_length"]}
     out |= {name: fields[name] for name in ("reward", *TEXTS, *JSON) if fields[name] is not None}
     out |= {name: fields[name] for name in ("info", "metrics") if fields[name]}
@@ -55,12 +65,83 @@ def item_of(fields: dict[str, Any], eid: list[Any]) -> dict[str, Any]:
     return out
 
 
-def fields_of(item: dict[str, Any]) -> dict[str, Any]:
-    """Return what `item_of` wrote, without its arrays."""
-    fields = {**_EMPTY, "info": {}, "metrics": {}, **item}
-    fields["eid"] = EID(*item["eid"])
-    fields["experience_type"] = TYPES[fields.pop("type")]
-    fields["custom_fields"] = [CustomField(*c) for c in item.get("custom_fields", ())]
-    if fields["multi_modal_inputs"] is not None:
-        fields["multi_modal_inputs"] = dict.fromkeys(item["multi_modal_inputs"])
+# --- differences ----------------------------------------------------------------------------------------------------
+def difference(
+    fields: Fields, item: dict[str, Any], base: Fields, base_item: dict[str, Any], of: tuple[int, int]
+) -> tuple[dict[str, Any], Fields]:
+    """Return an item and arrays (as `columns_of` takes them) that say how an experience differs from its base.
+
+    Both are equal to the last bit where nothing says otherwise: -0.0 is not 0.0, nor True 1.
+    """
+    changed = {k: v for k, v in item.items() if k not in base_item or orjson.dumps(v) != orjson.dumps(base_item[k])}
+    without = [k for k in base_item if k not in item]
+    arrays: Fields = dict.fromkeys((*ARRAYS, "multi_modal_inputs"))
+    for name in ARRAYS:
+        if fields[name] is None:
+            without += [name] if base[name] is not None else []
+        elif not _same(fields[name], base[name]):
+            arrays[name] = fields[name]
+    inputs, base_inputs = fields["multi_modal_inputs"] or {}, base["multi_modal_inputs"] or {}
+    if "multi_modal_inputs" in changed or any(not _same(a, base_inputs.get(key)) for key, a in inputs.items()):
+        if "multi_modal_inputs" in item:
+            changed["multi_modal_inputs"] = item["multi_modal_inputs"]
+        arrays["multi_modal_inputs"] = inputs
+    return {"of": of, **({"without": without} if without else {}), **changed}, arrays
+
+
+def _same(a: Array, b: Array | None) -> bool:
+    return b is not None and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+def bases_of(payload: Payload, numbers: Sequence[int]) -> dict[int, dict[int, int]]:
+    """Return which experiences of other payloads these refer to: source -> number there -> which of these."""
+    found: dict[int, dict[int, int]] = {}
+    for place, number in enumerate(numbers):
+        of = payload.items[number].get("of")
+        if of is not None:
+            found.setdefault(of[0], {})[of[1]] = place
+    return found
+
+
+def fields_in(payload: Payload, numbers: Sequence[int], bases: Mapping[int, Fields]) -> list[Fields]:
+    """Return the fields of these experiences of a payload.
+
+    `bases`: of each that is a difference, by its place among `numbers`, the fields of its base, which become its own.
+    """
+    items = payload.items
+    found = [_fields_of(items[number], bases.get(place)) for place, number in enumerate(numbers)]
+    for name, key, arrays in payload.columns(numbers):
+        if key is None:
+            for fields, array in zip(found, arrays, strict=True):
+                if array is not None:
+                    fields[name] = array
+        else:
+            for fields, array in zip(found, arrays, strict=True):
+                if array is not None:
+                    fields[name][key] = array
+    return found
+
+
+def _fields_of(item: dict[str, Any], base: Fields | None) -> Fields:
+    """Return what an item says, without arrays of its own; what it does not say is its base's, or nothing."""
+    if "of" in item:
+        if base is None:
+            raise CorruptPayload("this payload refers to others: read it from its store, by `read_experiences`")
+        fields = base
+        for name in item.get("without", ()):
+            fields[name] = {} if name in ("info", "metrics") else [] if name == "custom_fields" else None
+    else:
+        fields = {**_EMPTY, "info": {}, "metrics": {}, "custom_fields": []}
+    for name, value in item.items():
+        if name == "eid":
+            fields["eid"] = EID(*value)
+        elif name == "type":
+            fields["experience_type"] = TYPES[value]
+        elif name == "custom_fields":
+            fields["custom_fields"] = [CustomField(*c) for c in value]
+        elif name == "multi_modal_inputs":
+            fields[name] = dict.fromkeys(value)
+        elif name != "of" and name != "without":
+            fields[name] = value
     return fields

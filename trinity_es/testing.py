@@ -21,11 +21,11 @@ import numpy as np
 
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
 from trinity_es.events.errors import ConfigError, EngineError, SyncError
-from trinity_es.events.experience import EID, Experience
+from trinity_es.events.experience import EID, Array, Experience
 from trinity_es.events.values import Task
 from trinity_es.workflows.workflow import Workflow
 
-__all__ = ["ByteTokenizer", "ManualClock", "ScriptedEngine", "SleepWorkflow", "wait_until"]
+__all__ = ["ByteTokenizer", "ManualClock", "ScriptedEngine", "SleepWorkflow", "sampled", "wait_until"]
 
 
 class ByteTokenizer:
@@ -224,11 +224,19 @@ class ScriptedEngine:
         self._stopped = True
 
 
+def sampled(seed: int, size: int) -> tuple[Array, Array]:
+    """Return `size` tokens, and logprobs for the second half of them: random, the same for the same seed."""
+    random = np.random.default_rng(seed)
+    tokens = random.integers(0, 151_643, size, dtype=np.int32)
+    return tokens, -random.exponential(0.4, size - size // 2).astype(np.float32)
+
+
 class SleepWorkflow(Workflow):
     """Asks no model: sleeps `workflow_args["seconds"]` and returns experiences of a given size.
 
     `workflow_args`: `seconds` (0), `tokens` (8: length of an experience, half of it response), `experiences` (1),
-    `reward` (1.0), `fail` (an error's text), `count_file` (a line is appended for every run: who ran how often).
+    `reward` (1.0), `fail` (an error's text), `count_file` (a line is appended for every run: who ran how often),
+    `sampled` (false: tokens and logprobs are those that the function `sampled` gives for the number of the task).
     """
 
     can_reset = True
@@ -248,12 +256,15 @@ class SleepWorkflow(Workflow):
         size = args.get("tokens", 8)
         prompt = size // 2
         reward = float(args.get("reward", 1.0))
+        tokens, logprobs = np.arange(size, dtype=np.int32), np.full(size - prompt, -0.5, dtype=np.float32)
+        if args.get("sampled"):
+            tokens, logprobs = sampled(int(self.task.task_id), size)
         return [
             Experience(
                 eid=EID(step=step),
-                tokens=np.arange(size, dtype=np.int32),
+                tokens=tokens,
                 prompt_length=prompt,
-                logprobs=np.full(size - prompt, -0.5, dtype=np.float32),
+                logprobs=logprobs,
                 reward=reward,
                 metrics={"reward": reward},
             )

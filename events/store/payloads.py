@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from trinity_es.events.store.retry import once
 __all__ = ["PayloadStore", "digest_of", "later", "open_payloads", "patient"]
 
 T = TypeVar("T")
+Bytes = TypeVar("Bytes", bytes, bytearray)
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -48,6 +50,9 @@ class PayloadStore(Protocol):
 
         Raises PayloadNotFound, or CorruptPayload where they are not the ones that were put.
         """
+
+    def read(self, digest: str) -> bytearray:
+        """Return the same as `get`, in memory of its own that may be written to."""
 
     def exists(self, digest: str) -> bool:
         """Return True if it is there; `get` checks that it is whole."""
@@ -71,7 +76,7 @@ class PayloadStore(Protocol):
         """Let go of connections."""
 
 
-def digest_of(data: bytes) -> str:
+def digest_of(data: bytes | bytearray) -> str:
     """Return the digest under which these bytes are stored: SHA-256, 64 hex digits."""
     return hashlib.sha256(data).hexdigest()
 
@@ -174,8 +179,14 @@ class _Files:
         return True
 
     def get(self, digest: str) -> bytes:
+        return self._checked(digest, Path.read_bytes)
+
+    def read(self, digest: str) -> bytearray:
+        return self._checked(digest, _read_writable)
+
+    def _checked(self, digest: str, read: Callable[[Path], Bytes]) -> Bytes:
         try:
-            data = self._path(digest).read_bytes()
+            data = read(self._path(digest))
         except FileNotFoundError:
             raise _not_found(digest, self._root) from None
         except OSError as e:
@@ -282,6 +293,9 @@ class _Rows:
             raise _not_found(digest, self.database.shown)
         return _checked(digest, bytes(data), self.database.shown)
 
+    def read(self, digest: str) -> bytearray:
+        return bytearray(self.get(digest))
+
     def exists(self, digest: str) -> bool:
         query = select(literal(1)).where(schema.payloads.c.digest == digest)
         return self._read(lambda c: c.execute(query).first() is not None)
@@ -321,7 +335,17 @@ def _not_found(digest: str, where: object) -> PayloadNotFound:
     return PayloadNotFound(f"no payload {str(digest)[:80]} in {where}", digest=digest)
 
 
-def _checked(digest: str, data: bytes, where: object) -> bytes:
+def _read_writable(path: Path) -> bytearray:
+    """Return a file's bytes, copied once."""
+    with path.open("rb", buffering=0) as file:
+        data = bytearray(os.fstat(file.fileno()).st_size)
+        size = 0
+        while size < len(data) and (n := file.readinto(memoryview(data)[size:])):
+            size += n
+        return data[:size] if size < len(data) else data
+
+
+def _checked(digest: str, data: Bytes, where: object) -> Bytes:
     if digest_of(data) != digest:
         raise CorruptPayload(
             f"payload {digest} in {where} was changed: its {len(data)} bytes have another digest", digest=digest

@@ -468,7 +468,7 @@ class Log:
 
         They have no reward: what was posted later is in `answers`. Raises AnswerNotFound, LogNotFound.
         """
-        from trinity_es.events.experience import Experience  # here, since a reader of events needs no numpy
+        from trinity_es.events.store.experiences import read_experiences  # here: a reader of events needs no numpy
 
         found = self._read(lambda connection: serve_answers.find(connection, [message])).get(message)
         if found is None:
@@ -476,8 +476,7 @@ class Log:
         if found.payload is None:
             return []
         with closing(self.payloads()) as payloads:
-            ref = found.payload
-            return Experience.deserialize_many(payloads.get(ref.digest), ref.first, ref.count)
+            return read_experiences(payloads, [found.payload])
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> list[str]:
         """Return everything that is wrong with this log: [] when it is sound. `progress(done, of)` counts events.

@@ -16,6 +16,7 @@ from trinity_es.audit.perfetto import trace_events
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.experience_table import COLUMNS
+from trinity_es.events.store.experiences import read_experiences
 from trinity_es.events.store.payloads import open_payloads
 from trinity_es.projections.reading.log_reader import Log, open_log
 
@@ -40,7 +41,7 @@ def delivered(log: Log) -> list[Experience]:
     store = log.payloads()
     return [e for r in log.read(types=["BatchFinalized"]) if isinstance(r.event, ev.BatchFinalized)
             for ref in r.event.experiences
-            for e in Experience.deserialize_many(store.get(ref.digest))[ref.first : ref.first + ref.count]]
+            for e in read_experiences(store, [ref])]
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])

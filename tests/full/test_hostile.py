@@ -16,6 +16,7 @@ from tests.helpers.handmade import cli, write
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, InvalidEvent
 from trinity_es.events.experience import EID, Experience
+from trinity_es.events.store.experiences import read_experiences
 from trinity_es.events.store.payloads import open_payloads
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.text import harmless_json, plain
@@ -98,7 +99,7 @@ def test_exports_hold_the_texts_unchanged_and_as_data(log: Path, tmp_path: Path)
         store = opened.payloads()
         finalized = [r.event for r in opened.read(types=["BatchFinalized"]) if isinstance(r.event, ev.BatchFinalized)]
         wanted = [(e.prompt_text, e.response_text) for f in finalized for ref in f.experiences
-                  for e in Experience.deserialize_many(store.get(ref.digest), ref.first, ref.count)]
+                  for e in read_experiences(store, [ref])]
     assert [(row["prompt"], row["completion"]) for row in rows] == wanted
     assert any("\x1b" in (prompt or "") for prompt, _ in wanted)
     json.loads((tmp_path / "t.json").read_text())

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.sample_ground import HOSTILE
 from benchmarks.sample_log import make
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.experience import Experience
+from trinity_es.events.store.experiences import read_experiences
 from trinity_es.projections.reading.log_reader import open_log
 
 
@@ -53,7 +53,7 @@ def test_a_hostile_one_has_a_text_of_a_megabyte_and_every_kind_of_trouble(tmp_pa
         for recorded in log.rare(["BatchFinalized"]):
             assert isinstance(recorded.event, ev.BatchFinalized)
             for ref in recorded.event.experiences:
-                for e in Experience.deserialize_many(store.get(ref.digest), ref.first, ref.count):
+                for e in read_experiences(store, [ref]):
                     texts.add(e.response_text or "")
         store.close()
         messages = {r.event.message for r in log.rare(["AttemptFailed"]) if isinstance(r.event, ev.AttemptFailed)}

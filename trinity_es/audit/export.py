@@ -21,6 +21,7 @@ from trinity_es.events.atomic_file import whole_file
 from trinity_es.events.errors import ConfigError, CorruptPayload, LogNotFound, PayloadNotFound
 from trinity_es.events.experience import Experience
 from trinity_es.events.experience_table import ParquetTable, json_lines, row_of
+from trinity_es.events.store.experiences import ExperienceReader
 from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.history.attempts import RunRow, tell
@@ -99,14 +100,11 @@ def _read(
     store: PayloadStore, refs: Sequence[ev.PayloadRef], whose: str, made: dict[tuple[int, int], RunRow],
     trained_step: int | None, done: Exported,
 ) -> Iterator[list[dict[str, Any]]]:
-    held: tuple[str, bytes] = ("", b"")  # a delivery is mostly one payload, and many refs may name it
+    reader = ExperienceReader(store)  # a delivery is mostly one payload, and many refs may name it
     for ref in refs:
         for first in range(ref.first, ref.first + ref.count, ROWS):
             try:
-                if held[0] != ref.digest:
-                    held = ref.digest, store.get(ref.digest)
-                count = min(ROWS, ref.first + ref.count - first)
-                found = Experience.deserialize_many(held[1], first, count)
+                found = reader.read(ref.digest, first, min(ROWS, ref.first + ref.count - first))
             except (PayloadNotFound, CorruptPayload) as e:
                 done.missing.append(f"{whose}: {e.message}")
                 break

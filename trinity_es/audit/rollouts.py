@@ -15,6 +15,7 @@ from typing import Any
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.experience import Experience
+from trinity_es.events.store.experiences import read_experiences
 from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.values import BatchId
 from trinity_es.projections.history.attempts import RunRow
@@ -50,7 +51,7 @@ def task_asked(log: Log, batch_id: BatchId, task: int) -> dict[str, Any] | None:
 def experiences_of(payloads: PayloadStore, row: RunRow) -> list[Experience]:
     """Return what the runner wrote of a run. Raises PayloadNotFound, CorruptPayload."""
     assert row.payload is not None
-    found = [e for e in _decoded(payloads, row.payload) if e.eid.run == row.run]
+    found = [e for e in read_experiences(payloads, [row.payload]) if e.eid.run == row.run]
     return sorted(found, key=lambda e: e.eid.step)
 
 
@@ -96,7 +97,7 @@ def _read_run(
         for ref in _likely_first(delivered, written[0].eid.task if written else 0, tasks):
             if tasks and wanted <= changed.keys():
                 break
-            for i, e in enumerate(_decoded(payloads, ref)):
+            for i, e in enumerate(read_experiences(payloads, [ref])):
                 if e.eid.uid in wanted or (not tasks and (e.eid.task, e.eid.run) in own):
                     where[e.eid.uid] = ev.PayloadRef(digest=ref.digest, first=ref.first + i, count=1)
                     changed[e.eid.uid] = e
@@ -110,7 +111,3 @@ def _likely_first(refs: Sequence[ev.PayloadRef], task: Any, tasks: int) -> Seque
     """Begin where this task probably is, since deliveries are in order of tasks: so one payload is read, not all."""
     guess = int(task / tasks * len(refs)) if tasks and isinstance(task, int) else 0
     return [ref for _, ref in sorted(enumerate(refs), key=lambda numbered: abs(numbered[0] - guess))]
-
-
-def _decoded(payloads: PayloadStore, ref: ev.PayloadRef) -> list[Experience]:
-    return Experience.deserialize_many(payloads.get(ref.digest), ref.first, ref.count)

@@ -32,7 +32,6 @@ from trinity_es.actors.commands import (
     TakeExperiences,
     TakenExperiences,
 )
-from trinity_es.actors.coordinator.delivery.pipeline_thread import read_experiences
 from trinity_es.actors.messages import Parcel, pack
 from trinity_es.client import validation
 from trinity_es.client.connection import GRACE_SECONDS
@@ -49,6 +48,7 @@ from trinity_es.events.errors import (
     TrinityError,
 )
 from trinity_es.events.experience import Experience
+from trinity_es.events.store.experiences import read_experiences
 from trinity_es.events.store.retry import within
 from trinity_es.events.values import (
     BatchId,

@@ -16,6 +16,7 @@ from trinity_es.audit.rollouts import FREED, NOT_KEPT, Found
 from trinity_es.dashboard import tokens
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.experience import Array, Experience
+from trinity_es.events.store.experiences import ExperienceReader
 from trinity_es.events.values import BatchId
 from trinity_es.projections.history.attempts import BatchTimeline, RunRow
 from trinity_es.projections.reading.log_reader import Log
@@ -84,17 +85,17 @@ def previews(log: Log, rows: Sequence[RunRow]) -> dict[tuple[BatchId, int, int],
     except TrinityError:
         return out
     with closing(payloads):
-        last: tuple[str, bytes] = ("", b"")
+        reader, last = ExperienceReader(payloads), ""
         room = PREVIEW_BYTES
         for row in sorted(wanted, key=lambda r: (r.payload.digest, r.payload.first) if r.payload else ("", 0)):
             assert row.payload is not None
             try:
-                if last[0] != row.payload.digest:
-                    room -= payloads.size(row.payload.digest) or 0
+                if last != row.payload.digest:
+                    last = row.payload.digest
+                    room -= payloads.size(last) or 0
                     if room < 0:
                         break
-                    last = row.payload.digest, payloads.get(row.payload.digest)
-                one = Experience.deserialize_many(last[1], row.payload.first, row.payload.count)
+                one = reader.read(last, row.payload.first, row.payload.count)
             except TrinityError:
                 continue
             for e in sorted((e for e in one if e.eid.run == row.run), key=lambda e: e.eid.step)[:1]:

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 from urllib.parse import quote
 
-from trinity_es.actors.coordinator.delivery.pipeline_thread import read_experiences
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.plugins import build
 from trinity_es.events import vocabulary as ev
@@ -33,6 +32,7 @@ from trinity_es.events.errors import ConfigError, CorruptPayload, LogError, Payl
 from trinity_es.events.experience import Experience
 from trinity_es.events.experience_table import ParquetTable, json_lines, require_parquet, row_of
 from trinity_es.events.private_files import make_private_folder
+from trinity_es.events.store.experiences import read_experiences
 from trinity_es.events.store.log import EventLog, Recorded
 from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.values import batch_stream

@@ -10,15 +10,12 @@ from itertools import groupby
 from typing import Any
 
 from trinity_es.actors.coordinator.delivery.pipeline import Pipeline
-from trinity_es.events.errors import CorruptPayload
 from trinity_es.events.experience import Experience
+from trinity_es.events.store.experiences import read_experiences, write_delivered
 from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.vocabulary import PayloadRef
 
-__all__ = ["PipelineDone", "PipelineJob", "PipelineThread", "read_experiences"]
-
-PER_PAYLOAD = 1024
-"""Experiences that go into one payload of what was delivered."""
+__all__ = ["PipelineDone", "PipelineJob", "PipelineThread"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +26,8 @@ class PipelineJob:
     done: Callable[[Any], None]
     prepare: Callable[[list[Experience]], None] | None = None
     """What is done to them first, in the pipeline's thread."""
+    refer: bool = False
+    """What is delivered may refer to the payloads of `refs`: they are kept for as long as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +39,6 @@ class PipelineDone:
     dropped_by: dict[str, list[str]] = field(default_factory=dict)
     model_versions: list[tuple[int, int]] = field(default_factory=list)
     """As in BatchFinalized."""
-
-
-def read_experiences(payloads: PayloadStore, refs: list[PayloadRef]) -> list[Experience]:
-    """Return the experiences that these refs name, in their order; each payload is read and decoded once.
-
-    Raises PayloadNotFound, CorruptPayload.
-    """
-    decoded: dict[str, list[Experience]] = {}
-    out: list[Experience] = []
-    for ref in refs:
-        if ref.digest not in decoded:
-            decoded[ref.digest] = Experience.deserialize_many(payloads.get(ref.digest))
-        found = decoded[ref.digest][ref.first : ref.first + ref.count]
-        if len(found) != ref.count:
-            raise CorruptPayload(f"payload {ref.digest} holds fewer experiences than the log says")
-        out.extend(found)
-    return out
 
 
 class PipelineThread:
@@ -100,19 +82,15 @@ class PipelineThread:
         self._post(lambda: job.done(result))
 
     def _process(self, job: PipelineJob) -> PipelineDone:
-        experiences = read_experiences(self._payloads, job.refs)
+        raw: dict[str, bytes] = {}
+        experiences = read_experiences(self._payloads, job.refs, raw if job.refer else None)
         if job.prepare is not None:
             job.prepare(experiences)
         experiences.sort(key=lambda e: (e.eid.task, e.eid.run, e.eid.step))
         result = self._pipeline.run(experiences, time.perf_counter)
-        out = []
-        for first in range(0, len(result.experiences), PER_PAYLOAD):
-            chunk = result.experiences[first : first + PER_PAYLOAD]
-            out.append(
-                PayloadRef(digest=self._payloads.put(Experience.serialize_many(chunk)), first=0, count=len(chunk))
-            )
+        refs = write_delivered(self._payloads, result.experiences, raw)
         return PipelineDone(
-            result.metrics, out, len(result.experiences), result.dropped, result.dropped_by,
+            result.metrics, refs, len(result.experiences), result.dropped, result.dropped_by,
             _versions(result.experiences),
         )
 

@@ -194,7 +194,9 @@ class BatchHandlers:
         With `return_partial_tasks` also those of the finished runs of tasks that were dropped.
         """
         refs = [ref for number in batch.ready_tasks() for ref in batch.tasks[number].payloads]
-        job = PipelineJob(refs, lambda result: self._pipeline_done(batch.batch_id, batch.submission, result))
+        job = PipelineJob(
+            refs, lambda result: self._pipeline_done(batch.batch_id, batch.submission, result), refer=True
+        )
         self.run_job(f"batch {batch.batch_id!r} ({batch.submission})", job)
 
     def run_job(self, key: str, job: PipelineJob) -> None:

@@ -20,6 +20,7 @@ from trinity_es.environments.installed import Installed, install
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.experience import Experience
+from trinity_es.events.store.experiences import read_experiences
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.testing import wait_until
 
@@ -61,8 +62,7 @@ def trained(log: Log, step: int) -> list[Experience]:
     [finalized] = [r.event for r in log.read(stream=f"batch/{step}", types=["BatchFinalized"])]
     assert isinstance(finalized, ev.BatchFinalized)
     with closing(log.payloads()) as payloads:
-        return [e for ref in finalized.experiences
-                for e in Experience.deserialize_many(payloads.get(ref.digest), ref.first, ref.count)]
+        return read_experiences(payloads, finalized.experiences)
 
 
 def require_each_once(log: Log, tasks: int) -> None:

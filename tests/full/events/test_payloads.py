@@ -31,6 +31,10 @@ def test_bytes_come_back_as_they_were_put(store: PayloadStore, data: bytes) -> N
     assert digest == hashlib.sha256(data).hexdigest() == digest_of(data)
     assert store.get(digest) == data
     assert store.exists(digest)
+    one, other = store.read(digest), store.read(digest)
+    assert (type(one), one) == (bytearray, data)
+    one += b"more"
+    assert other == store.get(digest) == data
 
 
 def test_the_same_bytes_are_stored_once(store: PayloadStore) -> None:
@@ -41,9 +45,10 @@ def test_the_same_bytes_are_stored_once(store: PayloadStore) -> None:
 @pytest.mark.parametrize("digest", ["0" * 64, "../../etc/passwd", "", "ABC", "0" * 63 + "\n"])
 def test_what_is_not_there_is_told(store: PayloadStore, digest: str) -> None:
     assert not _exists(store, digest)
-    with pytest.raises(PayloadNotFound) as caught:
-        store.get(digest)
-    assert isinstance(caught.value, KeyError)
+    for read in (store.get, store.read):
+        with pytest.raises(PayloadNotFound) as caught:
+            read(digest)
+        assert isinstance(caught.value, KeyError)
 
 
 def _exists(store: PayloadStore, digest: str) -> bool:
@@ -81,8 +86,9 @@ def test_changed_bytes_are_never_returned(store: PayloadStore, store_url: str) -
     good, bad = store.put(b"good"), store.put(b"right")
     _overwrite(store_url, bad, b"wrong")
     assert store.get(good) == b"good"
-    with pytest.raises(CorruptPayload, match=bad):
-        store.get(bad)
+    for read in (store.get, store.read):
+        with pytest.raises(CorruptPayload, match=bad):
+            read(bad)
     problems = store.verify()
     assert len(problems) == 1
     assert bad in problems[0]

@@ -19,6 +19,7 @@ from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, PayloadNotFound
 from trinity_es.events.experience import Experience
+from trinity_es.events.payload_format import Payload
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.reading.resume_point import prompts_used
 from trinity_es.testing import SleepWorkflow, wait_until
@@ -169,6 +170,39 @@ def test_payloads_are_freed_only_when_enough_later_steps_were_acknowledged(start
     generate(client, 1)  # the id again: what was freed was the earlier batch's
     assert list(client.experiences(1))
     assert client.log.verify() == []
+
+
+def test_delivered_payloads_refer_to_raw_ones_which_stay_as_long_and_processed_ones_to_none(
+    start_system: StartSystem,
+) -> None:
+    client = start_system(store={"retention": 1})
+    payloads = client._payloads
+    client.submit_batch(
+        batch_id=1, batch_type="train",
+        tasks=[Task(workflow=SleepWorkflow, workflow_args={"tokens": 2000}, repeat_times=4) for _ in range(3)],
+    )
+    client.finalize_train_batch(1, timeout=60)
+    found = list(client.experiences(1))
+    raw = {ref.digest for task in client.batch(1).tasks for ref in task.payloads}
+    [delivered] = client.batch(1).experiences
+    assert set(Payload(payloads.get(delivered.digest)).sources) == raw
+    client.process_experiences([payloads.get(digest) for digest in sorted(raw)])  # the very bytes: theirs is the digest
+
+    client.acknowledge(1, 1)
+    generate(client, 2)
+    assert list(client.experiences(1)) == found
+    client.acknowledge(2, 2)
+    wait_until(lambda: freed(client) == [1], "batch 1 to be freed")
+    wait_until(lambda: not any(payloads.exists(d) for d in {*raw, delivered.digest}), "its payloads to be gone")
+    [(_, processed)] = client.processed_experiences()
+    assert sorted((e.eid.task, e.eid.run) for e in processed) == sorted((e.eid.task, e.eid.run) for e in found)
+    assert client.log.verify() == []
+
+    lost = min(ref.digest for task in client.batch(2).tasks for ref in task.payloads)
+    payloads.delete(lost)
+    with pytest.raises(PayloadNotFound, match=rf"{lost}.*to which payload .* refers"):
+        list(client.experiences(2))
+    assert any(lost in problem and "batch 2" in problem for problem in client.log.verify())
 
 
 # --- recovery -------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import pytest
 import trinity_es
 from tests.helpers.paths import ROOT
 from trinity_es import Experience
+from trinity_es.events.store.experiences import read_experiences
 from trinity_es.events.vocabulary import BatchFinalized
 from trinity_es.projections.reading.log_reader import Log
 
@@ -106,7 +107,7 @@ def delivered(log: Log, batch: int) -> list[Experience]:
     try:
         return [
             e for r in log.events(batch) if isinstance(r.event, BatchFinalized) for ref in r.event.experiences
-            for e in Experience.deserialize_many(store.get(ref.digest), ref.first, ref.count)
+            for e in read_experiences(store, [ref])
         ]
     finally:
         store.close()

@@ -16,9 +16,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.any_experience import PAYLOAD, WRITTEN, experiences, small
+from tests.helpers.paths import ROOT
 from trinity_es.events import payload_format
 from trinity_es.events.errors import CorruptPayload, DataError
 from trinity_es.events.experience import EID, CustomField, Experience
+from trinity_es.events.payload_format import Column, Payload
 from trinity_es.events.payload_items import columns_of, item_of
 
 
@@ -90,9 +92,7 @@ def test_a_reward_beyond_what_trainers_compute_in_is_refused(reward: float) -> N
 
 def test_what_is_read_from_a_payload_of_an_older_release_may_hold_nan() -> None:
     e = small(logprobs=[0.5, 0.5], reward=1.0)
-    data = e.serialize()
     old = payload_format.encode(*_with_nan(e))
-    assert len(old) == len(data)
     [back] = Experience.deserialize_many(old)
     assert math.isnan(back.logprobs[1])
     with pytest.raises(DataError, match=r"logprobs\[1\] is nan"):
@@ -150,7 +150,7 @@ def test_p5_reading_more_than_there_is_says_that_the_payload_is_not_the_one_expe
 def test_p5_a_thousand_experiences_are_a_handful_of_tensors() -> None:
     data = Experience.serialize_many([small(logprobs=[0, 1], reward=1.0)] * 1000)
     header = orjson.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
-    assert set(header) == {"__metadata__", "header", "0", "1", "2"}
+    assert set(header) == {"__metadata__", "header", "0", "1", "2", "2.lengths"}
 
 
 @given(st.binary(max_size=200))
@@ -203,8 +203,68 @@ def test_p5_overwritten_bytes_are_a_corrupt_payload_or_change_nothing(place: int
 
 
 def test_p5_a_newer_format_is_named() -> None:
-    with pytest.raises(CorruptPayload, match=r"version 2.*newer"):
-        Experience.deserialize_many(PAYLOAD.replace(b'\\"version\\":1', b'\\"version\\":2'))
+    with pytest.raises(CorruptPayload, match=r"version 3.*newer"):
+        Experience.deserialize_many(PAYLOAD.replace(b'\\"version\\":2', b'\\"version\\":3'))
+
+
+def test_p5_a_payload_of_version_1_is_read() -> None:
+    old = (ROOT / "tests/golden/payload-1.safetensors").read_bytes()
+    assert b'\\"version\\":1' in old
+    assert Experience.deserialize_many(old) == WRITTEN
+    assert Experience.deserialize_many(old, 1) == WRITTEN[1:]
+    with pytest.raises(CorruptPayload, match="checksum"):
+        Experience.deserialize_many(old.replace(b'"reward":1.0', b'"reward":2.0'))
+
+
+def test_p5_another_program_can_read_the_tensors() -> None:
+    from safetensors.numpy import load
+
+    found = load(PAYLOAD)
+    assert found["0"].tolist() == [1, 2, 3, 4] * 2
+    assert found["1"].tolist() == [-0.5, -1.5]
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int32", "float16", "float32", "float64"])
+@given(data=st.data())
+def test_p5_an_array_of_few_values_takes_their_place_alone_and_comes_back_to_the_last_bit(
+    dtype: str, data: st.DataObject
+) -> None:
+    special = [0, 1] if dtype in ("bool", "int32") else [0.0, -0.0, math.nan, math.inf, -1.5]
+    runs = data.draw(st.lists(st.tuples(st.sampled_from(special), st.integers(1, 3000)), min_size=1, max_size=4))
+    whole = np.repeat(np.array([v for v, _ in runs], dtype), [n for _, n in runs])
+    if dtype == "float32":
+        whole[:1].view(np.uint32)[0] = 0x7FC00001  # a NaN that says something
+    cut = data.draw(st.integers(0, len(whole)))
+    arrays: list[Any] = [whole[:cut], None, whole[cut:].reshape(1, -1)]
+    written = payload_format.encode([{}] * 3, [Column("a", None, arrays)])
+    assert len(written) < 500 + 12 * (len(runs) + 1)
+    for numbers in (range(3), range(2, 3)):
+        [column] = Payload(bytearray(written)).columns(numbers)
+        for n, back in zip(numbers, column.arrays, strict=True):
+            if back is None:
+                assert arrays[n] is None
+                continue
+            assert (back.dtype, back.shape, back.tobytes()) == (whole.dtype, arrays[n].shape, arrays[n].tobytes())
+            assert back.flags.writeable
+
+
+def test_p5_a_mask_and_an_advantage_take_almost_no_room() -> None:
+    logprobs = np.random.default_rng(0).random(4095)
+    one = Experience(eid=EID(1, 2, 3, 4, "s"), tokens=range(4096), prompt_length=1, logprobs=logprobs)
+    bare = len(one.serialize())
+    one.advantages = one.returns = np.full(4095, 0.5, np.float32)
+    assert bare < 4 * (4096 + 4095) + 600
+    assert len(one.serialize()) < bare + 500
+
+
+def test_p5_runs_that_are_not_as_long_as_their_array_are_a_corrupt_payload() -> None:
+    data = payload_format.encode([{}], [Column("a", None, [np.zeros(1000, np.int32)])])
+    assert data.count(struct.pack("<I", 1000)) == 1
+    wrong = data.replace(struct.pack("<I", 1000), struct.pack("<I", 999))
+    with pytest.raises(CorruptPayload, match="checksum"):
+        Payload(wrong)
+    with pytest.raises(CorruptPayload, match="runs"):
+        list(Payload(wrong, checked=True).columns(range(1)))
 
 
 def test_p5_experiences_need_no_torch() -> None:
