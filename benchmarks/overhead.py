@@ -208,7 +208,7 @@ def main() -> int:
                 "model": {"model_path": model},
                 "explorer": {
                     "max_concurrency": options.tasks,
-                    "rollout_model": {"max_model_len": 512, "gpu_memory_utilization": 0.3},
+                    "rollout_model": {"max_model_len": 256, "gpu_memory_utilization": 0.3},
                 },
             },
             folder=folder,
