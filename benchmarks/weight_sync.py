@@ -15,6 +15,7 @@ while the weights change. What the time goes to is printed, too.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import statistics
 import sys
@@ -35,8 +36,6 @@ from trinity_es.actors.engines.vllm_engine import VLLMEngine
 from trinity_es.system import lifecycle
 
 REQUESTS = 64
-TOKENS = 200
-"""Of each request; the tiny model takes 256 with the prompt."""
 BEFORE = 20
 """Steps with all requests before the weights change."""
 PATIENCE = 30.0
@@ -113,11 +112,12 @@ def enlarge(model: Path, hidden: int, layers: int) -> None:
 
 
 class Bench:
-    def __init__(self, folder: Path, stack: ExitStack, hidden: int | None, layers: int) -> None:
+    def __init__(self, folder: Path, stack: ExitStack, options: argparse.Namespace) -> None:
         self.models = [make_tiny_model(folder / f"model-{seed}", seed) for seed in (0, 1)]
-        if hidden is not None:
+        if options.hidden is not None:
             for model in self.models:
-                enlarge(model, hidden, layers)
+                enlarge(model, options.hidden, options.layers)
+        self.tokens = options.tokens
         self.notes, self.seen = folder / "notes", 0
         config = trinity_es.Config.from_dict(
             {
@@ -179,7 +179,7 @@ class Bench:
         tasks = [
             trinity_es.Task(
                 workflow="single_turn", raw_task={"prompt": f"{self.batch}:{i}="},
-                reward_fn="benchmarks.adaptive:no_reward", rollout_args={"max_tokens": TOKENS, "ignore_eos": True},
+                reward_fn="benchmarks.adaptive:no_reward", rollout_args={"max_tokens": self.tokens, "ignore_eos": True},
             )
             for i in range(REQUESTS)
         ]
@@ -194,7 +194,7 @@ class Bench:
         found = list(self.client.experiences(self.batch))
         assert len(found) == REQUESTS
         spans = [experience.version_spans for experience in found]
-        assert all(sum(end - start for _, start, end in some) == TOKENS for some in spans), spans
+        assert all(sum(end - start for _, start, end in some) == self.tokens for some in spans), spans
         versions = [[version for version, _, _ in some] for some in spans]
         both = [self.version - 1, self.version]
         assert all(some in (both, both[:1], both[1:]) for some in versions), spans
@@ -205,11 +205,12 @@ def main() -> int:
     options = options_of(__doc__, [
         ("--repeats", {"type": int, "default": 15}),
         ("--hidden", {"type": int, "help": "hidden size of a larger model; else it is the tiny one, of 128"}),
+        ("--tokens", {"type": int, "default": 200, "help": "of each request; there is room for 256 with the prompt"}),
         ("--layers", {"type": int, "default": 8, "help": "its layers"}),
     ])
     watch = Watch()
     with tempfile.TemporaryDirectory(prefix="weight-sync-") as folder, ExitStack() as stack:
-        bench = Bench(Path(folder), stack, options.hidden, options.layers)
+        bench = Bench(Path(folder), stack, options)
         bench.alone()
         bench.busy()
         bench.changes.clear()  # the first of each warms up

@@ -28,7 +28,7 @@ ROOM = 0.9
 """Share of an engine's KV cache, or of its running requests, from which on it is full."""
 QUEUE_FOR_MORE, QUEUE_AFTER, QUEUE_MOST = 1.0, 3.0, 4.0
 """Requests that wait in the engine for each that runs: at most, for more places; after a cut; and that bring a cut."""
-AGAIN_FOR_MORE, AGAIN_MOST = 0.25, 0.5
+AGAIN_FOR_MORE, AGAIN_MOST = 0.1, 0.5
 """Tokens computed again for each that is made: at most, for more places; and from which on there are fewer."""
 CUT = 0.75
 """Share of the places that stays where too much is computed again."""
