@@ -32,7 +32,7 @@ from benchmarks.compared import Row, Spread, Watch, alternate, options_of, pairs
 from benchmarks.known_system import KnownSystem, known_system
 from trinity_es.events.experience import Experience
 from trinity_es.system import lifecycle
-from trinity_es.testing import SleepWorkflow
+from trinity_es.testing import SleepWorkflow, sampled
 
 __all__ = ["Bench", "check_experiences", "percentile", "tasks"]
 
@@ -49,10 +49,20 @@ FIRST = 10**9
 KNOWN = "the known system"
 
 
-def tasks(n: int, seconds: float, tokens: int = TOKENS, runs: int = 1) -> list[trinity_es.Task]:
-    args = {"seconds": seconds, "tokens": tokens}
+def full_reward(_: int) -> float:
+    """Return the reward of each task where nothing else is asked for."""
+    return 1.0
+
+
+def tasks(
+    n: int, seconds: float, tokens: int = TOKENS, runs: int = 1, reward: Callable[[int], float] = full_reward
+) -> list[trinity_es.Task]:
+    """Return tasks whose experiences have tokens and logprobs as a model samples them: no two alike."""
+    args = {"seconds": seconds, "tokens": tokens, "sampled": True}
     return [
-        trinity_es.Task(workflow=SleepWorkflow, workflow_args=args, raw_task={"i": i}, repeat_times=runs)
+        trinity_es.Task(
+            workflow=SleepWorkflow, workflow_args={**args, "reward": reward(i)}, raw_task={"i": i}, repeat_times=runs
+        )
         for i in range(n)
     ]
 
@@ -62,16 +72,19 @@ def percentile(values: Sequence[float], q: float) -> float:
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
 
 
-def check_experiences(found: Sequence[Experience], count: int, tokens: int) -> None:
-    """See that all are there, each with the values that its workflow gave it and the advantage of the pipeline."""
+def check_experiences(
+    found: Sequence[Experience], count: int, tokens: int, reward: Callable[[int], float] = full_reward
+) -> None:
+    """See that all are there, each with the values that its workflow gave it and an advantage of the pipeline."""
     if len(found) != count or len({(e.eid.task, e.eid.run, e.eid.step) for e in found}) != count:
         raise SystemExit(f"{len(found)} experiences were delivered where {count} were made")
-    whole, response = np.arange(tokens, dtype=np.int32), tokens - tokens // 2
     for e in found:
+        ids, logprobs = sampled(int(e.eid.task), tokens)
         right = (
-            np.array_equal(e.tokens, whole) and e.prompt_length == tokens // 2 and e.reward == 1.0
-            and e.logprobs is not None and np.array_equal(e.logprobs, np.full(response, -0.5, np.float32))
-            and e.advantages is not None and len(e.advantages) == response and e.tokens.flags.writeable
+            np.array_equal(e.tokens, ids) and e.prompt_length == tokens // 2 and e.reward == reward(int(e.eid.task))
+            and e.logprobs is not None and np.array_equal(e.logprobs, logprobs)
+            and e.advantages is not None and len(e.advantages) == len(logprobs)
+            and e.tokens.flags.writeable and e.advantages.flags.writeable
         )
         if not right:
             raise SystemExit(f"experience {e.eid} has other values than were made")
@@ -109,10 +122,13 @@ class Bench:
         self.client.shutdown()
         self.folder.cleanup()
 
-    def one(self, n: int, seconds: float = 0.0, tokens: int = TOKENS, runs: int = 1) -> float:
+    def one(
+        self, n: int, seconds: float = 0.0, tokens: int = TOKENS, runs: int = 1,
+        reward: Callable[[int], float] = full_reward,
+    ) -> float:
         """Return the seconds from submit to the return of finalize; see that every task is finished."""
         self.next_id += 1
-        batch = tasks(n, seconds, tokens, runs)
+        batch = tasks(n, seconds, tokens, runs, reward)
         started = perf_counter()
         self.client.submit_batch(batch_id=self.next_id, tasks=batch, batch_type="train")
         result = self.client.finalize_train_batch(self.next_id, timeout=120)

@@ -29,12 +29,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.compared import Row, Spread, Watch, alternate, options_of, pairs, report
-from benchmarks.dispatch import Bench
-from trinity_es import Task
+from benchmarks.dispatch import Bench, check_experiences
 from trinity_es.events.experience import Experience
 from trinity_es.events.store.database import parse_url
 from trinity_es.projections.verify.log import verify_log
-from trinity_es.testing import SleepWorkflow, sampled
 
 __all__ = ["Store"]
 
@@ -79,31 +77,12 @@ def reward_of(task: int) -> float:
     return task % 97 / 97
 
 
-def make(bench: Bench, count: int, tokens: int) -> None:
-    """Run one batch through the system."""
-    bench.next_id += 1
-    args = {"tokens": tokens, "sampled": True}
-    tasks = [Task(workflow=SleepWorkflow, workflow_args={**args, "reward": reward_of(i)}) for i in range(count)]
-    bench.client.submit_batch(batch_id=bench.next_id, tasks=tasks, batch_type="train")
-    bench.client.finalize_train_batch(bench.next_id, timeout=120)
-
-
-def check_experiences(found: Sequence[Experience], count: int, tokens: int) -> None:
-    """See that all are there, each with the values that its workflow gave it and the advantage of the pipeline."""
-    if len(found) != count or len({e.eid.uid for e in found}) != count:
-        raise SystemExit(f"{len(found)} experiences were delivered where {count} were made")
+def check_advantages(found: Sequence[Experience]) -> None:
+    """See that each has the advantage that the pipeline gives a task of one run."""
     for e in found:
-        ids, logprobs = sampled(int(e.eid.task), tokens)
-        reward = reward_of(int(e.eid.task))
-        advantages = np.full(len(logprobs), reward / (1 + 1e-6), np.float32)
-        right = (
-            np.array_equal(e.tokens, ids) and e.prompt_length == tokens // 2 and e.reward == reward
-            and e.logprobs is not None and np.array_equal(e.logprobs, logprobs)
-            and e.advantages is not None and np.array_equal(e.advantages, advantages)
-            and e.tokens.flags.writeable and e.advantages.flags.writeable
-        )
-        if not right:
-            raise SystemExit(f"experience {e.eid} has other values than were made")
+        assert e.advantages is not None  # `check_experiences` has seen it
+        if not np.array_equal(e.advantages, np.full(len(e.advantages), e.reward / (1 + 1e-6), np.float32)):
+            raise SystemExit(f"experience {e.eid} has another advantage than its reward gives")
 
 
 def numbers_of(count: int, tokens: int) -> int:
@@ -115,11 +94,13 @@ def measure(bench: Bench, tokens: int, count: int, repeats: int) -> list[Row]:
     """Run one batch through the system, and read it in turn."""
     store = Store(bench.config.store.url)
     before = store.files()
-    make(bench, count, tokens)
+    bench.one(count, tokens=tokens, reward=reward_of)
     client, batch_id = bench.client, bench.next_id
     made = {name: size for name, size in store.files().items() if name not in before}
     delivered_size = sum(made[ref.digest] for ref in client.batch(batch_id).experiences)
-    check_experiences(list(client.experiences(batch_id)), count, tokens)
+    delivered_now = list(client.experiences(batch_id))
+    check_experiences(delivered_now, count, tokens, reward_of)
+    check_advantages(delivered_now)
     digests = list(made)
     size = store.read_checked(digests)
 

@@ -16,6 +16,7 @@ from benchmarks.compared import Row, Spread, Watch, alternate, pairs, report
 from benchmarks.dispatch import check_experiences, percentile
 from benchmarks.table import AIMS, SOURCES, lines, markdown
 from trinity_es.events.experience import EID, Experience
+from trinity_es.testing import sampled
 
 
 def result(*rows: Row) -> dict[str, Any]:
@@ -103,8 +104,8 @@ def test_every_line_has_as_many_cells_as_the_head() -> None:
 
 def experiences(tokens: int, numbers: Sequence[int]) -> list[Experience]:
     return [
-        Experience(eid=EID(batch=1, task=n), tokens=list(range(tokens)), prompt_length=tokens // 2, reward=1.0,
-                   logprobs=[-0.5] * (tokens - tokens // 2), advantages=[0.0] * (tokens - tokens // 2))
+        Experience(eid=EID(batch=1, task=n), tokens=sampled(n, tokens)[0], prompt_length=tokens // 2, reward=1.0,
+                   logprobs=sampled(n, tokens)[1], advantages=[0.0] * (tokens - tokens // 2))
         for n in numbers
     ]
 
