@@ -12,10 +12,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trinity_es.events import codec
-from trinity_es.events.codec import decode, encode
+from trinity_es.events.codec import check, decode, encode
 from trinity_es.events.errors import InvalidEvent, LogCorrupt, LogTooNew
 from trinity_es.events.store.recorded import from_row
-from trinity_es.events.vocabulary import EVENTS, BatchFinalized, BatchSubmitted, BatchTrained, Event, SystemConfigured
+from trinity_es.events.vocabulary import (
+    EVENTS,
+    BatchFinalized,
+    BatchSubmitted,
+    BatchTrained,
+    Event,
+    SystemConfigured,
+    WritingResumed,
+)
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 integers = st.integers(min_value=-(2**53), max_value=2**53)
@@ -61,6 +69,17 @@ def test_what_is_not_finite_is_refused_by_the_name_of_its_field(bad: float) -> N
     event = BatchFinalized(result={"metrics": [{"reward": bad}]})
     with pytest.raises(InvalidEvent, match=r"BatchFinalized\.result\.metrics\[0\]\.reward is"):
         encode(event)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_an_append_is_not_given_what_is_not_finite_as_null(bad: float) -> None:
+    """Where null may stand it would be recorded without a word; where a number must, the number is named and not it."""
+    with pytest.raises(InvalidEvent, match=r"BatchFinalized\.result\.metrics\[0\]\.reward is"):
+        check(BatchFinalized(result={"metrics": [{"reward": bad}], "best": None}))
+    with pytest.raises(InvalidEvent, match=r"WritingResumed\.seconds is"):
+        check(WritingResumed(error="", seconds=bad))
+    fine = BatchFinalized(result={"metrics": [{"reward": 0.5}], "best": None, "said": "null"})
+    assert check(fine) == (encode(fine), fine)
 
 
 def test_none_and_the_word_null_are_no_trouble() -> None:
