@@ -16,14 +16,18 @@ STEPS = 4
 
 
 def made_run(folder: Path) -> str:
-    """Put a run of some seconds into a folder; returns the folder of commands, which goes before others in PATH."""
+    """Put a run into a folder that lasts until hosts which load slowly have joined.
+
+    Returns the folder of commands, which goes before others in PATH.
+    """
     (folder / "tasks.jsonl").write_text("".join('{"prompt": "1 + 1", "response": "2"}\n' for _ in range(16)))
     (folder / "config.yaml").write_text(yaml.safe_dump({
         "mode": "explore", "total_steps": STEPS,
         "explorer": {"max_concurrency": 2, "rollout_model": {
-            "engine_type": "scripted", "script": {"response": "2", "latency_seconds": 0.5}}},
+            "engine_type": "scripted", "script": {"response": "2", "latency_seconds": 1.5}}},
         "buffer": {"batch_size": 4, "explorer_input": {"tasksets": [
-            {"name": "sums", "path": "tasks.jsonl", "workflow": "math_workflow", "repeat_times": 4}]}},
+            {"name": "sums", "path": "tasks.jsonl", "workflow": "math_workflow", "repeat_times": 4,
+             "format": {"prompt_key": "prompt", "response_key": "response"}}]}},
         "trainer": {"class": None}, "synchronizer": {"sync_style": "fully_async", "max_inflight_batches": 4},
     }))
     commands = folder / "bin"
