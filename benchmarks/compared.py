@@ -1,7 +1,9 @@
 """What benchmarks that compare two ways share: turns that alternate, their spread, what else ran, rows, new databases.
 
 Both ways are measured in one process run, in turn, who goes first alternating, so that a machine that is slow for a
-while is slow for both. A ratio is the median of the pairs' ratios; what is in brackets is the least and the greatest.
+while is slow for both. Where both are systems of processes, those of the other are stopped meanwhile (`resting`): what
+a system does while it has nothing to do would take time from the other. A ratio is the median of the pairs' ratios;
+what is in brackets is the least and the greatest.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,14 @@ from typing import Any
 import psutil
 
 __all__ = [
-    "Databases", "Row", "Spread", "Watch", "about", "alternate", "beside_told", "databases", "form_of", "options_of",
-    "pairs", "report", "sound",
+    "Databases", "Row", "Spread", "Watch", "about", "alternate", "beside_told", "coordinator_of", "databases",
+    "family_of", "form_of", "options_of", "pairs", "report", "resting", "sound",
 ]
 
 BUSY = 0.05
 """Share of a core from which another process is named."""
+SETTLE_SECONDS = 0.2
+"""How long what was stopped gets to do what it would have done meanwhile, before it is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,41 @@ def alternate(ways: Mapping[str, Callable[[], float]], repeats: int) -> dict[str
             gc.collect()  # nobody pays for what another left behind
             found[name].append(ways[name]())
     return found
+
+
+def coordinator_of(client: Any) -> int:
+    """Return the pid of the coordinator behind a client."""
+    children = client._link.where().status.get("children", [])
+    return next(int(c["pid"]) for c in children if c["name"] == "coordinator")
+
+
+def family_of(pid: int) -> list[psutil.Process]:
+    """Return every process of the system to which this one belongs: whoever started it, and all that came of that."""
+    first = psutil.Process(pid)
+    while (parent := first.parent()) is not None and parent.pid not in (1, psutil.Process().pid):
+        first = parent
+    return [first, *first.children(recursive=True)]
+
+
+@contextmanager
+def resting(*pids: int) -> Iterator[None]:
+    """Stop these systems, named by a process each, while the block runs; what is measured then has the machine alone.
+
+    The block begins with what was stopped before, and goes on now, having had a moment for what it missed.
+    """
+    stopped: list[psutil.Process] = []
+    try:
+        for pid in pids:
+            stopped += family_of(pid)
+        for process in stopped:
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
+        time.sleep(SETTLE_SECONDS)
+        yield
+    finally:
+        for process in stopped:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
 
 
 def pairs(

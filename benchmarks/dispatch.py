@@ -28,10 +28,21 @@ from typing import Any
 import numpy as np
 
 import trinity_es
-from benchmarks.compared import Row, Spread, Watch, alternate, options_of, pairs, report, sound
+from benchmarks.compared import (
+    Row,
+    Spread,
+    Watch,
+    alternate,
+    coordinator_of,
+    options_of,
+    pairs,
+    report,
+    resting,
+    sound,
+)
 from benchmarks.known_system import KnownSystem, known_system
 from trinity_es.events.experience import Experience
-from trinity_es.system import lifecycle
+from trinity_es.system import keeper_lock, lifecycle
 from trinity_es.testing import SleepWorkflow, sampled
 
 __all__ = ["Bench", "check_experiences", "percentile", "tasks"]
@@ -108,6 +119,7 @@ class Bench:
             },
             folder=self.folder.name,
         )
+        self.places = places
         self.next_id = FIRST
         self.made: dict[int, int] = {}
         """Experiences of each batch."""
@@ -116,6 +128,8 @@ class Bench:
         lifecycle.start(self.config)
         self.client = trinity_es.connect(self.config)
         self.client.wait_ready(60)
+        keeper = keeper_lock.running(self.config)
+        self.pids = [coordinator_of(self.client)] + ([] if keeper is None else [keeper])
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -169,12 +183,25 @@ def both(places: int, durability: str, more: Sequence[dict[str, Any]] = ({"name"
 
 
 def in_turn(
-    ours: Callable[[], float], theirs: Callable[[KnownSystem], float], known: KnownSystem | None, repeats: int
+    bench: Bench, ours: Callable[[], float], theirs: Callable[[KnownSystem], float], known: KnownSystem | None,
+    repeats: int,
 ) -> tuple[list[float], list[float] | None]:
-    """Measure ours and the known system, where there is one."""
-    ways = {"ours": ours} | ({} if known is None else {"known": lambda: theirs(known)})
-    found = alternate(ways, repeats)
-    return found["ours"], found.get("known")
+    """Measure ours and the known system, where there is one: each while the other is stopped."""
+    if known is None:
+        return alternate({"ours": ours}, repeats)["ours"], None
+
+    def ours_alone() -> float:
+        with resting(known.process.pid):
+            bench.one(8)
+            return ours()
+
+    def theirs_alone() -> float:
+        with resting(*bench.pids):
+            known.one(8, 0.0, TOKENS, 1)
+            return theirs(known)
+
+    found = alternate({"ours": ours_alone, "known": theirs_alone}, repeats)
+    return found["ours"], found["known"]
 
 
 def latency(bench: Bench, known: KnownSystem | None, n: int, part: int) -> list[Row]:
@@ -189,7 +216,7 @@ def latency(bench: Bench, known: KnownSystem | None, n: int, part: int) -> list[
     def theirs(system: KnownSystem) -> float:
         return statistics.median(1e3 * system.one(n, 0.0, TOKENS, 1) for _ in range(max(2, few // part)))
 
-    p50, other = in_turn(ours, theirs, known, REPEATS)
+    p50, other = in_turn(bench, ours, theirs, known, REPEATS)
     bench.check()
     name = f"submit -> finalize, {n} no-op task{'s' * (n > 1)}"
     p95 = [percentile(turn, 0.95) for turn in turns]
@@ -204,7 +231,9 @@ def rate(bench: Bench, known: KnownSystem | None, n: int, runs: int, tokens: int
     def ours() -> float:
         return n * runs / bench.one(n, tokens=tokens, runs=runs)
 
-    found, other = in_turn(ours, lambda system: n * runs / system.one(n, 0.0, tokens, runs), known, REPEATS)
+    found, other = in_turn(
+        bench, ours, lambda system: n * runs / system.one(n, 0.0, tokens, runs), known, REPEATS
+    )
     bench.check(tokens)
     unit = "tasks/s" if runs == 1 else "runs/s"
     return pairs(f"batches of {RATES[n, runs, tokens]}", unit, found, KNOWN, other, aim=RATE_AIM, id="E2")
@@ -213,7 +242,7 @@ def rate(bench: Bench, known: KnownSystem | None, n: int, runs: int, tokens: int
 def efficiency(bench: Bench, known: KnownSystem | None) -> list[Row]:
     """Measure the share of the ideal on 16 places."""
     ideal = 256 / 16 * 0.1
-    found, other = in_turn(lambda: ideal / bench.one(256, 0.1),
+    found, other = in_turn(bench, lambda: ideal / bench.one(256, 0.1),
                            lambda system: ideal / system.one(256, 0.1, TOKENS, 1), known, REPEATS)
     bench.check()
     what, unit = "256 tasks of 0.1 s on 16 places", "of the ideal"

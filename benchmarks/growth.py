@@ -1,6 +1,6 @@
 """Is it as fast where there is more? No-op tasks on a long log, beside open batches, on many places, engines, hosts.
 
-Each time two systems that differ in one thing are up, and batches go to them in turn:
+Each time two systems that differ in one thing are up, and batches go to them in turn, the other being stopped:
 
 - log: one of 1 thousand events and one of 10 million (`benchmarks.long_log`; SQLite);
 - open batches: 10 and 100 that are open, their tasks finished and nobody finalizing them, against 1;
@@ -21,12 +21,13 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compared import Row, Watch, alternate, options_of, pairs, report, sound
+from benchmarks.compared import Row, Watch, alternate, options_of, pairs, report, resting, sound
 from benchmarks.dispatch import Bench, tasks
 from benchmarks.long_log import lengthen
 from benchmarks.recovery import config_in, make_history
@@ -52,18 +53,27 @@ def system(stack: ExitStack, places: int = 8, **more: Any) -> Bench:
 
 def compared(what: str, more: Bench, other: str, less: Bench, part: int) -> list[Row]:
     """Measure both in turn."""
-    def p50(bench: Bench) -> Callable[[], float]:
-        return lambda: statistics.median(1e3 * bench.one(1) for _ in range(max(4, BATCHES // part)))
+    def p50(bench: Bench) -> float:
+        return statistics.median(1e3 * bench.one(1) for _ in range(max(4, BATCHES // part)))
 
-    def rate(bench: Bench) -> Callable[[], float]:
-        return lambda: RATE_TASKS / bench.one(RATE_TASKS)
+    def rate(bench: Bench) -> float:
+        return RATE_TASKS / bench.one(RATE_TASKS)
 
-    short = alternate({"ours": p50(more), "less": p50(less)}, REPEATS)
-    many = alternate({"ours": rate(more), "less": rate(less)}, REPEATS)
+    short, many = (in_turn({"ours": more, "less": less}, way) for way in (p50, rate))
     return [
         pairs(f"1 no-op task, p50, {what}", "ms", short["ours"], other, short["less"], aim=FLAT, most=True),
         pairs(f"batches of {RATE_TASKS}, {what}", "tasks/s", many["ours"], other, many["less"], aim=SLOWER),
     ]
+
+
+def in_turn(systems: Mapping[str, Bench], way: Callable[[Bench], float]) -> dict[str, list[float]]:
+    """Measure each system while the others are stopped."""
+    def alone(bench: Bench) -> float:
+        with resting(*(pid for other in systems.values() if other is not bench for pid in other.pids)):
+            bench.one(8)
+            return way(bench)
+
+    return alternate({name: partial(alone, bench) for name, bench in systems.items()}, REPEATS)
 
 
 @contextmanager
@@ -113,12 +123,8 @@ def open_batches(part: int, counts: Sequence[int]) -> list[Row]:
 def places(counts: Sequence[int]) -> list[Row]:
     """Measure tasks a second of a place."""
     with ExitStack() as stack:
-        systems = {n: system(stack, n) for n in counts}
-
-        def rate(n: int) -> Callable[[], float]:
-            return lambda: 16 / systems[n].one(16 * n, SECONDS)
-
-        found = alternate({str(n): rate(n) for n in counts}, REPEATS)
+        systems = {str(n): system(stack, n) for n in counts}
+        found = in_turn(systems, lambda bench: 16 / bench.one(16 * bench.places, SECONDS))
         for bench in systems.values():
             bench.check_all()
     return [

@@ -20,10 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 import trinity_es
-from benchmarks.compared import Row, Spread, Watch, options_of, report, sound
+from benchmarks.compared import Row, Spread, Watch, coordinator_of, family_of, options_of, report, sound
 from trinity_es.client.teardown import end_system
 from trinity_es.system import lifecycle
 from trinity_es.testing import SleepWorkflow
@@ -81,30 +79,17 @@ def large(tasks: int, evals: bool) -> dict[str, float]:
     return {"submit_s": submitted - started, "finalize_s": ended - submitted, "peak_mb": peak, "grew_mb": peak - before}
 
 
-def coordinator_of(client: trinity_es.RolloutClient) -> int:
-    children = client._link.where().status.get("children", [])
-    return next(int(c["pid"]) for c in children if c["name"] == "coordinator")
-
-
 def resident(pid: int, what: str = "VmRSS") -> float:
     """Return MB of a process; `VmHWM`: the most that it ever had."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{what}:")) * 1024 / 1e6
 
 
-def family(client: trinity_es.RolloutClient) -> list[psutil.Process]:
-    """Return every process of the system."""
-    guardian = psutil.Process(coordinator_of(client))
-    while (parent := guardian.parent()) is not None and parent.pid not in (1, psutil.Process().pid):
-        guardian = parent
-    return [guardian, *guardian.children(recursive=True)]
-
-
 def idle(seconds: float) -> dict[str, Any]:
     """Look at a system that has nothing to do."""
     with system(RUNNERS) as (_, client):
         time.sleep(min(10.0, seconds))  # until what its start left to do is done
-        members = family(client)
+        members = family_of(coordinator_of(client))
         memory = {}
         for member in members:
             lines = Path(f"/proc/{member.pid}/smaps_rollup").read_text().splitlines()
@@ -113,7 +98,7 @@ def idle(seconds: float) -> dict[str, Any]:
         before = {m.pid: sum(m.cpu_times()[:2]) for m in members}
         time.sleep(seconds)
         used = {m.pid: 100 * (sum(m.cpu_times()[:2]) - before[m.pid]) / seconds for m in members}
-        if {m.pid for m in family(client)} != set(used):
+        if {m.pid for m in family_of(coordinator_of(client))} != set(used):
             raise SystemExit("processes of an idle system came or went")
         return {"gb": sum(pss for _, pss in memory.values()) / 1e3, "cpu_percent": sum(used.values()),
                 "processes": [(*memory[pid], round(used[pid], 2)) for pid in memory]}
