@@ -38,6 +38,7 @@ from trinity_es.actors.serving.http_server import (
     Gone,
     bearer,
     begin,
+    end,
     json_response,
     listen,
     make_app,
@@ -145,7 +146,7 @@ class EngineServer:
         while self._playing:
             await asyncio.sleep(0.01)  # nothing goes on in the engine
         if self._serving is not None:
-            self._server.should_exit = True
+            end(self._server)
             await asyncio.wait({self._serving})
             self._serving = None
 

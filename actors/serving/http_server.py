@@ -28,14 +28,16 @@ if TYPE_CHECKING:
     Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 __all__ = [
-    "BODY_LIMIT", "MOST_CONNECTIONS", "STOP_SECONDS", "Gone", "bearer", "begin", "json_response", "limited_http",
-    "listen", "make_app", "make_server", "no_route", "read_body", "tls_options", "url_of",
+    "BODY_LIMIT", "MOST_CONNECTIONS", "STOP_SECONDS", "Gone", "bearer", "begin", "end", "json_response",
+    "limited_http", "listen", "make_app", "make_server", "no_route", "read_body", "tls_options", "url_of",
     "while_listening",
 ]
 
 START_SECONDS = 30.0
 STOP_SECONDS = 5
 """How long open connections may take to end with the server."""
+DATE_SECONDS = 1.0
+"""How long an answer's header may tell the same date."""
 KEEP_ALIVE_SECONDS = 60
 """How long an idle connection is kept: well above what clients keep it for, who must be the first to close."""
 
@@ -233,9 +235,17 @@ def make_server(app: Any, stop_seconds: int = STOP_SECONDS, **tls: Any) -> Any:
     import uvicorn
 
     class Server(uvicorn.Server):
+        ending: asyncio.Event
+
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:  # they are the process's own affair
             yield
+
+        async def main_loop(self) -> None:
+            """Wait for the end: uvicorn looks ten times a second, most of what a runner does that has nothing to do."""
+            while not await self.on_tick(0):
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.ending.wait(), DATE_SECONDS)
 
     config = uvicorn.Config(
         app, lifespan="off", log_config=None, access_log=False, ws="none", interface="asgi3", proxy_headers=False,
@@ -243,13 +253,21 @@ def make_server(app: Any, stop_seconds: int = STOP_SECONDS, **tls: Any) -> Any:
         limit_concurrency=MOST_CONNECTIONS, http=limited_http(), **tls,
     )
     config.load()
-    return Server(config)
+    server = Server(config)
+    server.ending = asyncio.Event()
+    return server
+
+
+def end(server: Any) -> None:
+    """Have a server end, in its own loop: it takes nothing more, and its task ends when all is answered."""
+    server.should_exit = True
+    server.ending.set()
 
 
 async def begin(server: Any, listening: socket.socket) -> asyncio.Task[None]:
     """Serve on this socket; returns when requests are answered. Raises StartupError.
 
-    To end it: `server.should_exit = True`, and await the task.
+    To end it: `end`, and await the task.
     """
     serving: asyncio.Task[None] = asyncio.create_task(server.serve([listening]))
     deadline = time.monotonic() + START_SECONDS

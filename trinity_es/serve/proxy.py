@@ -42,6 +42,7 @@ from trinity_es.actors.serving.http_server import (
     Gone,
     bearer,
     begin,
+    end,
     json_response,
     listen,
     make_app,
@@ -153,7 +154,7 @@ class Proxy:
     async def stop(self) -> None:
         """Stop the proxy. Requests in flight get some seconds to end. Idempotent."""
         if self._server is not None:
-            self._server.should_exit = True
+            end(self._server)
             _, going = await asyncio.wait({self._serving}, timeout=STOP_SECONDS)
             if going:
                 self._cut_off_requests()
