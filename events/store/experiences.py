@@ -144,8 +144,8 @@ class _Originals:
         }
         here = {key: where[key] for e in experiences if (key := _key(e)) in where}
         used = Counter(digest for digest, _ in here.values())
-        most = {digest for digest, n in used.items() if n >= LEAST_SHARE * len(self._payloads[digest].items)}
-        self._where = {key: place for key, place in here.items() if place[0] in most}
+        self._left = {digest: n for digest, n in used.items() if n >= LEAST_SHARE * len(self._payloads[digest].items)}
+        self._where = {key: place for key, place in here.items() if place[0] in self._left}
 
     def encode(self, experiences: Sequence[Experience]) -> bytes:
         """Return a payload of these. No two refer to one original, or its arrays would be both theirs."""
@@ -159,6 +159,7 @@ class _Originals:
                 of = (sources.setdefault(digest, len(sources)), number)
                 base_item = self._payloads[digest].items[number]
                 item, fields = difference(fields, item, self._fields_of(digest)[number], base_item, of)
+                self._let_go(digest)
             items.append(item)
             arrays.append(fields)
         return encode(items, columns_of(arrays), list(sources))
@@ -168,6 +169,12 @@ class _Originals:
             payload = self._payloads[digest]
             self._fields[digest] = fields_in(payload, range(len(payload.items)), {})
         return self._fields[digest]
+
+    def _let_go(self, digest: str) -> None:
+        """Take note that one of a payload was compared; after the last it is not kept, for a batch may be large."""
+        self._left[digest] -= 1
+        if not self._left[digest]:
+            del self._payloads[digest], self._fields[digest]
 
 
 def _key(e: Experience) -> tuple[Any, ...]:
