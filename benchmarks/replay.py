@@ -37,7 +37,7 @@ from trinity_es.projections.verify.log import canonical, verify_log
 
 __all__ = ["Floor", "rebuild", "replay_all", "verify"]
 
-EVENTS, QUICK, REPEATS = 1_000_000, 50_000, 5
+EVENTS, QUICK, REPEATS = 200_000, 50_000, 5
 PAGE = 1000
 AIM = 0.5
 
