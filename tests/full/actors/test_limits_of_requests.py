@@ -307,6 +307,14 @@ async def test_a_head_that_comes_with_the_end_of_a_large_body_is_not_too_large()
         writer.close()
 
 
+async def test_an_endpoint_ends_as_soon_as_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does nothing while nobody asks, but for a look now and then, for which nobody waits."""
+    monkeypatch.setattr(http_server, "DATE_SECONDS", 3600.0)
+    async with serving(Recorder()) as server:
+        assert (await posted(server, {"messages": HELLO})).status_code == 200
+        await asyncio.wait_for(server.stop(), 30)
+
+
 async def _connected(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     host, _, port = url.removeprefix("http://").rpartition(":")
     return await asyncio.open_connection(host, int(port))
