@@ -128,13 +128,17 @@ class Bench:
         lifecycle.start(self.config)
         self.client = trinity_es.connect(self.config)
         self.client.wait_ready(60)
-        keeper = keeper_lock.running(self.config)
-        self.pids = [coordinator_of(self.client)] + ([] if keeper is None else [keeper])
         return self
 
     def __exit__(self, *_: object) -> None:
         self.client.shutdown()
         self.folder.cleanup()
+
+    @property
+    def pids(self) -> list[int]:
+        """A process of each family that the system has: the actors', and the keeper's."""
+        keeper = keeper_lock.running(self.config)
+        return [coordinator_of(self.client)] + ([] if keeper is None else [keeper])
 
     def one(
         self, n: int, seconds: float = 0.0, tokens: int = TOKENS, runs: int = 1,

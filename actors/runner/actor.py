@@ -33,8 +33,6 @@ __all__ = ["Runner", "import_ahead"]
 
 BEAT_SECONDS = 2.0
 """Interval between two heartbeats."""
-IDLE_BEATS = 3
-"""Of how many heartbeats a coordinator gets one, from a runner that has nothing to do and nothing new to tell."""
 ANNOUNCE_BEATS = 5
 """Interval between two RunnerStatus messages, in beats; from them a coordinator sees what was lost on the way."""
 ASK_SECONDS = 5.0
@@ -86,7 +84,6 @@ class Runner(BaseActor):
         self.loading: int | None = None
         self.known: Mark | None = None
         self.beats = 0
-        self.told: messages.Heartbeat | None = None
         self.answered = self.beaten = self.now()
         self.units: dict[Key, messages.UnitAssignment] = {}
         """What it has, or keeps the outcome of."""
@@ -126,10 +123,8 @@ class Runner(BaseActor):
             self.name, self.incarnation, os.getpid(), silent, self.epoch, trouble, waits_for=waits_for,
             runs_wait=self.engine_side.played.waits(),
         )
+        self.tell(alive)
         self.send(self.guardian, alive)
-        if self.units or alive != self.told or self.beats % IDLE_BEATS == 0:
-            self.tell(alive)
-            self.told = alive
         self.beats += 1
         if self.coordinator is None:
             return
