@@ -25,14 +25,15 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    literal_column,
     text,
 )
 from sqlalchemy.event import listens_for
 
 __all__ = [
-    "BULK", "GENESIS", "IS_RARE", "REFUSAL", "SCHEMA_REV", "body_hash", "chain_hash", "checkpoints",
-    "create_payload_table", "create_triggers", "drop_triggers", "events", "heads", "leases", "payloads", "row_hash",
-    "streams", "tables",
+    "BULK", "GENESIS", "IS_RARE", "POSITION_IN_STREAM", "REFUSAL", "SCHEMA_REV", "body_hash", "chain_hash",
+    "checkpoints", "create_payload_table", "create_triggers", "drop_triggers", "events", "heads", "leases", "payloads",
+    "row_hash", "streams", "tables",
 ]
 
 SCHEMA_REV = 1
@@ -74,6 +75,10 @@ events = Table(
     CheckConstraint("position >= 1"),
     CheckConstraint("version >= 1"),
 )
+POSITION_IN_STREAM = events.c.position + literal_column("0")
+"""For queries of one stream between positions, which its own index is to serve alone. With the bare column PostgreSQL
+may read the index of all positions beside it, which takes longer the longer the log is."""
+
 BULK = ("AnswersRecorded", "AnswersRewarded", "RunsFinished", "TaskFinished", "TasksDispatched")
 """The types of which there are many, by name: nine of ten events of a run with batches of some size."""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
-from sqlalchemy import Connection, bindparam, cast, false, func, insert, literal_column, or_, select, text, update
+from sqlalchemy import Connection, bindparam, cast, false, func, insert, or_, select, text, update
 from sqlalchemy import Double as SqlDouble
 
 from trinity_es.events.errors import LogCorrupt, LogTooNew
@@ -53,11 +53,9 @@ FOUND = Prepared(select(
 @lru_cache(64)
 def page_of(of_stream: bool, types: tuple[str, ...] | None = None) -> Prepared:
     """Return the query for a page of events, of one stream or of all, and of these types where they are given."""
-    # Of a stream its own index alone is to serve, whose versions rise with the positions. With the bare column
-    # PostgreSQL reads the index of all positions beside it, which takes longer the longer the log is.
-    position = _E.position + literal_column("0") if of_stream else _E.position
+    position = schema.POSITION_IN_STREAM if of_stream else _E.position
     query = select(schema.events).where(position > bindparam("after"), position <= bindparam("until"))
-    if of_stream:
+    if of_stream:  # its versions and positions rise together
         query = query.where(_E.stream == bindparam("stream")).order_by(_E.version)
     else:
         query = query.order_by(_E.position)

@@ -343,7 +343,7 @@ def attempt_lost(
 def _dispatched(connection: Connection, stream: str, after: int) -> Dispatched:
     e = schema.events.c
     query = select(e.version, e.recorded_at, e.data).where(
-        e.stream == stream, e.type == "TasksDispatched", e.position > after
+        e.stream == stream, e.type == "TasksDispatched", after < schema.POSITION_IN_STREAM
     )
     found: Dispatched = {}
     for version, at, data in connection.execute(query.order_by(e.version)):

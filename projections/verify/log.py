@@ -281,7 +281,7 @@ class _Fold:
         for stream, types in asked.items():
             query = select(schema.events).where(
                 schema.events.c.stream == stream, schema.events.c.type.in_(sorted(types)),
-                schema.events.c.position <= recorded[-1].position,
+                recorded[-1].position >= schema.POSITION_IN_STREAM,
             )
             rows = self._log.query(lambda c, of=query: [dict(row) for row in c.execute(of).mappings()])  # type: ignore[misc]  # mypy can't infer a lambda with defaults
             if rows:
