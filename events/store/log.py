@@ -305,7 +305,7 @@ class EventLog:
         left, version = limit, 0
         while left is None or left > 0:
             size = PAGE if left is None else min(PAGE, left)
-            now = asked | {"after": after, "limit": size}
+            now = asked | {"after": after, "version": version, "limit": size}
             page = self._db.read(lambda c, now=now: query.rows(c, now))  # type: ignore[misc]  # mypy can't infer a lambda with defaults
             for row in page:
                 position, of_stream = row[0], row[2]
@@ -356,7 +356,7 @@ class EventLog:
         # Not `type = ...`: PostgreSQL takes a stream and a type for independent, expects few rows where all of the
         # stream are of the type, and reads and sorts them all instead of the stream's index from its end.
         query = select(schema.events).where(
-            _E.stream == stream, func.coalesce(_E.type, "") == type_name, after < schema.POSITION_IN_STREAM
+            _E.stream == stream, func.coalesce(_E.type, "") == type_name, _E.position > after
         )
         row = self._db.read(lambda c: c.execute(query.order_by(_E.version.desc()).limit(1)).one_or_none())
         return None if row is None else from_row(row)

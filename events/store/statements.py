@@ -55,8 +55,8 @@ def page_of(of_stream: bool, types: tuple[str, ...] | None = None) -> Prepared:
     """Return the query for a page of events, of one stream or of all, and of these types where they are given."""
     position = schema.POSITION_IN_STREAM if of_stream else _E.position
     query = select(schema.events).where(position > bindparam("after"), position <= bindparam("until"))
-    if of_stream:  # its versions and positions rise together
-        query = query.where(_E.stream == bindparam("stream")).order_by(_E.version)
+    if of_stream:  # its versions and positions rise together; by version no page reads again what one before it read
+        query = query.where(_E.stream == bindparam("stream"), _E.version > bindparam("version")).order_by(_E.version)
     else:
         query = query.order_by(_E.position)
     if types is not None:
