@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check pure test test-all lint bench chaos chaos-hosts docs screenshots constraints clean
+.PHONY: help setup demo check pure test test-all lint bench bench-more chaos chaos-hosts docs screenshots constraints clean
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -19,6 +19,11 @@ JOBS := $(shell echo $$(( $(CORES) + 2 )))
 # The tests of some folders. Where PYTEST chooses some, there may be none in a folder, which pytest calls 5.
 RUN = seconds=$$SECONDS; $(PY) -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(PYTEST)
 DONE = || { s=$$?; [ $$s = 5 -a -n "$(PYTEST)" ] || exit $$s; }; echo "make $@: $$((SECONDS - seconds)) s"
+
+MEASURE = mkdir -p benchmarks/results; failed=; for b in $(BENCHMARKS); do echo "== $$b"; \
+  $(PY) -m benchmarks.$$b --json benchmarks/results/$$b.json || failed="$$failed $$b"; done; \
+  $(PY) -m benchmarks.table --json benchmarks/results/table.json; \
+  [ -z "$$failed" ] || { echo "make $@: these failed:$$failed" >&2; exit 1; }
 
 ifdef PIP_FIND_LINKS
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
@@ -81,12 +86,13 @@ lint: setup ## ruff and mypy --strict
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy --strict $(ROOMS)
 
-bench: setup ## run the benchmarks; KNOWN_SYSTEM names the folder of one to compare with (benchmarks/known_system.py)
-	@mkdir -p benchmarks/results; failed=; for b in dispatch log_append replay payloads large_batch growth \
-	  eventsourcing_library weight_sync adaptive overhead door recovery audit workers scale; do echo "== $$b"; \
-	$(PY) -m benchmarks.$$b --json benchmarks/results/$$b.json || failed="$$failed $$b"; done; \
-	$(PY) -m benchmarks.table --json benchmarks/results/table.json; \
-	[ -z "$$failed" ] || { echo "make bench: these failed:$$failed" >&2; exit 1; }
+bench: BENCHMARKS = dispatch log_append replay payloads large_batch growth eventsourcing_library weight_sync adaptive overhead
+bench: setup ## measure the aims of docs/BENCHMARKS.md into one table; KNOWN_SYSTEM names the folder of a system to compare with
+	@$(MEASURE)
+
+bench-more: BENCHMARKS = door recovery audit workers scale
+bench-more: setup ## measure what is not in that table: HTTP, recovery, reading a log, worker processes, many hosts
+	@$(MEASURE)
 
 chaos: setup ## kill everything at random for up to ten minutes, and account for it
 	@mkdir -p benchmarks/results; $(PY) -m benchmarks.chaos --json benchmarks/results/chaos.json

@@ -3,9 +3,9 @@
 Three workloads through the whole system, on real vLLM engines of a tiny model whose KV cache is kept small: short
 answers; long ones, of which 64 units at once fill the KV cache nearly twice; and conversations of two turns with a tool
 between them that takes its time. There are systems with fixed numbers of places and one with `auto`, all up from begin
-to end; whoever is not measured is idle. Of each workload first the best fixed number is looked for, then it and `auto`
-are measured in turn, in pairs of their own: who is best of several was lucky, too. `auto` gets one workload after the
-other, so it meets each with the places that the one before left, and the first batch of it counts.
+to end; whoever is not measured is stopped. Of each workload first the best fixed number is looked for, then it and
+`auto` are measured in turn, in pairs of their own: who is best of several was lucky, too. `auto` gets one workload
+after the other, so it meets each with the places that the one before left, and the first batch of it counts.
 
 Each batch is checked: every run has all its tokens. `python -m benchmarks.adaptive [--json FILE] [--quick]`.
 """
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import trinity_es
-from benchmarks.compared import Row, Spread, Watch, alternate, options_of, pairs, report
+from benchmarks.compared import Row, Spread, Watch, alternate, coordinator_of, options_of, pairs, report, resting
 from examples.grpo.tiny_model import make_tiny_model
 from trinity_es import MultiTurnWorkflow
 from trinity_es.events.experience import Experience
@@ -156,7 +156,7 @@ def main() -> int:
                 system.run(WORKLOADS[name])  # warms up
         rows = []
         for name in options.workloads:
-            found = alternate({str(n): partial(systems[n].run, WORKLOADS[name]) for n in fixed}, search)
+            found = alternate({str(n): partial(alone, systems, n, WORKLOADS[name]) for n in fixed}, search)
             for n in fixed:
                 rows.append(Row(f"{name}: {n} places", "tokens/s", Spread.of(found[str(n)])))
                 print(rows[-1].told(), flush=True)
@@ -172,10 +172,17 @@ def main() -> int:
         return report("places that follow the load", rows, watch, [], options.json)
 
 
+def alone(systems: dict[int | str, System], which: int | str, load: Workload) -> float:
+    """Return tokens per second of one system, the others being stopped."""
+    with resting(*(coordinator_of(other.client) for name, other in systems.items() if name != which)):
+        return systems[which].run(load)
+
+
 def against(systems: dict[int | str, System], name: str, best: int, rounds: int) -> Row:
     """Return the row of `auto` and the fixed number that was found best."""
     load = WORKLOADS[name]
-    found = alternate({AUTO: partial(systems[AUTO].run, load), "fixed": partial(systems[best].run, load)}, rounds)
+    ways = {AUTO: partial(alone, systems, AUTO, load), "fixed": partial(alone, systems, best, load)}
+    found = alternate(ways, rounds)
     what = f"{name}: auto, at last {systems[AUTO].places} places"
     return pairs(what, "tokens/s", found[AUTO], f"{best} places", found["fixed"], aim=AIM)
 

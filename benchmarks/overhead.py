@@ -4,8 +4,11 @@ Two engines of the same settings are up, each in a process of its own: one is vL
 ids; the other is behind a runner actor, and gets its prompts as the tasks of a batch that is submitted, run by the
 `single_turn` workflow, scored, logged, stored durably, put through the pipeline and finalized. They are measured in
 turn, so that a machine whose speed drifts drifts for both; the engine that waits is idle, and who goes first changes
-from pair to pair. The figure is the median over the pairs of the ratio of tokens per second, with its range, its
-quartiles, and the interval that holds 95 % of the medians of 10,000 resamples of the pairs (bootstrap, fixed seed).
+from pair to pair. Where there are two cores or more, vLLM's worker of each engine has the last one to itself, and all
+else of both sides the others: without that one and the same engine's speed varies by half, by where Linux puts its
+three processes, of which two wait by looking again and again. The figure is the median over the pairs of the ratio of
+tokens per second, with its range, its quartiles, and the interval that holds 95 % of the medians of 10,000 resamples of
+the pairs (bootstrap, fixed seed).
 
 The cases, each pair after pair: `single`, one turn and several runs a task; `conversation`, four turns of a quarter of
 the tokens each, after each of which the user goes on; `door`, where the workflow of `single` asks its runner over HTTP
@@ -18,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import multiprocessing
 import os
 import random
@@ -30,8 +32,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import trinity_es
-from benchmarks.compared import Row, Spread, Watch, options_of, pairs, report, sound
+from benchmarks.compared import (
+    Row,
+    Spread,
+    Watch,
+    coordinator_of,
+    family_of,
+    options_of,
+    pairs,
+    report,
+    sound,
+)
 from examples.grpo.tiny_model import make_tiny_model
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.engines.vllm_engine import VLLMEngine
@@ -101,7 +115,7 @@ class Bare:
         self.engine = VLLMEngine(config)
 
     async def start(self) -> None:
-        await self.engine.start()
+        await self.engine.start()  # which also freezes what is loaded for the garbage collector, as `vllm serve` does
         self.llm: Any = self.engine._llm
         self.count = 0
 
@@ -154,7 +168,6 @@ def bare_process(config: EngineConfig, pipe: Connection) -> None:
     async def serve() -> None:
         bare = Bare(config)
         await bare.start()
-        gc.unfreeze()  # our engine freezes what it loaded, AsyncLLM alone does not
         pipe.send("ready")
         try:
             while (order := await asyncio.to_thread(pipe.recv)) is not None:
@@ -255,6 +268,7 @@ def measure(
         assert lifecycle.start(config)
         with trinity_es.connect(config) as client:
             client.wait_ready()
+            pin(*family_of(process.pid), *family_of(coordinator_of(client)))
             for number in range(rounds + 1):
                 for case, pair in found.items():
                     batch += 1
@@ -275,6 +289,15 @@ def measure(
         process.kill()
         pipe.close()
     return found
+
+
+def pin(*processes: psutil.Process) -> None:
+    """Give the last core to vLLM's workers among these processes, and the others to the rest and to this one."""
+    *others, last = sorted(os.sched_getaffinity(0))
+    if others:
+        for process in {*processes, psutil.Process()}:
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, {last} if process.name().startswith("VLLM::Worker") else others)
 
 
 def spread(ratios: list[float], seed: int = 0) -> dict[str, float]:

@@ -49,7 +49,14 @@ from trinity_es.actors.engines.vllm_processes import (
     silent,
     with_descendants,
 )
-from trinity_es.actors.engines.vllm_values import VersionedCompletion, completion_of, output_kind, sampling_params
+from trinity_es.actors.engines.vllm_texts import read_at_the_end, with_texts
+from trinity_es.actors.engines.vllm_values import (
+    VersionedCompletion,
+    completion_of,
+    output_kind,
+    prompt_of_ids,
+    sampling_params,
+)
 from trinity_es.actors.engines.vllm_weights import WeightChanges, WorkerExtension, short
 from trinity_es.events.errors import ConfigError, EngineError
 from trinity_es.events.processes import process_start_time
@@ -278,7 +285,9 @@ class VLLMEngine(WeightChanges, AdapterServing):
         if sampling.temperature == 0.0 and sampling.n > 1:  # vLLM refuses n > 1 where all answers are the same
             copies, sampling = sampling.n, dataclasses.replace(sampling, n=1)
         with self._using(sampling.adapter) as adapter:
-            output = await self._request(llm, ids, sampling_params(sampling), adapter)
+            params = sampling_params(sampling, read_at_the_end(sampling.stop, sampling.top_logprobs))
+            output = await self._request(llm, ids, params, adapter)
+        await with_texts(llm.get_tokenizer(), ids, params, output.outputs)
         outputs = sorted(output.outputs, key=lambda o: int(o.index))
         done = [completion_of(ids, o, sampling.top_logprobs, _named(adapter)) for o in outputs]
         return done * copies
@@ -365,7 +374,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         task = asyncio.current_task()
         assert task is not None
         self._asking.add(task)
-        asked = {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt
+        asked = prompt_of_ids(prompt) if isinstance(prompt, list) else prompt
         more["lora_request"] = None if adapter is None else adapter.request
         stream: AsyncIterator[Any] = llm.generate(asked, params, request or uuid4().hex, **more)
         try:

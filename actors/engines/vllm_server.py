@@ -20,6 +20,7 @@ import orjson
 from trinity_es.actors.engines.interface import Completion, Generation, Recording, Sampling
 from trinity_es.actors.engines.sampling import MOST_ANSWERS
 from trinity_es.actors.engines.token_names import with_token_names
+from trinity_es.actors.engines.vllm_texts import read_at_the_end, with_texts
 from trinity_es.actors.engines.vllm_values import changed, completion_of, output_kind, said_for
 from trinity_es.events.errors import ConfigError, EngineError
 from trinity_es.events.json_values import NotPlain, plain
@@ -180,19 +181,22 @@ class _RecordingClient:
         if record.wanted:
             wanted = sampling_params.logprobs
             changes["logprobs"] = max(wanted or 0, 0) if wanted != -1 else -1
+            if wanted is None and sampling_params.output_kind == output_kind("FINAL_ONLY"):
+                changes |= read_at_the_end(sampling_params.stop, 0)
         params = changed(sampling_params, changes)
         if record.wanted:
             generation = record.begin(*_asked(params, record.adapter), record.text)
         outputs = self._engine.outputs(prompt, params, request_id, record.adapter, **more)
-        return self._noted(record, generation, outputs, new_only=params.output_kind == output_kind("DELTA"))
+        return self._noted(record, generation, outputs, params)
 
     def _text(self, ids: list[int]) -> str:
         tokenizer: Any = self._engine.tokenizer
         return str(tokenizer.decode(ids, skip_special_tokens=False))
 
     async def _noted(
-        self, record: Recording, generation: Generation | None, outputs: AsyncGenerator[Any], *, new_only: bool
+        self, record: Recording, generation: Generation | None, outputs: AsyncGenerator[Any], params: Any
     ) -> AsyncGenerator[Any]:
+        new_only = params.output_kind == output_kind("DELTA")
         answers: dict[int, _Answer] = {}
         ids: list[int] = []
         try:
@@ -200,6 +204,7 @@ class _RecordingClient:
                 async for output, adapter in outputs:
                     if generation is not None:
                         ids = ids or output.prompt_token_ids or []
+                        await with_texts(self._llm.get_tokenizer(), ids, params, output.outputs)
                         for part in output.outputs:
                             answers.setdefault(int(part.index), _Answer(new_only)).add(part, adapter)
                         if output.finished:

@@ -12,7 +12,9 @@ from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.actors.engines.vllm_weights import short
 from trinity_es.events.errors import EngineError
 
-__all__ = ["VersionedCompletion", "changed", "completion_of", "output_kind", "said_for", "sampling_params"]
+__all__ = [
+    "VersionedCompletion", "changed", "completion_of", "output_kind", "prompt_of_ids", "said_for", "sampling_params",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +32,20 @@ def output_kind(name: str) -> Any:
     return RequestOutputKind[name]
 
 
-def sampling_params(s: Sampling) -> Any:
-    """Return vLLM's `SamplingParams`. Raises EngineError (`refused=True`) for what vLLM refuses of them."""
+def prompt_of_ids(ids: list[int]) -> Any:
+    """Return a prompt in vLLM's form in which there is nothing left to do in a thread: it asks one for each other."""
+    try:
+        from vllm.inputs.engine import tokens_input
+    except ImportError:
+        return {"prompt_token_ids": ids}
+    return tokens_input(ids)
+
+
+def sampling_params(s: Sampling, more: Mapping[str, Any] | None = None) -> Any:
+    """Return vLLM's `SamplingParams`, with `more` of their fields.
+
+    Raises EngineError (`refused=True`) for what vLLM refuses of them.
+    """
     from vllm import SamplingParams
 
     try:
@@ -41,8 +55,7 @@ def sampling_params(s: Sampling) -> Any:
             logprobs=s.top_logprobs if s.logprobs else None, seed=s.seed, stop=list(s.stop) or None,
             ignore_eos=s.ignore_eos, min_tokens=s.min_tokens, min_p=s.min_p, presence_penalty=s.presence_penalty,
             frequency_penalty=s.frequency_penalty, repetition_penalty=s.repetition_penalty,
-            structured_outputs=structured,
-            output_kind=output_kind("FINAL_ONLY"),
+            structured_outputs=structured, output_kind=output_kind("FINAL_ONLY"), **(more or {}),
         )
     except Exception as e:  # it only checks its arguments here; its own errors have no stable base
         raise EngineError(f"vLLM refused the sampling {s}: {short(e)}", refused=True) from e
@@ -82,15 +95,22 @@ def _top(output: Any, count: int) -> list[list[tuple[int, float]]] | None:
     return [[(int(token), float(found.logprob)) for token, found in row] for row in rows]
 
 
+def _sampled(found: Any, ids: list[int]) -> list[float] | None:
+    """Return the logprob of each token that was sampled: it is the first one of vLLM's at its place."""
+    if found is None:
+        return None
+    if (starts := getattr(found, "start_indices", None)) is None:
+        return [float(row[token].logprob) for row, token in zip(found, ids, strict=True)]
+    assert [found.token_ids[i] for i in starts] == ids
+    return [float(found.logprobs[i]) for i in starts]
+
+
 def completion_of(prompt: list[int], output: Any, top: int = 0, adapter: tuple[str, int] | None = None) -> Completion:
     """Return one of vLLM's outputs, which `adapter` made, with the `top` likeliest tokens at each place."""
     ids = [int(t) for t in output.token_ids]
-    logprobs = None
-    if output.logprobs is not None:
-        logprobs = [float(row[token].logprob) for row, token in zip(output.logprobs, ids, strict=True)]
     spans = tuple((int(s.version), int(s.start), int(s.end)) for s in getattr(output, "weight_versions", None) or ())
     return VersionedCompletion(
-        prompt_token_ids=list(prompt), token_ids=ids, logprobs=logprobs, text=output.text,
+        prompt_token_ids=list(prompt), token_ids=ids, logprobs=_sampled(output.logprobs, ids), text=output.text,
         finish_reason=output.finish_reason or "abort", version_spans=spans, top_logprobs=_top(output, top),
         adapter=adapter,
     )

@@ -61,6 +61,8 @@ class Turn:
     """Another turn goes on from it."""
     given: bool = False
     """A conversation that ends with it was given out as an experience."""
+    decoded: tuple[str, str] | None = None
+    """The text of the sampled ones with special tokens and that of all but the last one, once somebody asked."""
 
     def chain(self) -> list[Turn]:
         """Return the turns of its sequence, itself the last."""
@@ -180,11 +182,16 @@ class Turns:
 
     def end_of(self, turn: Turn) -> str:
         """Return the text of the token that ended an answer, which its own text lacks; empty where it was cut off."""
-        sampled = turn.tokens[turn.begin :].tolist()
-        whole, before = self.decode(sampled), self.decode(sampled[:-1])
+        whole, before = self._decoded(turn)
         last = whole.removeprefix(before) if whole.startswith(before) else "\ufffd"
         # A part of a character is no end, though an engine may have held it back.
         return "" if "\ufffd" in last or turn.text.endswith(last) else last
+
+    def _decoded(self, turn: Turn) -> tuple[str, str]:
+        if turn.decoded is None:
+            sampled = turn.tokens[turn.begin :].tolist()
+            turn.decoded = self.decode(sampled), self.decode(sampled[:-1])
+        return turn.decoded
 
     # --- how a rendered text goes on ----------------------------------------------------------------------------------
     def _continued(self, rendered: str) -> tuple[Turn, str] | None:
@@ -221,7 +228,7 @@ class Turns:
 
     def _texts(self, turn: Turn) -> Collection[str]:
         """Return the texts that an answer may be given back as: without special tokens, and with them but its end."""
-        whole = self.decode(turn.tokens[turn.begin :].tolist()).removesuffix(self.end_of(turn))
+        whole = self._decoded(turn)[0].removesuffix(self.end_of(turn))
         return dict.fromkeys((turn.text, whole)).keys()
 
     def _ends_there(self, tail: str, last: str) -> bool:

@@ -19,7 +19,7 @@ import trinity_es
 from tests.helpers.engines import Live
 from tests.helpers.made_rollouts import record
 from trinity_es import Task
-from trinity_es.actors.engines import vllm_weights
+from trinity_es.actors.engines import vllm_engine, vllm_weights
 from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.actors.rollout.model import Model
 from trinity_es.audit.regenerate import compared, find_rollout, played
@@ -107,6 +107,29 @@ def test_a_stop_text_ends_an_answer(live: Live) -> None:
     stopped = ask(live, temperature=0.0, max_tokens=12, stop=(text[3],))[0]
     assert stopped.finish_reason == "stop"
     assert text[3] not in stopped.text
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"stop": ("a", "e")}, {"top_logprobs": 2}, {"temperature": 0.0}, {"logprobs": False}], ids=str
+)
+def test_a_text_made_when_the_answer_is_whole_is_the_one_that_vllm_makes_as_it_grows(
+    live: Live, monkeypatch: pytest.MonkeyPatch, more: dict[str, object]
+) -> None:
+    asked = {"n": 8, "seed": 3, "max_tokens": 60, "temperature": 2.0, **more}  # at 2, of bytes that are no UTF-8
+    ours = ask(live, "\u00e9=", **asked)
+    monkeypatch.setattr(vllm_engine, "read_at_the_end", lambda *_: {})
+    assert ours == ask(live, "\u00e9=", **asked)
+    assert any(c.text for c in ours)
+
+
+def test_vllm_makes_no_text_and_no_names_of_tokens_unless_it_looks_for_a_stop_in_it(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(vllm_engine, "with_texts", lambda _t, _i, params, _o: asyncio.sleep(0, seen.append(params)))
+    for sampling in ({}, {"stop": ("a",)}, {"top_logprobs": 2}):
+        ask(live, **sampling)
+    assert [(p.detokenize, p.flat_logprobs) for p in seen] == [(False, True), (True, True), (False, False)]
 
 
 def test_logprobs_of_given_tokens_are_those_of_sampling_them(live: Live) -> None:

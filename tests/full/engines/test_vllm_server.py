@@ -159,6 +159,34 @@ def test_a_run_s_schema_holds_whatever_api_asks(live: Live, server: EngineServer
     assert json.loads(kept.info["sampling"]["json_schema"]) == schema
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"])
+def test_an_answer_that_is_waited_for_has_the_text_that_its_stream_has(
+    live: Live, server: EngineServer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    made = []
+    generate = live.engine._llm.generate
+
+    def noted(prompt: Any, params: Any, request: str, **more: Any) -> Any:
+        made.append(params.detokenize)
+        return generate(prompt, params, request, **more)
+
+    monkeypatch.setattr(live.engine._llm, "generate", noted)
+    session = Session(live, server, seed=5, ignore_eos=True, temperature=1.0)
+    what: Any = {"input": "c="} if "responses" in path else {"prompt": "c="} if path == "/v1/completions" else {
+        "messages": HELLO}
+    body = {"model": "tiny", ("max_output_tokens" if "responses" in path else "max_tokens"): 24, **what}
+    told = session.post(path, body)
+    with httpx.stream("POST", session.root + path, json={**body, "stream": True}, timeout=120,
+                      headers={"x-api-key": "secret"}) as answer:
+        assert answer.status_code == 200
+        answer.read()
+    whole, streamed = session.kept()
+    assert whole.tokens.tolist() == streamed.tokens.tolist()
+    assert whole.response_text == streamed.response_text != ""
+    assert json.dumps(whole.response_text)[1:-1] in json.dumps(told, ensure_ascii=True)
+    assert made == [False, True], "vLLM makes a text as it grows for the stream alone"
+
+
 def test_streams_are_kept_as_what_they_were_together(session: Session) -> None:
     asked: dict[str, Any] = {"model": "tiny", "stream": True, "temperature": 0.0}
     chat = list(session.openai.chat.completions.create(messages=HELLO, **asked))
