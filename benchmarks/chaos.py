@@ -41,7 +41,7 @@ import numpy as np
 
 import trinity_es
 from benchmarks.chaos_account import Account, Evidence, report
-from benchmarks.chaos_faults import Faults
+from benchmarks.chaos_faults import KILLED, Faults
 from benchmarks.chaos_machine import Disk, Postgres, SteppedClock, in_namespace, on_disk
 from trinity_es import Task, Workflow
 from trinity_es.client.teardown import end_system
@@ -352,7 +352,10 @@ def chaos(
         if special and not namespace:
             run.account.left_out = ["a full disk and a stepped boot time, which need root and `unshare`"]
         try:
-            return run.run(kills, seconds, special)
+            account = run.run(kills, seconds, special)
+            wanted = [f"kill -9 of {kind}" for kind in KILLED]
+            account.left_out += [f"{what}: it was never done" for what in wanted if what not in account.faults]
+            return account
         finally:
             run.over.set()
             run.watched.set()

@@ -13,10 +13,14 @@ import psutil
 
 from benchmarks.chaos_machine import Disk, Postgres, SteppedClock
 from trinity_es import Config
+from trinity_es.actors.rollout import worker_template_main
 from trinity_es.system import keeper_lock, running_system
 from trinity_es.system.leftovers import leftovers
 
-__all__ = ["FROZEN_SECONDS", "Faults"]
+__all__ = ["FROZEN_SECONDS", "KILLED", "Faults"]
+
+KILLED = {"runner": 8, "coordinator": 6, "worker": 4, "guardian": 1, "admin": 1}
+"""How often a process of each kind is killed, of 20."""
 
 NOTICED_SECONDS = 60.0
 """How long a process that hangs may go unnoticed before that counts as needing a person."""
@@ -51,9 +55,12 @@ class Faults:
         for process in leftovers(self.config):
             with contextlib.suppress(psutil.Error):
                 title = " ".join(process.cmdline())
+                if not title:  # it has ended, and nobody has looked at it yet
+                    continue
                 kind = next(
                     (k for k in ("Runner", "Coordinator", "Guardian") if title.startswith(k)),
-                    "admin" if "MultiProcAdmin" in title else "worker" if "actors.template" in title else "other",
+                    "admin" if "MultiProcAdmin" in title else
+                    "worker" if worker_template_main.__name__ in title else "other",
                 )
                 found.setdefault(kind.lower(), []).append(process)
         return found
@@ -70,7 +77,7 @@ class Faults:
     # --- at random --------------------------------------------------------------------------------------------------
     def one(self) -> str:
         """Do one thing at random; return its name, empty where there was nobody to do it to."""
-        kinds = ["runner"] * 8 + ["coordinator"] * 6 + ["worker"] * 4 + ["guardian", "admin"]
+        kinds = [kind for kind, times in KILLED.items() for _ in range(times)]
         kinds += ["everything", "all and keeper"] + ["stop coordinator"] * 2
         kinds += ["database"] * (3 if self.database is not None else 0)
         kind = self.random.choice(kinds)
