@@ -20,7 +20,7 @@ import orjson
 from trinity_es.actors.engines.interface import Completion, Generation, Recording, Sampling
 from trinity_es.actors.engines.sampling import MOST_ANSWERS
 from trinity_es.actors.engines.token_names import with_token_names
-from trinity_es.actors.engines.vllm_texts import read_at_the_end, with_texts
+from trinity_es.actors.engines.vllm_texts import read_at_the_end, text_of, with_texts
 from trinity_es.actors.engines.vllm_values import changed, completion_of, output_kind, said_for
 from trinity_es.events.errors import ConfigError, EngineError
 from trinity_es.events.json_values import NotPlain, plain
@@ -180,23 +180,26 @@ class _RecordingClient:
         generation = None
         if record.wanted:
             wanted = sampling_params.logprobs
-            changes["logprobs"] = max(wanted or 0, 0) if wanted != -1 else -1
-            if wanted is None and sampling_params.output_kind == output_kind("FINAL_ONLY"):
+            if not getattr(sampling_params, "logprob_token_ids", None):  # beside which it gives the sampled one's, too
+                changes["logprobs"] = max(wanted or 0, 0) if wanted != -1 else -1
+            if _text_alone(sampling_params):
                 changes |= read_at_the_end(sampling_params.stop, 0)
         params = changed(sampling_params, changes)
         if record.wanted:
             generation = record.begin(*_asked(params, record.adapter), record.text)
         outputs = self._engine.outputs(prompt, params, request_id, record.adapter, **more)
-        return self._noted(record, generation, outputs, params)
+        return self._noted(record, generation, outputs, sampling_params, params)
 
     def _text(self, ids: list[int]) -> str:
         tokenizer: Any = self._engine.tokenizer
         return str(tokenizer.decode(ids, skip_special_tokens=False))
 
     async def _noted(
-        self, record: Recording, generation: Generation | None, outputs: AsyncGenerator[Any], params: Any
+        self, record: Recording, generation: Generation | None, outputs: AsyncGenerator[Any], asked: Any, params: Any
     ) -> AsyncGenerator[Any]:
+        """Note what comes of a request: its client `asked`, vLLM has `params`."""
         new_only = params.output_kind == output_kind("DELTA")
+        tokenizer = self._llm.get_tokenizer()
         answers: dict[int, _Answer] = {}
         ids: list[int] = []
         try:
@@ -204,12 +207,14 @@ class _RecordingClient:
                 async for output, adapter in outputs:
                     if generation is not None:
                         ids = ids or output.prompt_token_ids or []
-                        await with_texts(self._llm.get_tokenizer(), ids, params, output.outputs)
+                        if asked.detokenize:
+                            await with_texts(tokenizer, ids, params, output.outputs)
                         for part in output.outputs:
                             answers.setdefault(int(part.index), _Answer(new_only)).add(part, adapter)
                         if output.finished:
                             generation.completions = [
-                                answers[i].whole(ids, self._engine.tokenizer) for i in sorted(answers)
+                                answers[i].whole(ids, tokenizer, None if asked.detokenize else params)
+                                for i in sorted(answers)
                             ]
                     yield output
         except EngineError as e:
@@ -231,16 +236,22 @@ class _Answer:
             self._parts.clear()
         self._parts.append(completion_of([], part, adapter=adapter))
 
-    def whole(self, prompt: list[int], tokenizer: Any) -> Completion:
-        """Return the answer to this prompt, with a text also where the client wanted none: as vLLM makes one.
-
-        That of an answer which only ended is empty: not the text of its end, which no template writes twice.
-        """
+    def whole(self, prompt: list[int], tokenizer: Any, params: Any) -> Completion:
+        """Return the answer to this prompt; `params` are its SamplingParams where its client wanted no text."""
         last = self._parts[-1]
         ids = [t for p in self._parts for t in p.token_ids]
-        text = "".join(p.text for p in self._parts) or tokenizer.decode(ids, skip_special_tokens=True)
+        text = "".join(p.text for p in self._parts)
+        if params is not None:
+            text = text_of(tokenizer, prompt, params, ids, last.finish_reason)
         logprobs = [x for p in self._parts for x in p.logprobs or []]
         return replace(last, prompt_token_ids=list(prompt), token_ids=ids, text=text, logprobs=logprobs)
+
+
+def _text_alone(params: Any) -> bool:
+    """Return True if a client waits for the whole answer, and wants no logprobs: those of vLLM have names of tokens."""
+    asked = (getattr(params, name, None) for name in ("logprobs", "prompt_logprobs", "logprob_token_ids"))
+    whole = params.output_kind == output_kind("FINAL_ONLY")
+    return bool(whole and params.detokenize) and all(value is None for value in asked)
 
 
 _SAME = ("temperature", "top_p", "seed", "n", "ignore_eos", "min_tokens", "min_p", "presence_penalty",

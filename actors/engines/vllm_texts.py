@@ -8,12 +8,13 @@ requests with one stay as they are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from trinity_es.actors.engines.long_texts import LARGE, off_the_loop
 
-__all__ = ["read_at_the_end", "with_texts"]
+__all__ = ["read_at_the_end", "text_of", "with_texts"]
 
 _DEARER = 16
 """How many times as long as a token on its way from a text a token takes on its way to one, step by step."""
@@ -29,7 +30,7 @@ def read_at_the_end(stop: Any, top_logprobs: int) -> dict[str, Any]:
 
 
 async def with_texts(tokenizer: Any, prompt: list[int], params: Any, outputs: list[Any]) -> None:
-    """Give vLLM's finished outputs of a request their texts, where `params` had it make none.
+    """Give vLLM's finished outputs of a request their texts, where `read_at_the_end` had it make none.
 
     `tokenizer` is vLLM's, `prompt` the token ids that were read. Long answers are worked on off the event loop.
     """
@@ -38,15 +39,16 @@ async def with_texts(tokenizer: Any, prompt: list[int], params: Any, outputs: li
 
     def give() -> None:
         for output in outputs:
-            output.text = _text(tokenizer, prompt, params, output)
+            output.text = text_of(tokenizer, prompt, params, output.token_ids, output.finish_reason)
 
     await off_the_loop(sum(len(o.token_ids) for o in outputs) * _DEARER > LARGE, give)
 
 
-def _text(tokenizer: Any, prompt: list[int], params: Any, output: Any) -> str:
+def text_of(tokenizer: Any, prompt: list[int], params: Any, ids: Sequence[int], finish_reason: str | None) -> str:
+    """Return the text that vLLM makes of a whole answer, which leaves out the token that ended it."""
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
     request: Any = SimpleNamespace(request_id="", sampling_params=params, prompt_token_ids=prompt, prompt_embeds=None)
     text = IncrementalDetokenizer.from_new_request(tokenizer, request)
-    text.update(list(output.token_ids), output.finish_reason == "stop")  # which leaves out the text of its end
+    text.update(list(ids), finish_reason == "stop")
     return str(text.get_next_output_text(finished=True, delta=False))

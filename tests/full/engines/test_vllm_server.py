@@ -187,6 +187,49 @@ def test_an_answer_that_is_waited_for_has_the_text_that_its_stream_has(
     assert made == [False, True], "vLLM makes a text as it grows for the stream alone"
 
 
+@pytest.mark.parametrize("more", [
+    {"prompt_logprobs": 1}, {"echo": True, "prompt_logprobs": 0}, {"logprobs": 2},
+    {"logprobs": 1, "logprob_token_ids": [1, 2]},
+], ids=str)
+def test_logprobs_that_a_client_asks_for_have_their_names(session: Session, more: dict[str, Any]) -> None:
+    told = session.post("/v1/completions", {"model": "tiny", "prompt": "c=", "max_tokens": 4, "seed": 1, **more})
+    [choice] = told["choices"]
+    if "logprobs" in more:
+        assert all(isinstance(token, str) for token in choice["logprobs"]["tokens"])
+    else:
+        first, *others = choice["prompt_logprobs"]
+        assert first is None
+        assert all(isinstance(p["decoded_token"], str) for row in others for p in row.values())
+    [kept] = session.kept()
+    assert len(kept.logprobs) == len(kept.tokens) - kept.prompt_length
+
+
+@pytest.mark.parametrize(("character", "asked"), [
+    ("b", {"stop": ["b"]}), ("b", {"stop_token_ids": [65]}), ("\u65e5", {"ignore_eos": True}),
+], ids=["a stop string", "a stop token", "part of a character"])
+def test_a_text_that_is_empty_for_its_client_is_kept_as_empty(
+    session: Session, character: str, asked: dict[str, Any]
+) -> None:
+    first = session.live.engine.tokenizer.encode(character)[0]
+    body = {"model": "tiny", "messages": HELLO, "max_tokens": 3, "allowed_token_ids": [first], **asked}
+    told = session.post("/v1/chat/completions", body)["choices"][0]["message"]["content"]
+    [kept] = session.kept()
+    assert (told or "") == kept.response_text == ""
+    assert set(kept.tokens[kept.prompt_length :].tolist()) == {first}
+
+
+def test_an_answer_of_ids_alone_is_kept_with_the_text_that_it_has_streamed_or_not(session: Session) -> None:
+    body = {"token_ids": [5, 6, 7], "sampling_params": {"detokenize": False, "max_tokens": 40, "seed": 3,
+                                                        "ignore_eos": True, "temperature": 2.0}}
+    session.post("/inference/v1/generate", body)
+    with httpx.stream("POST", session.root + "/inference/v1/generate", json={**body, "stream": True}, timeout=120,
+                      headers={"x-api-key": "secret"}) as answer:
+        answer.read()
+    whole, streamed = session.kept()
+    assert whole.tokens.tolist() == streamed.tokens.tolist()
+    assert whole.response_text == streamed.response_text != ""
+
+
 def test_streams_are_kept_as_what_they_were_together(session: Session) -> None:
     asked: dict[str, Any] = {"model": "tiny", "stream": True, "temperature": 0.0}
     chat = list(session.openai.chat.completions.create(messages=HELLO, **asked))
