@@ -56,12 +56,12 @@ class Needs:
     def way_out(self, digest: str) -> str:
         """Return what makes a payload again that is lost, as the end of a sentence; empty where nothing does."""
         rows = self._scratch.execute(
-            "SELECT DISTINCT stream, task FROM needed WHERE digest = ? AND task IS NOT NULL ORDER BY stream, task",
-            (digest,),
+            "SELECT DISTINCT stream, task, position FROM needed WHERE digest = ? AND task IS NOT NULL "
+            "ORDER BY stream, task", (digest,),
         )
         tasks: dict[BatchId, list[str]] = {}
-        for stream, task in rows:
-            if stream in self._open:
+        for stream, task, submitted in rows:  # of an earlier try of the same id nothing runs again
+            if stream in self._open and submitted == self._submitted[stream]:
                 tasks.setdefault(self._open[stream], []).append(str(task))
         ways = [f"`trinity-es redo {batch_id} {' '.join(of)}`" for batch_id, of in tasks.items()]
         return f"; {' and '.join(ways)} lets what it held run again" if ways else ""

@@ -330,8 +330,8 @@ def _signs(runner: RunnerSnapshot | None, since: float, now: float) -> str:
     if runner is None:
         return ""
     signs = []
-    if runner.progressed is not None and runner.progressed > since:
-        signs.append(f"finished another unit {span(now - runner.progressed)} ago")
+    if runner.finished is not None and runner.finished > since:
+        signs.append(f"finished another unit {span(now - runner.finished)} ago")
     if runner.seen is not None:
         signs.append(f"was heard of {span(now - runner.seen)} ago")
     loop = ""

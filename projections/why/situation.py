@@ -71,6 +71,8 @@ class RunnerSnapshot:
     """Its last sign of life, where the system told."""
     progressed: float | None = None
     """When it last finished a unit or came up."""
+    finished: float | None = None
+    """When it last finished a unit, in whatever life."""
     silent: float | None = None
     """Seconds that its engine's loop had not answered, where the system told."""
     trouble: str = ""
@@ -217,6 +219,7 @@ def _progress(situation: SystemSnapshot, name: str, incarnation: int, at: float)
     runner = situation.runners.get(name)
     if runner is not None and runner.incarnation == incarnation:
         runner.progressed = max(at, runner.progressed or at)
+        runner.finished = max(at, runner.finished or at)
 
 
 def _observe_batch(situation: SystemSnapshot, course: BatchTimes, event: ev.Event, at: float) -> None:
@@ -342,7 +345,7 @@ def with_live(
             for key in ("incarnation", "state", "places", "model_version", "loading", "model"):
                 if row.get(key) not in (None, ""):
                     setattr(life, key, row[key])
-            for key in ("seen", "progressed", "loading_since"):
+            for key in ("seen", "progressed", "finished", "loading_since"):
                 if row.get(key):
                     setattr(life, key, max(row[key] + shift, getattr(life, key) or 0.0))
             if life.since is None or not life.reason:  # else the log tells more

@@ -18,6 +18,7 @@ from trinity_es.events.experience import EID, Experience
 from trinity_es.events.experience_table import COLUMNS
 from trinity_es.events.store.experiences import read_experiences
 from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.values import batch_stream
 from trinity_es.projections.reading.log_reader import Log, open_log
 
 pq = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
@@ -88,6 +89,21 @@ def test_text_that_was_not_kept_is_null_and_the_span_is_the_events(tmp_path: Pat
     assert [row["eid"] for row in rows] == ["3/0/0/0/0", "3/0/1/0/1", "3/1/0/0/2", "3/1/1/0/3"]
     assert {(row["prompt"], row["completion"], row["reward"]) for row in rows} == {(None, None, None)}
     assert {(row["oldest_version"], row["newest_version"]) for row in rows} == {(4, 5)}
+
+
+def test_what_was_delivered_before_a_batch_id_was_submitted_again_is_in_the_file_too(tmp_path: Path) -> None:
+    path, file = tmp_path / "log.sqlite", tmp_path / "out.jsonl"
+    made = [Experience(eid=EID(batch=3, task=i // 2, run=i % 2, suffix=str(i)), tokens=[1, 2], prompt_length=1)
+            for i in range(4)]
+    write(path, history(open_payloads(str(path), durability="process").put(Experience.serialize_many(made))))
+    again = ev.BatchSubmitted(batch_id=3, batch_type="train", repeat_times=[2], tasks=[{}])
+    write(path, [(batch_stream(3), [again])])
+    for chosen in ((), (3,)):
+        assert exported(path, *chosen, "--experiences", file, "--force")["experiences"]["written"] == 4
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        assert [(row["eid"], row["trained_step"]) for row in rows] == [
+            (f"3/{i // 2}/{i % 2}/0/{i}", 3) for i in range(4)]
+    assert exported(path, 3, "--as-made", "--experiences", file, "--force")["experiences"]["written"] == 4
 
 
 def test_a_missing_payload_is_named_and_exits_1_and_a_freed_one_is_named(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from trinity_es.events.experience_table import ParquetTable, json_lines, row_of
 from trinity_es.events.store.experiences import ExperienceReader
 from trinity_es.events.store.payloads import PayloadStore
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.history.attempts import RunRow, tell
+from trinity_es.projections.history.attempts import BatchTimeline, RunRow, tell_one
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.batch_list import BatchRow
 from trinity_es.text import event_document, harmless_json
@@ -53,23 +53,29 @@ def experience_rows(
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield rows by COLUMNS, at most `ROWS` at a time, batch after batch in the order of submission; arrays are numpy.
 
-    What the pipeline delivered; with `as_made` what the runners brought in, before any filter, also of batches that
-    have not ended. `done` is counted up meanwhile. Raises LogNotFound where there is no payload store.
+    What the pipeline delivered, in every try of a batch id that was submitted again; with `as_made` what the runners
+    brought in, before any filter, also of batches that have not ended. `done` is counted up meanwhile. Raises
+    LogNotFound where there is no payload store.
     """
     freed, store = log.freed(), None
     try:
         for row in _rows_of(log, batch_ids):
-            batch = tell(log.events(row.batch_id, row.first_position - 1))
-            made = {(run.task, run.run): run for run in batch.rows if run.outcome == "finished"}
-            refs = _in_one(run.payload for run in batch.rows) if as_made else batch.state.experiences
-            if not refs:
-                continue
-            if freed.get(batch_stream(row.batch_id), 0) > row.first_position:
-                done.freed.append(row.batch_id)
-                continue
-            done.batches += 1
-            store = store or log.payloads()
-            yield from _read(store, refs, f"batch {row.batch_id!r}", made, row.trained_step, done)
+            taken = set[ev.PayloadRef]()
+            for batch in _tries(log, row.batch_id):
+                made = {(run.task, run.run): run for run in batch.rows if run.outcome == "finished"}
+                refs = batch.state.experiences
+                if as_made:  # what a later try took over is not made twice
+                    found = [run.payload for run in batch.rows if run.payload is not None and run.payload not in taken]
+                    taken.update(found)
+                    refs = _in_one(found)
+                if not refs:
+                    continue
+                if freed.get(batch_stream(row.batch_id), 0) > batch.first_position:
+                    done.freed.append(row.batch_id)
+                    continue
+                done.batches += 1
+                store = store or log.payloads()
+                yield from _read(store, refs, f"batch {row.batch_id!r}", made, batch.state.trained_step, done)
         if batch_ids is None and not as_made:
             for item in log.read(stream="experiences", types=["ExperiencesProcessed"]):
                 assert isinstance(item.event, ev.ExperiencesProcessed)
@@ -80,10 +86,21 @@ def experience_rows(
             store.close()
 
 
-def _in_one(refs: Iterable[ev.PayloadRef | None]) -> list[ev.PayloadRef]:
+def _tries(log: Log, batch_id: BatchId) -> Iterator[BatchTimeline]:
+    """Yield every submission of a batch's id, each as it was when the next one began anew."""
+    story: BatchTimeline | None = None
+    for item in log.events(batch_id):
+        if story is not None and isinstance(item.event, ev.BatchSubmitted):
+            yield story
+        story = tell_one(story, item)
+    if story is not None:
+        yield story
+
+
+def _in_one(refs: Iterable[ev.PayloadRef]) -> list[ev.PayloadRef]:
     """Return what these name, each once: what lies side by side in one payload as one."""
     out: list[ev.PayloadRef] = []
-    for ref, _ in groupby(ref for ref in refs if ref is not None):
+    for ref, _ in groupby(refs):
         if out and (ref.digest, ref.first) == (out[-1].digest, out[-1].first + out[-1].count):
             out[-1] = replace(out[-1], count=out[-1].count + ref.count)
         else:

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from trinity_es.client.unanswered import state_of_runner, stopped_processes
 from trinity_es.config.config import Config
 from trinity_es.events.errors import (
     BatchNotFound,
@@ -140,6 +141,7 @@ def look(config: Config) -> dict[str, Any]:
 
     out: dict[str, Any] = {
         "store": config.masked()["store"]["url"], "up": False, "keeper": keeper_lock.running(config),
+        "keeper_ended": keeper_lock.ended(config),
         "coordinator": None, "weights_version": None, "runners": [], "hosts": [], "batches": [], "problems": [],
         "ends": "", "led_by": "", "last_batch": None, "run": None, "killed": run_lock.killed(config),
     }
@@ -241,7 +243,7 @@ def _read(config: Config, log: Log, out: dict[str, Any]) -> None:
     gone = {host for host, last in last_lives(log.hosts()).items() if not last.there}
     out["runners"] = [
         {"runner": life.runner, "incarnation": life.incarnation, "last_state": life.state,
-         "state": life.state if out.get("led_by") else "down",
+         "state": life.state if out.get("led_by") else state_of_runner(life.pid, up=out["up"]),
          "pid": life.pid, "model_version": life.model_version, "reason": life.reason}
         for life in {life.runner: life for life in log.runner_lives()}.values()
         if host_of(life.runner) not in gone
@@ -301,10 +303,18 @@ def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, w
         elif not (out.get("run") and out["run"]["complete"]):
             yield from _killed(out.get("killed") or {}, resume)
         return
+    if live is None and (halted := stopped_processes(out["admin"]["pid"])):
+        pids = " ".join(map(str, halted))
+        yield (f"its processes are stopped (SIGSTOP) and answer nothing: `kill -CONT {pids}` lets them go on where "
+               "they are, and nothing is lost")
+        return
     if live is None:
         yield (f"the actor system (pid {out['admin']['pid']}) does not answer: guardian.log and coordinator.log in "
                f"{logs} tell why; `trinity-es down` and `trinity-es up` go on with what is open")
         return
+    if out["keeper"] is None and out.get("keeper_ended") and config.system.keeper:
+        yield (f"its keeper (pid {out['keeper_ended']}) has ended: batches go on, and nobody starts the guardian or "
+               "the admin again should one die; `trinity-es down` and `trinity-es up` bring a keeper back")
     children = {c["name"]: c for c in live["system"].get("children", [])}
     fenced = live["system"].get("fenced")
     if fenced:

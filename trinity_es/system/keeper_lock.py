@@ -12,7 +12,7 @@ from trinity_es.config.config import Config
 from trinity_es.events.processes import process_lives
 from trinity_es.system import running_system
 
-__all__ = ["LOCK_SECONDS", "running", "stop", "stopped"]
+__all__ = ["LOCK_SECONDS", "ended", "running", "stop", "stopped"]
 
 
 LOCK_SECONDS = 0.3
@@ -21,12 +21,24 @@ LOCK_SECONDS = 0.3
 
 def running(config: Config) -> int | None:
     """Return its pid; None where none runs."""
+    pid, lives = _noted(config)
+    return pid if lives else None
+
+
+def ended(config: Config) -> int | None:
+    """Return the pid of the last keeper, which runs no more; None where one runs, or there was never one."""
+    pid, lives = _noted(config)
+    return None if lives else pid
+
+
+def _noted(config: Config) -> tuple[int | None, bool]:
+    """Return who took the lock last, and whether it lives."""
     try:
         with running_system.lock_file(config, "keeper").open() as lock:
             pid, _, started = lock.read().partition(" ")
-        return int(pid) if process_lives(int(pid), started) else None
+        return int(pid), process_lives(int(pid), started)
     except (OSError, ValueError):
-        return None
+        return None, False
 
 
 def stopped(config: Config) -> dict[str, Any]:

@@ -106,6 +106,7 @@ class Stalls:
                 loading=r.loading,
                 seen=r.seen or None,
                 progressed=r.progressed or None,
+                finished=r.finished or None,
                 silent=r.silent,
                 trouble=r.trouble,
                 waits_for=r.waits_for,

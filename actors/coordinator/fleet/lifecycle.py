@@ -142,7 +142,7 @@ class RunnerLifecycle:
                 runner.unit_seconds = outcome.seconds if before is None else 0.8 * before + 0.2 * outcome.seconds
                 self.registry.changed(message.name)
         if runner is not None and runner.incarnation == message.incarnation:
-            runner.seen = runner.progressed = self.registry.clock()
+            runner.seen = runner.progressed = runner.finished = self.registry.clock()
             self.dispatcher.acknowledge(message.name, message.number)
         return list(touched)
 

@@ -38,6 +38,8 @@ class RunnerRecord:
     """Unix seconds of its last sign of life."""
     progressed: float = 0.0
     """Unix seconds when it last finished a unit, or came up."""
+    finished: float = 0.0
+    """Unix seconds when it last finished a unit, as far as this coordinator knows; 0 before."""
     silent: float = 0.0
     """Seconds that its engine's loop had not answered, at the last sign of life."""
     trouble: str = ""
@@ -134,6 +136,7 @@ class RunnerRegistry:
                 "reason": r.life.reason,
                 "seen": r.seen,
                 "progressed": r.progressed,
+                "finished": r.finished,
                 "silent": r.silent,
                 "trouble": r.trouble,
                 "waits_for": r.waits_for,

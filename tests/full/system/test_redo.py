@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.handmade import cli
+from tests.helpers.handmade import cli, history, write
 from tests.helpers.systems import StartSystem, sleepers
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, PayloadNotFound
+from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.values import batch_stream
 from trinity_es.projections.verify.log import verify_log
 from trinity_es.testing import wait_until
 
@@ -47,3 +49,12 @@ def test_tasks_whose_payload_is_lost_are_named_run_again_and_the_batch_is_finali
     refused = cli("redo", "1", "2", "--log", url)
     assert refused.exit_code == 2
     assert "its result was given out and stands" in refused.output
+
+
+def test_what_an_earlier_try_of_a_batch_id_had_is_not_said_to_run_again(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    open_payloads(str(path))
+    again = ev.BatchSubmitted(batch_id=3, batch_type="train", repeat_times=[2], tasks=[{}])
+    write(path, [*history("d" * 64), (batch_stream(3), [again])])
+    [told] = [p for p in verify_log(f"sqlite:///{path}").problems if "d" * 64 in p]
+    assert "redo" not in told

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.compared import family_of
 from tests.helpers.systems import StartSystem, child, events, finalize_in_thread, pid_of, ran, tasks
 from trinity_es import Task
+from trinity_es.client import health
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog
+from trinity_es.system import keeper_lock
 from trinity_es.testing import SleepWorkflow, wait_until
 
 QUICK = {"heartbeat_timeout": 4.0, "hang_timeout": 3.0, "restart_pause": 0.1}
@@ -36,6 +39,37 @@ def test_a_runner_that_ends_too_often_is_quarantined_and_the_others_go_on(start_
     client.submit_batch(batch_id=2, tasks=[Task(workflow=SleepWorkflow)], batch_type="train")
     client.finalize_train_batch(2, timeout=30)
     assert len(events(client, ev.RunnerQuarantined)) == 1
+
+
+def test_a_system_whose_processes_are_stopped_is_told_as_that_and_how_it_goes_on(start_system: StartSystem) -> None:
+    client = start_system()
+    client.submit_batch(batch_id=1, tasks=[Task(workflow=SleepWorkflow)] * 4, batch_type="train")
+    client.finalize_train_batch(1, timeout=30)
+    family = family_of(pid_of(client, "coordinator"))
+    for process in family:
+        process.suspend()
+    try:
+        told = health.look(client.config)
+    finally:
+        for process in reversed(family):
+            process.resume()
+    [problem] = told["problems"]
+    assert problem.startswith("its processes are stopped (SIGSTOP) and answer nothing: `kill -CONT ")
+    assert {str(p.pid) for p in family} == set(problem.partition("kill -CONT ")[2].partition("`")[0].split())
+    assert {row["state"] for row in told["runners"]} == {"stopped"}
+    client.submit_batch(batch_id=2, tasks=[Task(workflow=SleepWorkflow)] * 4, batch_type="train")
+    assert client.finalize_train_batch(2, timeout=60)["finished_task_count"] == 4
+
+
+def test_a_keeper_that_ended_is_told(start_system: StartSystem) -> None:
+    client = start_system(system={"keeper": True})
+    assert health.look(client.config)["problems"] == []
+    keeper = keeper_lock.running(client.config)
+    assert keeper is not None
+    os.kill(keeper, signal.SIGKILL)
+    wait_until(lambda: keeper_lock.running(client.config) is None, "the end of the keeper")
+    [problem] = health.look(client.config)["problems"]
+    assert problem.startswith(f"its keeper (pid {keeper}) has ended: batches go on")
 
 
 def test_a_stopped_coordinator_is_replaced_and_what_it_wakes_up_to_is_its_end(

@@ -31,7 +31,8 @@ def one_left(story: Story) -> Story:
 
 # --- units that run -------------------------------------------------------------------------------------------------
 def test_a_slow_unit_is_named_with_task_runs_attempt_runner_and_limit(one_left: Story) -> None:
-    told = one_left.why(30, live=status({"seen": T + 29, "progressed": T + 28, "silent": 0.0}), system={"up": True})
+    seen = {"seen": T + 29, "progressed": T + 28, "finished": T + 28, "silent": 0.0}
+    told = one_left.why(30, live=status(seen), system={"up": True})
     [unit] = told.waiting
     assert (unit.cause, unit.what) == ("slow", "task 7, runs 0-3, attempt 1 of 3")
     assert (unit.task, unit.attempt, unit.max_attempts) == (7, 1, 3)
@@ -42,6 +43,13 @@ def test_a_slow_unit_is_named_with_task_runs_attempt_runner_and_limit(one_left: 
         "task 7, runs 0-3, attempt 1 of 3 on runner-0 #1 for 30 s of at most 60 s: slow, not known to be hung: others "
         "took 0.2 s; its runner finished another unit 2.0 s ago, was heard of 1.0 s ago, and its engine's loop answers"
     )
+
+
+def test_a_runner_that_a_new_coordinator_hears_of_has_finished_nothing_by_that(story: Story) -> None:
+    none_ended = story.batch().dispatch(*range(8))
+    told = none_ended.why(30, live=status({"seen": T + 29, "progressed": T + 28, "finished": 0.0}), system={"up": True})
+    assert "finished another unit" not in told.sentence
+    assert "was heard of 1.0 s ago" in told.sentence
 
 
 def test_what_runs_wait_for_outside_of_the_system_is_told(one_left: Story) -> None:
