@@ -1,6 +1,7 @@
 """What does a change of weights cost an engine that is busy? The time it makes no token, against vLLM's reload alone.
 
-One system with a real vLLM engine of a tiny model. In turn, who goes first alternating: `sync_weights` of a checkpoint
+One system with a real vLLM engine of a tiny model, and then one with a model of 134 million weights, which is nearer to
+what people train. In turn, who goes first alternating: `sync_weights` of a checkpoint
 while 64 requests are answered, where the figure is the time from the end of the last step before the change until the
 requests go on; and the same while the engine does nothing, where the figure is the time of vLLM's own `reload_weights`
 of the same size, with nothing of ours around. The first step after it is told, too: their KV cache was of the old
@@ -15,7 +16,6 @@ while the weights change. What the time goes to is printed, too.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
 import sys
@@ -42,6 +42,26 @@ PATIENCE = 30.0
 """Seconds that these may take; where requests come too slowly to be in flight together, it is tried again."""
 TRIES = 10
 AIM = 1.2
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model's size, and how often it is measured."""
+
+    name: str
+    hidden: int
+    layers: int
+    tokens: int
+    """Of each request; there is room for 256 with the prompt."""
+    repeats: int
+
+
+TINY = 128
+"""Hidden size of the tiny model, which is taken as it is made."""
+SIZES = (
+    Size("0.4 million weights", TINY, layers=2, tokens=200, repeats=15),
+    Size("134 million", 1024, layers=8, tokens=60, repeats=5),
+)
 WATCHED = ("pause_generation", "reload_weights", "trinity_pack_again", "trinity_weights_finite", "resume_generation")
 """Calls of vLLM that a change of weights is made of, in order."""
 
@@ -112,12 +132,12 @@ def enlarge(model: Path, hidden: int, layers: int) -> None:
 
 
 class Bench:
-    def __init__(self, folder: Path, stack: ExitStack, options: argparse.Namespace) -> None:
+    def __init__(self, folder: Path, stack: ExitStack, size: Size) -> None:
         self.models = [make_tiny_model(folder / f"model-{seed}", seed) for seed in (0, 1)]
-        if options.hidden is not None:
+        if size.hidden != TINY:
             for model in self.models:
-                enlarge(model, options.hidden, options.layers)
-        self.tokens = options.tokens
+                enlarge(model, size.hidden, size.layers)
+        self.tokens = size.tokens
         self.notes, self.seen = folder / "notes", 0
         config = trinity_es.Config.from_dict(
             {
@@ -201,29 +221,33 @@ class Bench:
         return all(some == both for some in versions)
 
 
-def main() -> int:
-    options = options_of(__doc__, [
-        ("--repeats", {"type": int, "default": 15}),
-        ("--hidden", {"type": int, "help": "hidden size of a larger model; else it is the tiny one, of 128"}),
-        ("--tokens", {"type": int, "default": 200, "help": "of each request; there is room for 256 with the prompt"}),
-        ("--layers", {"type": int, "default": 8, "help": "its layers"}),
-    ])
-    watch = Watch()
+def measured(size: Size, repeats: int) -> tuple[list[Row], str]:
+    """Return a model's rows, and what was left out of them."""
     with tempfile.TemporaryDirectory(prefix="weight-sync-") as folder, ExitStack() as stack:
-        bench = Bench(Path(folder), stack, options)
+        bench = Bench(Path(folder), stack, size)
         bench.alone()
         bench.busy()
         bench.changes.clear()  # the first of each warms up
-        found = alternate({"busy": bench.busy, "alone": bench.alone}, 2 if options.quick else options.repeats)
+        found = alternate({"busy": bench.busy, "alone": bench.alone}, repeats)
         changes = bench.changes
     busy, alone = ([1e3 * s for s in found[name]] for name in ("busy", "alone"))
-    row = pairs(f"{REQUESTS} requests in flight: no token for", "ms", busy, "vLLM's reload alone", alone, aim=AIM)
+    what = f"{size.name}, {REQUESTS} requests in flight: no token for"
+    row = pairs(what, "ms", busy, "vLLM's reload alone", alone, aim=AIM)
     rows = [Row(row.what, row.unit, row.ours, row.other, row.theirs, row.ratio, AIM, most=True)]
     for name in WATCHED:
         rows.append(Row(f"  of it {name}", "ms", Spread.of([1e3 * c.calls[name] for c in changes])))
-    rows.append(Row("the first step after it", "ms", Spread.of([1e3 * c.first for c in changes])))
-    rows.append(Row("a step before it", "ms", Spread.of([1e3 * c.step for c in changes])))
-    left_out = [f"{bench.missed} batches, of which some request was over too soon"] if bench.missed else []
+    rows.append(Row("  the first step after it", "ms", Spread.of([1e3 * c.first for c in changes])))
+    rows.append(Row("  a step before it", "ms", Spread.of([1e3 * c.step for c in changes])))
+    return rows, f"{size.name}: {bench.missed} batches, of which some request was over too soon" if bench.missed else ""
+
+
+def main() -> int:
+    options = options_of(__doc__, [
+        ("--repeats", {"type": int, "help": f"default {', '.join(str(s.repeats) for s in SIZES)} of each model"}),
+    ])
+    watch = Watch()
+    found = [measured(size, 2 if options.quick else options.repeats or size.repeats) for size in SIZES]
+    rows, left_out = [row for some, _ in found for row in some], [what for _, what in found if what]
     return report("weights that change under load", rows, watch, left_out, options.json)
 
 
