@@ -116,9 +116,13 @@ def coordinator_of(client: Any) -> int:
 
 
 def family_of(pid: int) -> list[psutil.Process]:
-    """Return every process of the system to which this one belongs: whoever started it, and all that came of that."""
-    first = psutil.Process(pid)
-    while (parent := first.parent()) is not None and parent.pid not in (1, psutil.Process().pid):
+    """Return every process of the system to which this one belongs: the first of its session, and all below that.
+
+    A system is a session of its own. Its parent is not asked: that is nobody of the system, and where the parent has
+    ended it is whoever adopts orphans, such as a user's service manager or the process that runs all tests.
+    """
+    first, session = psutil.Process(pid), os.getsid(pid)
+    while (parent := first.parent()) is not None and os.getsid(parent.pid) == session:
         first = parent
     return [first, *first.children(recursive=True)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import table
-from benchmarks.compared import Row, Spread, Watch, alternate, pairs, report
+from benchmarks.compared import Row, Spread, Watch, alternate, family_of, pairs, report
 from benchmarks.dispatch import check_experiences, percentile
 from benchmarks.table import AIMS, SOURCES, lines, markdown
 from trinity_es.events.experience import EID, Experience
@@ -124,3 +125,12 @@ def test_experiences_that_lack_or_differ_end_the_benchmark() -> None:
 def test_percentiles_are_of_what_was_measured() -> None:
     assert percentile([3.0, 1.0, 2.0], 0.95) == 3.0
     assert percentile(list(map(float, range(100))), 0.95) == 95.0
+
+
+def test_a_system_has_no_part_in_who_adopted_it() -> None:
+    starts = "import subprocess; print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid, flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", starts], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdin is not None and other.stdout is not None
+        [system] = family_of(int(other.stdout.readline()))  # who would rest it would stop `other`, too
+        system.kill()
+        other.stdin.write(b"\n")
