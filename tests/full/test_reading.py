@@ -161,6 +161,9 @@ def test_events_are_chosen_by_runner_time_and_from_the_end(log: Path) -> None:
         late = opened.at(everything[-4])
     assert positions("--runner", "runner-1") == [r.position for r in mine]
     assert positions("--runner", "runner-1", "--last", 2) == [r.position for r in mine][-2:]
+    told = cli("events", "--runner", "runner-9", "--log", log)
+    assert (told.exit_code, "there are runner-0, runner-1" in told.stderr) == (2, True)
+    assert cli("events", "--runner", "runner-1", "--type", "BatchSubmitted", "--log", log).exit_code == 0  # none of it
     assert late is not None
     since = datetime.fromtimestamp(late.recorded_at, UTC).isoformat()
     assert positions("--since", since) == everything[-4:]

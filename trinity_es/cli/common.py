@@ -23,6 +23,7 @@ from trinity_es.events.errors import BatchNotFound, LogError, LogNotFound, LogUn
 from trinity_es.events.store.database import masked
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.reading.log_reader import Log, open_log
+from trinity_es.projections.tables.runner_history import natural
 from trinity_es.text import batch_named, harmless_json, name_of
 
 if TYPE_CHECKING:  # it takes a while, and who reads a log needs none
@@ -30,7 +31,7 @@ if TYPE_CHECKING:  # it takes a while, and who reads a log needs none
 
 __all__ = [
     "MOST", "ConfigArgument", "ConfigOption", "JsonOption", "LogOption", "SetOption", "choose_log", "counter",
-    "find_batch", "note", "open_chosen", "parse_at", "print_json", "read_config",
+    "find_batch", "note", "open_chosen", "parse_at", "print_json", "read_config", "require_runner",
 ]
 
 _TIME_OF_DAY = re.compile(r"\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?")
@@ -144,6 +145,13 @@ def find_batch(log: Log, text: str) -> BatchId:
     near = same_step[:3] or _nearest(log, text)
     meant = f" did you mean {' or '.join(near)}?" if near else "" if log.count_batches() else " it holds none yet;"
     raise BatchNotFound(f"no batch {text} in {log.url}:{meant} `trinity-es batches` lists what there is")
+
+
+def require_runner(log: Log, runner: str, option: str) -> None:
+    """Raise typer.BadParameter, which names those there are, where the log has no such runner."""
+    known = sorted({life.runner for life in log.runner_lives()}, key=natural)
+    if runner not in known:
+        raise typer.BadParameter(f"no runner {runner!r}: there are {', '.join(known) or 'none'}", param_hint=option)
 
 
 def _nearest(log: Log, text: str) -> list[str]:

@@ -20,6 +20,7 @@ from trinity_es.cli.common import (
     note,
     open_chosen,
     parse_at,
+    require_runner,
 )
 from trinity_es.events.errors import LogUnavailable
 from trinity_es.events.store.log import Recorded
@@ -84,11 +85,15 @@ def events(
             found: Iterator[Recorded] = chain(tail, chosen.follow(at))
         else:
             found = chain(tail, iter(()) if last is not None else chosen.read(after))
+        told = False
         for recorded in islice(found, limit):
+            told = True
             line = text.event_document(recorded).decode() if as_json else text.event_line(recorded)
             sys.stdout.write(line + "\n")
             if follow:
                 sys.stdout.flush()
+        if runner is not None and not told:
+            require_runner(opened, runner, "--runner")
 
 
 def _before(log: Log, text: str) -> int:

@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, open_chosen, print_json
+from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, open_chosen, print_json, require_runner
 from trinity_es.cli.render import runners_weights_usage, tables
 from trinity_es.projections.adapters import ADAPTER_EVENTS, adapter_history
-from trinity_es.projections.tables.runner_history import natural
 
 __all__ = ["runners", "usage", "weights"]
 
@@ -36,9 +35,7 @@ def runners(
     with open_chosen(log, config) as opened:
         lives = [life for life in opened.runner_lives() if runner in (None, life.runner)]
         if runner is not None and not lives:
-            known = sorted({life.runner for life in opened.runner_lives()}, key=natural)
-            raise typer.BadParameter(f"no runner {runner!r}: there are {', '.join(known) or 'none'}",
-                                     param_hint="RUNNER")
+            require_runner(opened, runner, "RUNNER")
         up = opened.processes()["up"]
     if as_json:
         print_json([asdict(life) for life in lives])
