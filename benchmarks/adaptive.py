@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import trinity_es
-from benchmarks.compared import Row, Spread, Watch, alternate, coordinator_of, options_of, pairs, report, resting
+from benchmarks.compared import Row, Spread, Watch, alternate, options_of, pairs, pids_of, report, resting
 from examples.grpo.tiny_model import make_tiny_model
 from trinity_es import MultiTurnWorkflow
 from trinity_es.events.experience import Experience
@@ -154,6 +154,7 @@ def main() -> int:
         for system in systems.values():
             for name in options.workloads:
                 system.run(WORKLOADS[name])  # warms up
+        first = [pids_of(system.client) for system in systems.values()]
         rows = []
         for name in options.workloads:
             found = alternate({str(n): partial(alone, systems, n, WORKLOADS[name]) for n in fixed}, search)
@@ -166,6 +167,8 @@ def main() -> int:
         with trinity_es.open_log(systems[AUTO].config.store.url) as log:
             changes = [cast(ConcurrencyChanged, r.event).places for r in log.read(types=["ConcurrencyChanged"])]
             assert log.verify() == []
+        if [pids_of(system.client) for system in systems.values()] != first:
+            raise SystemExit("a system was replaced meanwhile, beside who was measured: there is no figure of that")
         batches = systems[AUTO].number
         rows.append(Row("changes of places by auto", "a batch", Spread.of([len(changes) / batches])))
         print(f"the places that auto had, over {batches} batches: {changes}")
@@ -174,7 +177,7 @@ def main() -> int:
 
 def alone(systems: dict[int | str, System], which: int | str, load: Workload) -> float:
     """Return tokens per second of one system, the others being stopped."""
-    with resting(*(coordinator_of(other.client) for name, other in systems.items() if name != which)):
+    with resting(*(pid for name, other in systems.items() if name != which for pid in pids_of(other.client))):
         return systems[which].run(load)
 
 

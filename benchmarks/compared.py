@@ -25,9 +25,11 @@ from typing import Any
 
 import psutil
 
+from trinity_es.system import keeper_lock
+
 __all__ = [
     "Databases", "Row", "Spread", "Watch", "about", "alternate", "beside_told", "coordinator_of", "databases",
-    "family_of", "form_of", "options_of", "pairs", "report", "resting", "sound",
+    "family_of", "form_of", "options_of", "pairs", "pids_of", "report", "resting", "sound",
 ]
 
 BUSY = 0.05
@@ -113,6 +115,15 @@ def coordinator_of(client: Any) -> int:
     """Return the pid of the coordinator behind a client."""
     children = client._link.where().status.get("children", [])
     return next(int(c["pid"]) for c in children if c["name"] == "coordinator")
+
+
+def pids_of(client: Any) -> list[int]:
+    """Return a process of each family that the system behind a client has: the actors', and the keeper's.
+
+    A keeper whose system is stopped for longer than `system.heartbeat_timeout` ends it, and starts another.
+    """
+    keeper = keeper_lock.running(client.config)
+    return [coordinator_of(client)] + ([] if keeper is None else [keeper])
 
 
 def family_of(pid: int) -> list[psutil.Process]:

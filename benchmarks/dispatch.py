@@ -33,16 +33,16 @@ from benchmarks.compared import (
     Spread,
     Watch,
     alternate,
-    coordinator_of,
     options_of,
     pairs,
+    pids_of,
     report,
     resting,
     sound,
 )
 from benchmarks.known_system import KnownSystem, known_system
 from trinity_es.events.experience import Experience
-from trinity_es.system import keeper_lock, lifecycle
+from trinity_es.system import lifecycle
 from trinity_es.testing import SleepWorkflow, sampled
 
 __all__ = ["Bench", "check_experiences", "percentile", "tasks"]
@@ -136,9 +136,8 @@ class Bench:
 
     @property
     def pids(self) -> list[int]:
-        """A process of each family that the system has: the actors', and the keeper's."""
-        keeper = keeper_lock.running(self.config)
-        return [coordinator_of(self.client)] + ([] if keeper is None else [keeper])
+        """See `pids_of`: those of this moment, since processes may be replaced."""
+        return pids_of(self.client)
 
     def one(
         self, n: int, seconds: float = 0.0, tokens: int = TOKENS, runs: int = 1,

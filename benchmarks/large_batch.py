@@ -20,8 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import trinity_es
-from benchmarks.compared import Row, Spread, Watch, coordinator_of, family_of, options_of, report, sound
+from benchmarks.compared import Row, Spread, Watch, coordinator_of, family_of, options_of, pids_of, report, sound
 from trinity_es.client.teardown import end_system
 from trinity_es.system import lifecycle
 from trinity_es.testing import SleepWorkflow
@@ -85,11 +87,16 @@ def resident(pid: int, what: str = "VmRSS") -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{what}:")) * 1024 / 1e6
 
 
+def members_of(client: trinity_es.RolloutClient) -> list[psutil.Process]:
+    """Return every process of a system."""
+    return [member for pid in pids_of(client) for member in family_of(pid)]
+
+
 def idle(seconds: float) -> dict[str, Any]:
     """Look at a system that has nothing to do."""
     with system(RUNNERS) as (_, client):
         time.sleep(min(10.0, seconds))  # until what its start left to do is done
-        members = family_of(coordinator_of(client))
+        members = members_of(client)
         memory = {}
         for member in members:
             lines = Path(f"/proc/{member.pid}/smaps_rollup").read_text().splitlines()
@@ -98,7 +105,7 @@ def idle(seconds: float) -> dict[str, Any]:
         before = {m.pid: sum(m.cpu_times()[:2]) for m in members}
         time.sleep(seconds)
         used = {m.pid: 100 * (sum(m.cpu_times()[:2]) - before[m.pid]) / seconds for m in members}
-        if {m.pid for m in family_of(coordinator_of(client))} != set(used):
+        if {m.pid for m in members_of(client)} != set(used):
             raise SystemExit("processes of an idle system came or went")
         return {"gb": sum(pss for _, pss in memory.values()) / 1e3, "cpu_percent": sum(used.values()),
                 "processes": [(*memory[pid], round(used[pid], 2)) for pid in memory]}
