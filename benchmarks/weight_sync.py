@@ -1,9 +1,8 @@
 """What does a change of weights cost an engine that is busy? The time it makes no token, against vLLM's reload alone.
 
 One system with a real vLLM engine of a tiny model, and then one with a model of 134 million weights, which is nearer to
-what people train. In turn, who goes first alternating: `sync_weights` of a checkpoint
-while 64 requests are answered, where the figure is the time from the end of the last step before the change until the
-requests go on; and the same while the engine does nothing, where the figure is the time of vLLM's own `reload_weights`
+what people train. In turn, who goes first alternating: `sync_weights` of a checkpoint while 64 requests are answered,
+where the figure is the time from the end of the last step before the change until the requests go on; and the same while the engine does nothing, where the figure is the time of vLLM's own `reload_weights`
 of the same size, with nothing of ours around. The first step after it is told, too: their KV cache was of the old
 weights, so it reads requests again, as many as vLLM takes in one step.
 
@@ -49,18 +48,16 @@ class Size:
     """A model's size, and how often it is measured."""
 
     name: str
-    hidden: int
-    layers: int
+    enlarged: tuple[int, int] | None
+    """Hidden size and layers; None: the tiny model as it is made."""
     tokens: int
     """Of each request; there is room for 256 with the prompt."""
     repeats: int
 
 
-TINY = 128
-"""Hidden size of the tiny model, which is taken as it is made."""
 SIZES = (
-    Size("0.4 million weights", TINY, layers=2, tokens=200, repeats=15),
-    Size("134 million", 1024, layers=8, tokens=60, repeats=5),
+    Size("0.4 million weights", None, tokens=200, repeats=15),
+    Size("134 million", (1024, 8), tokens=60, repeats=5),
 )
 WATCHED = ("pause_generation", "reload_weights", "trinity_pack_again", "trinity_weights_finite", "resume_generation")
 """Calls of vLLM that a change of weights is made of, in order."""
@@ -134,9 +131,9 @@ def enlarge(model: Path, hidden: int, layers: int) -> None:
 class Bench:
     def __init__(self, folder: Path, stack: ExitStack, size: Size) -> None:
         self.models = [make_tiny_model(folder / f"model-{seed}", seed) for seed in (0, 1)]
-        if size.hidden != TINY:
+        if size.enlarged is not None:
             for model in self.models:
-                enlarge(model, size.hidden, size.layers)
+                enlarge(model, *size.enlarged)
         self.tokens = size.tokens
         self.notes, self.seen = folder / "notes", 0
         config = trinity_es.Config.from_dict(
