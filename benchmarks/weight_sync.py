@@ -2,9 +2,10 @@
 
 One system with a real vLLM engine of a tiny model, and then one with a model of 134 million weights, which is nearer to
 what people train. In turn, who goes first alternating: `sync_weights` of a checkpoint while 64 requests are answered,
-where the figure is the time from the end of the last step before the change until the requests go on; and the same while the engine does nothing, where the figure is the time of vLLM's own `reload_weights`
-of the same size, with nothing of ours around. The first step after it is told, too: their KV cache was of the old
-weights, so it reads requests again, as many as vLLM takes in one step.
+where the figure is the time from the end of the last step before the change until the requests go on; and the same
+while the engine does nothing, where the figure is the time of vLLM's own `reload_weights` of the same size, with
+nothing of ours around. The first step after it is told, too: their KV cache was of the old weights, so it reads
+requests again, as many as vLLM takes in one step.
 
 Checked: each request has all its tokens, the first of them by the version before and the others by the new one, so that
 all were in flight (a batch that the machine was too slow or too fast for is tried again, and counted); and no step ends
