@@ -57,6 +57,8 @@ RATE_AIM, P95_AIM, IDEAL_AIM = 30.0, 2.0, 0.98
 REPEATS = 5
 FIRST = 10**9
 """Below the number of the first batch."""
+READY_SECONDS = 300.0
+"""How long runners may take to be ready; a hundred of them took more than a minute on two slow cores."""
 KNOWN = "the known system"
 
 
@@ -127,7 +129,7 @@ class Bench:
     def __enter__(self) -> Bench:
         lifecycle.start(self.config)
         self.client = trinity_es.connect(self.config)
-        self.client.wait_ready(60)
+        self.client.wait_ready(READY_SECONDS)
         return self
 
     def __exit__(self, *_: object) -> None:

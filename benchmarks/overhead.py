@@ -281,6 +281,7 @@ def measure(
                         whole = through_system(client, case, batch, texts, *sizes)
                     if number:  # the first pair warms up
                         pair.append((alone, whole))
+                print(f"  pair {number} of {rounds} done" if number else "  warm", file=sys.stderr, flush=True)
             client.shutdown()
         sound(config.store.url)
         pipe.send(None)
