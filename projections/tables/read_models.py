@@ -115,7 +115,7 @@ class ReadModels:
     runner, publication and load of weights, delivery of a batch, version that made some of it, use of some of it,
     failed task, host that joined and finished some, and reason of a loss."""
 
-    name, version = "read_models", 5
+    name, version = "read_models", 6
 
     def create(self, connection: Connection) -> None:
         there = inspect(connection)

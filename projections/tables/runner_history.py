@@ -67,8 +67,8 @@ class RunnerIncarnation:
     """What its engine took to load."""
     ended_at: float | None
     how: str
-    """`running`, `lost`, `retired`, `failed`, `quarantined`, or `replaced`: a later life began, and this
-    one's end is not known."""
+    """`running`, `lost`, `retired`, `failed`, `quarantined`, or `replaced`: a later life began, and nobody recorded
+    this one's end, as where its whole system was ended; `ended_at` is then when it was last known to be there."""
     reason: str
     """Of its end."""
     model_version: int
@@ -76,7 +76,7 @@ class RunnerIncarnation:
     attempts_lost: int
     """Units that it had when it ended."""
     seconds_lost: float
-    """From their dispatch to its end, of all of them together."""
+    """From their dispatch to its end, of all of them together; not while its whole system was away."""
 
     @property
     def state(self) -> str:
@@ -323,21 +323,44 @@ def attempt_lost(
     """
     c = _lives.c
     life = and_(c.runner == stored(event.runner, 255), c.incarnation == event.incarnation)
+    row = connection.execute(select(c.first_position, c.ended_at).where(life)).one_or_none()
+    if row is None:  # nothing is known of that life, and it has no row to count this to
+        return
     of = item.stream, event.runner, event.incarnation
     if of not in known:  # only since that life began: the stream may be long
-        began = connection.execute(select(c.first_position).where(life)).scalar_one_or_none()
-        if began is None:  # nothing is known of that life, and it has no row to count this to
-            return
-        known[of] = _dispatched(connection, item.stream, began)
+        known[of] = _dispatched(connection, item.stream, row.first_position)
     key = event.runner, event.incarnation, event.task, event.run_id_base, event.attempt
     before = [at for version, at in known[of].get(key, []) if version < item.version]
-    ended = connection.execute(select(c.ended_at).where(life)).scalar_one_or_none()
+    ended = row.ended_at
+    if ended is None and before:
+        ended = _system_ended(connection, row.first_position, item.position)
+        if ended is not None and ended < before[-1]:  # it was dispatched since
+            ended = None
     until = item.recorded_at if ended is None else min(ended, item.recorded_at)  # it may be told long after the end
     seconds = max(0.0, until - before[-1]) if before else 0.0
     connection.execute(
         update(_lives).where(life)
         .values(attempts_lost=c.attempts_lost + 1, seconds_lost=c.seconds_lost + seconds)
     )
+
+
+def _system_ended(connection: Connection, after: int, before: int) -> float | None:
+    """Return until when what was there at position `after` is known to have lasted, where its whole system ended.
+
+    That is the time, in unix seconds, of the last event before the last coordinator that started up to position
+    `before`; None where none did.
+    """
+    e = schema.events.c
+    start = select(e.position, e.commit_id).where(
+        schema.IS_RARE, e.type == "CoordinatorStarted", e.position > after, e.position < before
+    ).order_by(e.position.desc()).limit(1)
+    started = connection.execute(start).one_or_none()
+    if started is None:
+        return None
+    last = select(e.recorded_at).where(
+        e.position < started.position, e.commit_id != started.commit_id, e.type != "ClockStepped"
+    ).order_by(e.position.desc()).limit(1)
+    return float(connection.execute(last).scalar_one())
 
 
 def _dispatched(connection: Connection, stream: str, after: int) -> Dispatched:
@@ -383,9 +406,9 @@ def read_lives(connection: Connection) -> list[RunnerIncarnation]:
     out: list[RunnerIncarnation] = []
     for row, after in zip_longest(rows, rows[1:]):
         values = {k: v for k, v in row.items() if k != "first_position"}
-        replaced = after is not None and after["runner"] == row["runner"] and row["ended_at"] is None
-        if replaced and after is not None:
-            values |= {"how": "replaced", "ended_at": after["started_at"] or after["ended_at"]}
+        if after is not None and after["runner"] == row["runner"] and row["ended_at"] is None:
+            ended = _system_ended(connection, row["first_position"], after["first_position"])
+            values |= {"how": "replaced", "ended_at": ended or after["started_at"] or after["ended_at"]}
         out.append(RunnerIncarnation(**values))
     return out
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+import uuid
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -262,6 +264,38 @@ def test_a_life_whose_end_nobody_saw_was_replaced(tmp_path: Path) -> None:
         first, second = read.runner_lives()
     assert (first.how, first.ended_at) == ("replaced", second.started_at)
     assert (second.how, second.reason, second.model_version) == ("quarantined", "killed", 3)
+
+
+def test_a_life_that_ended_with_its_system_cost_nothing_while_that_was_away(tmp_path: Path) -> None:
+    runner = [ev.RunnerStarted(runner="r", incarnation=n, pid=n, host="h", engine="vllm") for n in (1, 2)]
+    sent = ev.TasksDispatched(runner="r", incarnation=1, units=[ev.Unit(task=0, run_id_base=0, runs=1, attempt=1)],
+                              model_version=0)
+    lost = ev.AttemptFailed(task=0, run_id_base=0, failed_runs=[0], attempt=1, runner="r", incarnation=1,
+                            kind="runner_lost", message="", retry=True, blamed=False)
+    start = ev.CoordinatorStarted(epoch=2, pid=1, host="h", version="", open_batches=[1])
+    batch = batch_stream(1)
+    commits: list[dict[str, list[ev.Event]]] = [
+        {batch: [ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[1])], "runner/r": runner[:1]},
+        {batch: [sent]},
+        {"weights": [ev.WeightsPublished(version=1, method="checkpoint", path="")]},  # the last that it said
+        {"system": [ev.SystemConfigured(config={}), start], batch: [lost]},
+        {"runner/r": runner[1:]},
+    ]
+    versions = Counter[str]()
+    with EventLog.open(str(tmp_path / "log"), create=True, durability="process", projectors=projectors()) as opened:
+        for commit in commits:
+            opened.append([Write(stream=stream, expected_version=versions[stream], events=events)
+                           for stream, events in commit.items()], commit_id=uuid.uuid4().hex)
+            versions.update({stream: len(events) for stream, events in commit.items()})
+            time.sleep(0.1)
+        at = {type(r.event).__name__: r.recorded_at for r in opened.read()}
+        with open_log(opened.url) as read:
+            first, second = read.runner_lives()
+        assert (first.how, first.ended_at, second.how) == ("replaced", at["WeightsPublished"], "running")
+        assert (first.attempts_lost, first.seconds_lost) == (1, at["WeightsPublished"] - at["TasksDispatched"])
+        before = tables(opened)
+        opened.rebuild()
+        assert tables(opened) == before
 
 
 def test_weights_tell_who_had_them_when(log: Log) -> None:
