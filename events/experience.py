@@ -148,7 +148,10 @@ class Experience:
     # --- checks -----------------------------------------------------------------------------------------------------
     def _bad(self, name: str, what: str, where: str = "", kind: type[DataError] = DataError) -> DataError:
         uid = self.eid.uid if isinstance(self.eid, EID) else repr(self.eid)
-        return kind(f"experience {uid}: {name}{where} {what}", eid=uid, field=name)
+        # Who made it can't know yet which it will be: its runner says that later.
+        of_none = isinstance(self.eid, EID) and self.eid.batch == self.eid.task == ""
+        whose = "a new experience" if of_none else f"experience {uid}"
+        return kind(f"{whose}: {name}{where} {what}", eid=uid, field=name)
 
     def _not_finite(self, name: str, what: str, where: str = "") -> DataError:
         return self._bad(name, what, where, NotFinite)
