@@ -140,7 +140,7 @@ def argv(name: str, values: list[str], log: str) -> list[str]:
     left, words = list(values), []
     for word in name.split():
         words.append(left.pop(0) if word.isupper() else word)
-    return [sys.executable, "-m", "trinity_es.cli", *words, *left, "--log", log]
+    return [sys.executable, "-m", "trinity_es", *words, *left, "--log", log]
 
 
 def pages(f: Facts) -> dict[str, dict[str, Any]]:
@@ -254,7 +254,7 @@ def measure_whole(table: Table, url: str, f: Facts) -> None:
     """What reads every event: not within a second, but with progress; how fast is told."""
     for name in ("verify", "rebuild"):
         if table.wanted("whole", name):
-            words = [sys.executable, "-m", "trinity_es.cli", name, "--log", url]
+            words = [sys.executable, "-m", "trinity_es", name, "--log", url]
             seconds, cpu, megabytes, code, said = one_process(words)
             if code:
                 raise SystemExit(f"{name} ended with exit code {code}: {said.strip()[-300:]}")
@@ -269,7 +269,7 @@ def measure_whole(table: Table, url: str, f: Facts) -> None:
 @contextmanager
 def dashboard(url: str) -> Iterator[tuple[str, psutil.Process]]:
     """A dashboard of this log: its address and its process."""
-    words = [sys.executable, "-m", "trinity_es.cli", "dashboard", "--log", url]
+    words = [sys.executable, "-m", "trinity_es", "dashboard", "--log", url]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

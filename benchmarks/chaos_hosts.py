@@ -279,7 +279,7 @@ class HostsChaos:
         fault = self.begin(kind, host.name)
         if kind == "host drained":
             head = self.leading() or self.heads[0]
-            asked = [*head.into(), sys.executable, "-m", "trinity_es.cli", "hosts", "drain", host.name, "--config",
+            asked = [*head.into(), sys.executable, "-m", "trinity_es", "hosts", "drain", host.name, "--config",
                      str(head.config)]
             done = subprocess.run(asked, env=head.env, cwd=head.folder, capture_output=True, text=True, check=False,
                                   timeout=120)

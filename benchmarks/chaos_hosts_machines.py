@@ -110,7 +110,7 @@ class HostMachine(Machine):
         self.url = url
 
     def command(self) -> list[str]:
-        return [sys.executable, "-m", "trinity_es.cli", "join", self.url, "--name", self.name, "--log-dir",
+        return [sys.executable, "-m", "trinity_es", "join", self.url, "--name", self.name, "--log-dir",
                 str(self.folder / "logs")]
 
     def sigterm(self) -> None:
@@ -145,7 +145,7 @@ class HeadMachine(Machine):
         self.config.write_text(json.dumps(given))
 
     def command(self) -> list[str]:
-        up = f"{sys.executable} -m trinity_es.cli up --standby --no-wait {self.config}"
+        up = f"{sys.executable} -m trinity_es up --standby --no-wait {self.config}"
         return ["bash", "-c", f"while :; do {up}; sleep 1; done"]
 
 

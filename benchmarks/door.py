@@ -101,7 +101,7 @@ def system(folder: Path, model: str) -> Iterator[dict[str, tuple[str, str]]]:
     file = folder / "config.yaml"
     rollout = {"model_path": model, "max_model_len": 256, "gpu_memory_utilization": 0.3}
     file.write_text(yaml.safe_dump({"mode": "serve", "explorer": {"rollout_model": rollout}}))
-    command = [sys.executable, "-m", "trinity_es.cli", "serve", str(file), "--json"]
+    command = [sys.executable, "-m", "trinity_es", "serve", str(file), "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         lines = ""

@@ -42,7 +42,7 @@ LOAD_SECONDS = 180.0
 
 def command(*args: object, cwd: Path) -> subprocess.Popen[str]:
     env = {k: v for k, v in os.environ.items() if k != "TRINITY_ES_LOG"}
-    return subprocess.Popen([sys.executable, "-m", "trinity_es.cli", *map(str, args)], cwd=cwd, env=env, text=True,
+    return subprocess.Popen([sys.executable, "-m", "trinity_es", *map(str, args)], cwd=cwd, env=env, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
 

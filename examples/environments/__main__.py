@@ -24,7 +24,7 @@ def main() -> None:
     folder = Path(config.model.model_path)
     if config.explorer.rollout_model.engine_type == "vllm" and not folder.exists():
         print(f"making a tiny model in {make_tiny_model(folder)}")
-    os.execv(sys.executable, [sys.executable, "-m", "trinity_es.cli", "run", str(file), *rest])
+    os.execv(sys.executable, [sys.executable, "-m", "trinity_es", "run", str(file), *rest])
 
 
 if __name__ == "__main__":

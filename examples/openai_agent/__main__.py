@@ -23,7 +23,7 @@ def main() -> None:
         make_model(model)
     if not data.exists():
         write_tasks(data)
-    os.execv(sys.executable, [sys.executable, "-m", "trinity_es.cli", "run", str(CONFIG), *sys.argv[1:]])
+    os.execv(sys.executable, [sys.executable, "-m", "trinity_es", "run", str(CONFIG), *sys.argv[1:]])
 
 
 if __name__ == "__main__":

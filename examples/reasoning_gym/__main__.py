@@ -21,7 +21,7 @@ def main() -> None:
     folder = Path(config.model.model_path)
     if config.explorer.rollout_model.engine_type == "vllm" and not folder.exists():
         print(f"making a tiny model in {make_tiny_model(folder)}")
-    command = [sys.executable, "-m", "trinity_es.cli", "run", str(CONFIG), *sys.argv[1:]]
+    command = [sys.executable, "-m", "trinity_es", "run", str(CONFIG), *sys.argv[1:]]
     os.execv(sys.executable, command)
 
 

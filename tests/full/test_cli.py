@@ -134,7 +134,7 @@ def test_events_can_be_chosen_by_place_type_and_number(log: Path) -> None:
 def test_events_follow_a_log_that_grows(tmp_path: Path) -> None:
     path = tmp_path / "log.sqlite"
     write(path, [("system", [ev.CoordinatorStarted(epoch=1, pid=1, host="here", version="0")])])
-    command = [sys.executable, "-m", "trinity_es.cli", "events", "-f", "--limit", "2", "--log", str(path)]
+    command = [sys.executable, "-m", "trinity_es", "events", "-f", "--limit", "2", "--log", str(path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as following:
         assert following.stdout is not None
         assert "CoordinatorStarted" in following.stdout.readline()

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def command(*args: object) -> list[str]:
-    return [sys.executable, "-m", "trinity_es.cli", *map(str, args)]
+    return [sys.executable, "-m", "trinity_es", *map(str, args)]
 
 
 def run(*args: object, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -197,7 +197,7 @@ def test_what_comes_while_the_last_events_are_read_is_printed_once(
 def test_the_last_events_are_followed_by_the_next(tmp_path: Path) -> None:
     path = tmp_path / "log.sqlite"
     write(path, [("weights", [ev.WeightsPublished(version=v, path="x") for v in range(5)])])
-    command = [sys.executable, "-m", "trinity_es.cli", "events", "-f", "--last", "1", "-n", "2", "--log", str(path)]
+    command = [sys.executable, "-m", "trinity_es", "events", "-f", "--last", "1", "-n", "2", "--log", str(path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as following:
         assert following.stdout is not None
         assert "version 4" in following.stdout.readline()
@@ -252,7 +252,7 @@ def test_watch_shows_what_goes_on(log: Path) -> None:
 def test_watch_in_a_pipe_prints_a_picture_when_there_is_news(tmp_path: Path) -> None:
     path = tmp_path / "log.sqlite"
     write(path, [("weights", [ev.WeightsPublished(version=1, path="x")])])
-    command = [sys.executable, "-m", "trinity_es.cli", "watch", "--every", "0.1", "--log", str(path)]
+    command = [sys.executable, "-m", "trinity_es", "watch", "--every", "0.1", "--log", str(path)]
     pictures = tmp_path / "pictures"
     with pictures.open("w") as file, subprocess.Popen(command, cwd=ROOT, stdout=file) as watch:
         try:
@@ -266,7 +266,7 @@ def test_watch_in_a_pipe_prints_a_picture_when_there_is_news(tmp_path: Path) -> 
 
 def test_q_ends_watch_on_a_terminal(log: Path) -> None:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "trinity_es.cli", "watch", "--every", "60", "--log", str(log)]
+    command = [sys.executable, "-m", "trinity_es", "watch", "--every", "60", "--log", str(log)]
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
     seen = b""
     with subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as watch:

@@ -33,7 +33,7 @@ class Reader:
 
     def _run(self, line: str) -> str:
         command = shlex.split(line)
-        start = {"trinity-es": [sys.executable, "-m", "trinity_es.cli"], "python": [sys.executable]}
+        start = {"trinity-es": [sys.executable, "-m", "trinity_es"], "python": [sys.executable]}
         done = subprocess.run(
             [*start.get(command[0], command[:1]), *command[1:]], cwd=self.folder, capture_output=True, text=True,
             timeout=120, check=False, env=os.environ | {"NO_COLOR": "1", "COLUMNS": "120"},

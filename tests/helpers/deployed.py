@@ -35,7 +35,7 @@ def made_run(folder: Path) -> str:
     # Each host has a folder for temporary files of its own, as on machines of their own.
     (commands / "trinity-es").write_text(
         f'#!/bin/sh\nTMPDIR="{folder}/tmp-$1-${{SLURMD_NODENAME:-$HOSTNAME}}" && mkdir -p "$TMPDIR" && export TMPDIR\n'
-        f'exec {sys.executable} -m trinity_es.cli "$@"\n'
+        f'exec {sys.executable} -m trinity_es "$@"\n'
     )
     (commands / "trinity-es").chmod(0o755)
     return str(commands)

@@ -50,7 +50,7 @@ class JoinedHost:
         temporary.mkdir(exist_ok=True)
         self.env = {**os.environ, "TRINITY_ES_KEY": KEY, "TMPDIR": str(temporary)}
         self.said = folder / f"{name}.said"
-        command = [sys.executable, "-m", "trinity_es.cli", "join", url, "--name", name, "--log-dir", str(self.log_dir)]
+        command = [sys.executable, "-m", "trinity_es", "join", url, "--name", name, "--log-dir", str(self.log_dir)]
         with self.said.open("a") as out:
             self.process = subprocess.Popen(
                 [*inside, *command, *options], stdout=out, stderr=out, env=self.env

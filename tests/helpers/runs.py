@@ -63,7 +63,7 @@ def command(*args: object, cwd: Path, **variables: str) -> subprocess.Popen[str]
     env = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     env.pop("TRINITY_ES_LOG", None)
     return subprocess.Popen(
-        [sys.executable, "-m", "trinity_es.cli", *map(str, args)], cwd=cwd, env=env, stdout=subprocess.PIPE,
+        [sys.executable, "-m", "trinity_es", *map(str, args)], cwd=cwd, env=env, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True,
     )
 

@@ -80,6 +80,7 @@ WALLS = {
 the ground, which is what stands in `actors/` itself."""
 DOORS = {
     ("actors/launch.py", "actors/guardian"),  # it starts everything
+    ("trinity_es/__main__.py", "trinity_es/cli"),  # it is the command
     ("trinity_es/testing.py", "trinity_es/workflows"),  # users' tests find both there
     ("trinity_es/dashboard/app.py", "trinity_es/dashboard/pages"),  # it puts the pages together
 }

@@ -116,7 +116,7 @@ def test_a_port_that_is_taken_says_so(hand: str) -> None:
 
 
 def test_the_command_on_a_network_waits_for_the_log_asks_for_a_token_and_ends_with_ctrl_c(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "trinity_es.cli", "dashboard", "--log", str(tmp_path / "log.sqlite"), "--json",
+    command = [sys.executable, "-m", "trinity_es", "dashboard", "--log", str(tmp_path / "log.sqlite"), "--json",
                "--address", "0.0.0.0"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                           env={**os.environ, "PYTHONPATH": str(ROOT)}) as process:

@@ -156,7 +156,7 @@ def test_a_token_opens_the_dashboard_and_is_seen_nowhere(browser: Browser, hand:
 def _start(path: str, port: int) -> subprocess.Popen[str]:
     """The command itself, in a process of its own."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "trinity_es.cli", "dashboard", "--log", path, "--port", str(port)], cwd=ROOT,
+        [sys.executable, "-m", "trinity_es", "dashboard", "--log", path, "--port", str(port)], cwd=ROOT,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert process.stdout is not None

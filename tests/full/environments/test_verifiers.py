@@ -256,7 +256,7 @@ async def test_an_environment_plays_under_another_name(letters: Installed, runne
 
 
 async def test_a_check_shows_a_task_token_by_token(letters: Installed) -> None:
-    command = [sys.executable, "-m", "trinity_es.cli", "env", "check", "letters_env", "--json"]
+    command = [sys.executable, "-m", "trinity_es", "env", "check", "letters_env", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     told = orjson.loads(done.stdout)

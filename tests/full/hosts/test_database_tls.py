@@ -58,7 +58,7 @@ def test_a_run_over_hosts_whose_database_speaks_tls(
         head.finish(1, 48)
         assert head.ran_on(1)["b"] > 0
         for command in ("hosts", "status", "verify", "batches"):
-            done = subprocess.run([sys.executable, "-m", "trinity_es.cli", command, "--log", store],
+            done = subprocess.run([sys.executable, "-m", "trinity_es", command, "--log", store],
                                   capture_output=True, text=True, timeout=60, check=False)
             assert done.returncode == 0, (command, done.stderr)
             assert PASSWORD not in done.stdout + done.stderr

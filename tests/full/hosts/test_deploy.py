@@ -28,7 +28,7 @@ from trinity_es.testing import wait_until
 DEPLOY = ROOT / "deploy"
 IMAGE_FOLDER = "/run/trinity"
 """The folder in which an image's commands run."""
-CLI = [sys.executable, "-m", "trinity_es.cli"]
+CLI = [sys.executable, "-m", "trinity_es"]
 
 
 def documents() -> list[dict[str, Any]]:

@@ -364,7 +364,7 @@ def test_a_client_finds_whichever_host_of_its_machine_takes_part(
 
 
 def join_says(url: str, *options: str) -> str:
-    command = [sys.executable, "-m", "trinity_es.cli", "join", url, *options]
+    command = [sys.executable, "-m", "trinity_es", "join", url, *options]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2, ended.stderr
     return ended.stderr

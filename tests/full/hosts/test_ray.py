@@ -26,7 +26,7 @@ from trinity_es.testing import wait_until
 pytestmark = [pytest.mark.postgres, pytest.mark.slow, pytest.mark.timeout(400)]
 TIMEOUT = 4.0
 """Seconds after which a host that is not heard of is lost."""
-CLI = [sys.executable, "-m", "trinity_es.cli"]
+CLI = [sys.executable, "-m", "trinity_es"]
 
 
 @pytest.fixture(scope="module")

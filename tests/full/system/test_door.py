@@ -359,7 +359,7 @@ def test_the_command_line_finds_the_key_by_the_config(start_system: StartSystem,
     client = start_system()
     url = client.config.store.url
     done = subprocess.run(
-        [sys.executable, "-m", "trinity_es.cli", "status", "--log", url],
+        [sys.executable, "-m", "trinity_es", "status", "--log", url],
         capture_output=True, text=True, timeout=60, check=False,
     )
     assert "runner-0" in done.stdout, done.stderr

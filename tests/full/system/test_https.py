@@ -67,7 +67,7 @@ def test_a_certificate_that_can_t_be_used_is_named(authority: Authority, tmp_pat
 
 def test_the_dashboard_speaks_https_with_a_certificate(authority: Authority, hand: str) -> None:
     files = authority.issue("127.0.0.1", "localhost")
-    command = [sys.executable, "-m", "trinity_es.cli", "dashboard", "--log", hand, "--json", "--token", "a-long-token",
+    command = [sys.executable, "-m", "trinity_es", "dashboard", "--log", hand, "--json", "--token", "a-long-token",
                "--cert", str(files.cert), "--key", str(files.key)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:

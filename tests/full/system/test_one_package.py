@@ -72,12 +72,12 @@ def test_a_project_with_modules_named_as_our_rooms_runs(folder: Path) -> None:
     (folder / "config.yaml").write_text(CONFIG)
     (folder / "mine.py").write_text(WORKFLOWS)
     (folder / "trainer.py").write_text(TRAINER)
-    run("-m", "trinity_es.cli", "up", "config.yaml", cwd=folder)
+    run("-m", "trinity_es", "up", "config.yaml", cwd=folder)
     try:
         assert run("trainer.py", cwd=folder) == "2 [1.0, 1.0]\n"
-        assert json.loads(run("-m", "trinity_es.cli", "batches", "--json", "-c", "config.yaml", cwd=folder))
+        assert json.loads(run("-m", "trinity_es", "batches", "--json", "-c", "config.yaml", cwd=folder))
     finally:
-        run("-m", "trinity_es.cli", "down", "config.yaml", cwd=folder)
+        run("-m", "trinity_es", "down", "config.yaml", cwd=folder)
 
 
 def test_the_wheel_holds_one_package_which_runs_without_the_checkout(folder: Path, tmp_path: Path) -> None:
@@ -95,5 +95,5 @@ def test_the_wheel_holds_one_package_which_runs_without_the_checkout(folder: Pat
     code = "import trinity_es; from trinity_es.events.store import log; print(trinity_es.__file__); print(log.__file__)"
     assert all(line.startswith(str(site)) for line in run("-c", code, cwd=folder, first=site).splitlines())
     run("-c", "from trinity_es._demo.trainer import GRPOTrainer", cwd=folder, first=site)  # as the pages name it
-    told = run("-m", "trinity_es.cli", "demo", "--engine", "scripted", "--steps", 2, "--json", cwd=folder, first=site)
+    told = run("-m", "trinity_es", "demo", "--engine", "scripted", "--steps", 2, "--json", cwd=folder, first=site)
     assert json.loads(told)["train_batches"] == 2

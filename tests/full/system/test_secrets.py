@@ -52,7 +52,7 @@ def test_no_secret_is_in_the_log_or_shown_and_a_batch_that_is_resumed_has_them(
         again.wait_ready(60)
         assert again.finalize_train_batch(2, timeout=60)["finished_task_count"] == 1
     shown = subprocess.run(
-        [sys.executable, "-m", "trinity_es.cli", "events", "--json", "--log", client.config.store.url],
+        [sys.executable, "-m", "trinity_es", "events", "--json", "--log", client.config.store.url],
         capture_output=True, text=True, timeout=60, check=True,
     ).stdout
     assert "BatchSubmitted" in shown

@@ -332,7 +332,7 @@ def test_p36_after_the_proxy_was_killed_and_then_everything_a_reward_finds_its_a
     file.write_text(yaml.safe_dump(config.to_dict()))
 
     def start() -> tuple[subprocess.Popen[str], str, str]:
-        command = [sys.executable, "-m", "trinity_es.cli", "serve", str(file), "--json"]
+        command = [sys.executable, "-m", "trinity_es", "serve", str(file), "--json"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         lines = ""

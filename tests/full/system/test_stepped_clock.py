@@ -24,7 +24,7 @@ def test_a_system_is_found_and_left_alone_by_commands_after_a_step_of_the_clock(
 
     def command(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            clock.command(sys.executable, "-m", "trinity_es.cli", *words), capture_output=True, text=True, timeout=120,
+            clock.command(sys.executable, "-m", "trinity_es", *words), capture_output=True, text=True, timeout=120,
             check=False,
         )
 

@@ -1,0 +1,6 @@
+"""`python -m trinity_es`: the command `trinity-es` where it is not on the path."""
+
+from trinity_es.cli import main
+
+if __name__ == "__main__":
+    main()
