@@ -68,7 +68,7 @@ class RunnerIncarnation:
     ended_at: float | None
     how: str
     """`running`, `lost`, `retired`, `failed`, `quarantined`, or `replaced`: a later life began, and nobody recorded
-    this one's end, as where its whole system was ended; `ended_at` is then when it was last known to be there."""
+    this one's end, as where its whole system was ended; `ended_at` is then the last event before that came back."""
     reason: str
     """Of its end."""
     model_version: int
