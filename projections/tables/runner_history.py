@@ -24,6 +24,7 @@ from sqlalchemy import (
     Index,
     Integer,
     MetaData,
+    Select,
     String,
     Table,
     Text,
@@ -43,8 +44,8 @@ from trinity_es.projections.hosts import went_with_host
 
 __all__ = [
     "Dispatched", "RunnerIncarnation", "RunnerLives", "WeightsLoad", "WeightsVersion", "apply", "attempt_lost",
-    "batches_made_by", "by_runner", "count_weights", "last_incarnation", "made", "metadata", "natural", "published",
-    "published_so_far",     "read_lives", "read_made", "read_weights", "runner_states", "seen", "stored",
+    "batches_made_by", "before_start", "by_runner", "count_weights", "last_incarnation", "made", "metadata", "natural",
+    "published", "published_so_far", "read_lives", "read_made", "read_weights", "runner_states", "seen", "stored",
 ]
 
 
@@ -357,10 +358,18 @@ def _system_ended(connection: Connection, after: int, before: int) -> float | No
     started = connection.execute(start).one_or_none()
     if started is None:
         return None
-    last = select(e.recorded_at).where(
-        e.position < started.position, e.commit_id != started.commit_id, e.type != "ClockStepped"
+    return float(connection.execute(before_start(started.position, started.commit_id)).one().recorded_at)
+
+
+def before_start(position: int, commit_id: str) -> Select[Any]:
+    """Select the last event before a coordinator's start, which has this position and is of this append.
+
+    It is not of that append, nor of what was noted of the clock just before it.
+    """
+    e = schema.events.c
+    return select(schema.events).where(
+        e.position < position, e.commit_id != commit_id, e.type != "ClockStepped"
     ).order_by(e.position.desc()).limit(1)
-    return float(connection.execute(last).scalar_one())
 
 
 def _dispatched(connection: Connection, stream: str, after: int) -> Dispatched:

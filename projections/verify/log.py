@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from sqlalchemy import Connection, create_engine, delete, insert, select, text
+from sqlalchemy import Connection, Select, create_engine, delete, insert, select, text
 from sqlalchemy.pool import StaticPool
 
 from trinity_es.events import vocabulary as ev
@@ -41,7 +41,7 @@ from trinity_es.events.store.verify import Problems, raw_text
 from trinity_es.events.values import BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import BatchState, batch_result, evolve
 from trinity_es.projections.leases import OpenLeases, evolve_leases
-from trinity_es.projections.tables import host_work, read_models
+from trinity_es.projections.tables import host_work, read_models, runner_history
 from trinity_es.projections.verify.payloads import Needs, Payloads
 from trinity_es.projections.verify.tables import NEWER, REBUILD, UNREADABLE, compare_tables, short
 
@@ -213,6 +213,8 @@ class _Fold:
         self._epochs: dict[str, int] = {}
         self._leases_open: OpenLeases = {}
         self._started: ev.CoordinatorStarted | None = None
+        self._starts: list[tuple[int, str]] = []
+        """Position and append of the last coordinator's start before a page of events, and of those in it."""
         # A name of "" is a file of its own that SQLite deletes when it is closed: beside memory, on disk.
         self.scratch = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         for pragma in ("journal_mode=OFF", "synchronous=OFF", "cache_size=-65536"):
@@ -244,11 +246,13 @@ class _Fold:
                 self._of_batch(item)
             elif isinstance(item.event, ev.CoordinatorStarted):
                 self._started = item.event
+                self._starts.append((item.position, item.commit_id))
             elif item.stream == ev.LeaseTaken.stream:
                 self._of_leases(item)
         self.needs.take(recorded)
         if self._folds:
             self._project(recorded)
+        del self._starts[:-1]
 
     def _project(self, recorded: Sequence[Recorded]) -> None:
         try:
@@ -266,26 +270,36 @@ class _Fold:
             )
 
     def _lend(self, recorded: Sequence[Recorded]) -> None:
-        """Answer what a projector asks of the log: when the attempts of a runner that died were dispatched, and where
-        the tasks had ended that are run again.
+        """Answer what a projector asks of the log: when the attempts of a runner that died were dispatched, how long a
+        system lasted that ended under them, and where the tasks had ended that are run again.
         """
         asked: dict[str, set[str]] = {}
+        queries: list[Select[Any]] = []
         for item in recorded:
             match item.event:
                 case ev.AttemptFailed() if item.event.kind == "runner_lost":
                     asked.setdefault(item.stream, set()).add("TasksDispatched")
+                    if not queries:
+                        place = schema.events.c.position
+                        queries = [select(schema.events).where(place == position) for position, _ in self._starts]
+                        queries += [runner_history.before_start(*start) for start in self._starts]
                 case ev.HostJoined():
                     self._of_hosts = True
                 case ev.BatchSubmitted() | ev.TaskReopened() if self._of_hosts and item.version > 1:
                     asked.setdefault(item.stream, set()).update(host_work.ASKED)
-        for stream, types in asked.items():
-            query = select(schema.events).where(
+        queries += [
+            select(schema.events).where(
                 schema.events.c.stream == stream, schema.events.c.type.in_(sorted(types)),
                 recorded[-1].position >= schema.POSITION_IN_STREAM,
             )
+            for stream, types in asked.items()
+        ]
+        lent: dict[int, dict[str, Any]] = {}
+        for query in queries:
             rows = self._log.query(lambda c, of=query: [dict(row) for row in c.execute(of).mappings()])  # type: ignore[misc]  # mypy can't infer a lambda with defaults
-            if rows:
-                self._connection.execute(insert(schema.events), rows)
+            lent |= {row["position"]: row for row in rows}
+        if lent:
+            self._connection.execute(insert(schema.events), list(lent.values()))
 
     def _of_batch(self, item: Recorded) -> None:
         if isinstance(item.event, ev.BatchSubmitted):

@@ -64,7 +64,13 @@ def ended(url: str) -> int:
 def test_an_old_log_is_listed_replayed_shown_and_sound(old: Path, name: str) -> None:
     url = f"sqlite:///{old}/{name}/log.sqlite"
     with trinity_es.open_log(url) as log:
+        [problem] = log.verify()  # the tables are as that release made them, the events are sound
+        assert problem.startswith("checkpoint read_models: it is of version 5, where 6 belongs: an older release wrote")
+        before = log.batches(), [life.runner for life in log.runner_lives()]
+    assert cli("rebuild", "--log", url).exit_code == 0
+    with trinity_es.open_log(url) as log:
         assert log.verify() == []
+        assert before == (log.batches(), [life.runner for life in log.runner_lives()])
         recorded = log.config()[1]["explorer"]
         assert recorded["max_concurrency"] == {"run": 2, "batches": 4}[name]
         assert "places" not in recorded

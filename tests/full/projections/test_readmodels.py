@@ -291,6 +291,7 @@ def test_a_life_that_ended_with_its_system_cost_nothing_while_that_was_away(tmp_
         at = {type(r.event).__name__: r.recorded_at for r in opened.read()}
         with open_log(opened.url) as read:
             first, second = read.runner_lives()
+            assert read.verify() == []  # which folds the tables in a database of its own
         assert (first.how, first.ended_at, second.how) == ("replaced", at["WeightsPublished"], "running")
         assert (first.attempts_lost, first.seconds_lost) == (1, at["WeightsPublished"] - at["TasksDispatched"])
         before = tables(opened)
