@@ -84,6 +84,10 @@ class RunState:
         return [b for b in self.batches.values() if b.batch_type == "eval"]
 
 
+_BEGIN_ANEW = ev.ClockStepped, ev.SystemConfigured, ev.CoordinatorStarted
+"""What comes first, in this order, when a coordinator starts: nobody worked before it. The clock may have been set."""
+
+
 def fold_run(recorded: Iterable[Recorded]) -> RunState:
     """Return the state after these events."""
     state = RunState()
@@ -95,7 +99,7 @@ def fold_run(recorded: Iterable[Recorded]) -> RunState:
 def evolve_run(state: RunState, item: Recorded) -> RunState:
     """Return the state after one more event; the state is taken over and changed."""
     passed = item.recorded_at - (item.recorded_at if state.last_at is None else state.last_at)
-    if isinstance(item.event, ev.CoordinatorStarted):
+    if isinstance(item.event, _BEGIN_ANEW):
         for stream in state.open:
             state.batches[stream].away_seconds += passed
     elif state.open and state.serving:

@@ -133,6 +133,9 @@ class BatchTimeline:
     """What happened to the batch as a whole: (when, what)."""
     versions: dict[int, int] = field(default_factory=dict)
     """Weights version -> tasks of which it made the newest tokens."""
+    without_coordinator: list[tuple[float, float]] = field(default_factory=list)
+    """(last event before, start of the next coordinator), unix seconds, in order. Its own events do not say it: it is
+    given, as `Log.without_coordinator` has it."""
 
     @property
     def batch_id(self) -> BatchId:

@@ -36,7 +36,14 @@ def segments(story: BatchTimeline) -> list[Segment]:
             if attempt.dispatched_at > at:
                 out.append(Segment(attempt.dispatched_at - at, f"task {last.task} waited for a runner", False))
                 at = attempt.dispatched_at
-            if (ended := attempt.ended_at or end) > at:
+            ended = attempt.ended_at or end
+            if (gone := _system_ended(story, attempt, ended)) is not None:
+                if gone > at:
+                    out.append(Segment(gone - at, _attempt(last, attempt, gone, usual), True))
+                    at = gone
+                out.append(Segment(ended - at, "the whole system was down", True))
+                at = ended
+            elif ended > at:
                 out.append(Segment(ended - at, _attempt(last, attempt, ended, usual), _failed(attempt)))
                 at = ended
         if last.state == "pending" and end > at:
@@ -59,6 +66,14 @@ def held_up(story: BatchTimeline) -> Segment | None:
     whole = sum(p.seconds for p in found)
     faults = [p for p in found if p.fault and p.seconds >= whole / 4]
     return max(faults or found, key=lambda p: p.seconds)
+
+
+def _system_ended(story: BatchTimeline, attempt: Attempt, ended: float) -> float | None:
+    """Return when the system was last heard under which an attempt was lost, as the next one found; None: none was."""
+    if attempt.outcome != "runner_lost":
+        return None
+    return next((max(gone, attempt.dispatched_at) for gone, back in reversed(story.without_coordinator)
+                 if attempt.dispatched_at < back <= ended), None)
 
 
 def _failed(attempt: Attempt) -> bool:

@@ -102,8 +102,10 @@ def _note(course: TaskHistory, story: BatchTimeline, item: Recorded, event: ev.E
                  f"{event.seconds:.2f} s, weights {versions}")
         case ev.AttemptFailed() if event.task == task:
             way = "attempted again" if event.retry else "given up"
-            turn(f"attempt {event.attempt} failed on {event.runner} #{event.incarnation} after {event.seconds:.2f} s, "
-                 f"{way}, {event.kind}: {event.message}")
+            # Who had it may be gone, and nobody measured how long it took.
+            after = f" after {event.seconds:.2f} s" if event.seconds else ""
+            turn(f"attempt {event.attempt} failed on {event.runner} #{event.incarnation}{after}, {way}, {event.kind}: "
+                 f"{event.message}")
         case ev.TaskDropped() if task in event.tasks:
             settled = f"{state.completed_task_count} of {state.expected_task_count} tasks had settled"
             kept = "; its finished runs are delivered" if task in event.kept else ""

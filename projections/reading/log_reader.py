@@ -373,8 +373,22 @@ class Log:
         state = fold(r.event for r in self._events.read(stream=batch_stream(batch_id), until=until))
         if state is None:
             self._require(batch_id)
-            raise BatchNotFound(f"batch {batch_id!r} was not submitted yet at {at}")
+            first = next(self._events.read(stream=batch_stream(batch_id), limit=1))
+            raise BatchNotFound(
+                f"batch {batch_id!r} was not submitted yet at {at}: it was at position {first.position}, "
+                f"{datetime.fromtimestamp(first.recorded_at).astimezone().isoformat(timespec='milliseconds')}"
+            )
         return state
+
+    def without_coordinator(self, since: int = 0) -> list[tuple[float, float]]:
+        """Return when no coordinator led, after this position: (last event before, start of the next), unix seconds."""
+        found = []
+        for start in self.rare(["CoordinatorStarted"], after=since):
+            before = self._read(lambda c, of=start: c.execute(  # type: ignore[misc]  # mypy can't infer a lambda with defaults
+                runner_history.before_start(of.position, of.commit_id)).one_or_none())
+            if before is not None:
+                found.append((float(before.recorded_at), start.recorded_at))
+        return found
 
     def current(self, batch_id: BatchId) -> BatchState | None:
         """Return the batch as it was last submitted, whatever was done under its id before; None where there is none.

@@ -88,6 +88,7 @@ def test_the_time_that_a_system_was_down_or_loaded_engines_makes_no_step_slower(
     write(path, [
         (0, "system", began[0]), (5, "runner/runner-0", READY), (10, "batch/1", submitted(1)),
         (14, "batch/1", done(300)),  # and all is killed
+        (100, "clock", ev.ClockStepped(seconds=1.0, before=14.0)), (100, "system", ev.SystemConfigured(config={})),
         (100, "system", began[1]), (100, "runner/runner-0", ev.RunnerLost(**LIFE, reason="its system is gone")),
         (112, "runner/runner-1", ev.RunnerReady(**OTHER, places=1, model_version=0, load_seconds=12.0)),
         (116, "batch/1", done(500)), (116, "batch/1", finalized(1, "train", "rollout/reward/mean", 0.5)),

@@ -160,6 +160,24 @@ def test_the_pieces_of_a_batchs_time_add_up_and_the_failure_is_to_blame() -> Non
     assert held.what == "task 0 attempt 1 on runner-1 #1 failed, timeout: too slow"
 
 
+def test_a_system_that_was_down_is_a_piece_of_its_own() -> None:
+    lost = ev.AttemptFailed(task=0, run_id_base=0, failed_runs=[0, 1], attempt=1, runner="runner-1", incarnation=1,
+                            kind="runner_lost", message="it did not outlive the system", retry=True, blamed=False)
+    story = told((0.0, submitted(1)), (1.0, sent(unit(0))), (80.0, lost), (81.0, sent(unit(0, 2))),
+                 (82.0, finished(0, None, attempt=2)))
+    story.without_coordinator = [(0.5, 0.7), (5.0, 79.0), (90.0, 95.0)]
+    pieces = critical_path.segments(story)
+    assert [p.seconds for p in pieces] == [1.0, 4.0, 75.0, 1.0, 1.0]
+    assert [p.what for p in pieces if p.fault] == [
+        "task 0 attempt 1 on runner-1 #1 failed, runner_lost: it did not outlive the system",
+        "the whole system was down",
+    ]
+    story.without_coordinator = [(0.2, 60.0)]  # it was sent by then, and the log has nothing after that
+    assert [p.seconds for p in critical_path.segments(story)] == [1.0, 79.0, 1.0, 1.0]
+    story.without_coordinator = []
+    assert [p.seconds for p in critical_path.segments(story)] == [1.0, 79.0, 1.0, 1.0]
+
+
 def test_where_nothing_failed_the_longest_piece_is_named() -> None:
     story = told((0.0, submitted(1)), (9.0, sent(unit(0))), (10.0, finished(0, None)))
     held = critical_path.held_up(story)
