@@ -423,6 +423,9 @@ class Database:
             return NotALog(f"{self.shown} holds no log ({what}); check store.url")
         if kind == "corrupt":
             return LogCorrupt(f"{self.shown} is damaged ({what}); stop all writers and restore the last good copy")
+        if kind == "passing" and self.read_only:
+            return LogUnavailable(f"{self.shown} can't be reached or locked now ({what}); see that its server runs, "
+                                  "and that this is where it is", passing=True)
         if kind == "passing":
             return LogUnavailable(
                 f"{self.shown} can't be reached or locked now ({what}); nothing was acknowledged, the same commit can "

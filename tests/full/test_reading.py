@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.sample_ground import TimedLog
 from benchmarks.sample_log import make
 from tests.helpers.handmade import ROOT, cli, history, unit, write
 from trinity_es.cli.commands.events import _Chosen
@@ -212,9 +213,24 @@ def test_a_time_of_day_is_that_of_the_batchs_day(log: Path) -> None:
         recorded = list(opened.events(3))
     moment = datetime.fromtimestamp(recorded[-1].recorded_at + 1.0)
     assert told("replay", "3", "--at", moment.strftime("%H:%M:%S"), "--log", log)["state"]["trained_step"] == 3
-    earlier = datetime.fromtimestamp(recorded[0].recorded_at - 60.0)  # a time that comes only the day after
-    assert told("replay", "3", "--at", earlier.strftime("%H:%M:%S"), "--log", log)["state"]["trained_step"] == 3
     assert cli("replay", "3", "--at", "25:00:00", "--log", log).exit_code == 2
+
+
+def test_a_time_of_day_before_a_batch_began_is_that_of_the_next_day_where_the_log_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    evening = datetime(2026, 3, 1, 23, 50).timestamp()
+    events: list[ev.Event] = [
+        ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[2], tasks=[{}]),
+        ev.TasksDispatched(runner="runner-1", incarnation=1, units=[unit(0)], model_version=0),
+    ]
+    with TimedLog.open(str(path), create=True, durability="process", projectors=projectors()) as log:
+        for number, (event, at) in enumerate(zip(events, (evening, evening + 1200), strict=True)):
+            log.times = [at]
+            log.append([Write(stream="batch/1", expected_version=number, events=[event])], commit_id=str(number))
+    for at, running in (("23:55:00", 0), ("00:05:00", 0), ("00:10:00", 1)):
+        assert len(told("replay", "1", "--at", at, "--log", path)["state"]["running"]) == running
+    for at in ("00:11:00", "23:49:00"):  # the log ends before that
+        assert "was not submitted yet" in cli("replay", "1", "--at", at, "--log", path).stderr
 
 
 def test_diff_of_two_moments_exits_1_where_something_changed(log: Path) -> None:

@@ -204,7 +204,9 @@ def _position_or_moment(
         with contextlib.suppress(ValueError):
             moment = datetime.fromisoformat(text).astimezone()
             early = batch_id is not None and moment < began.replace(microsecond=0)
-            return moment + timedelta(days=1) if early else moment
+            next_day = moment + timedelta(days=1)  # of a batch that went on after midnight
+            last = log.at(log.head().position)
+            return next_day if early and last is not None and next_day.timestamp() <= last.recorded_at else moment
     try:
         return datetime.fromisoformat(text).astimezone()
     except (ValueError, OverflowError):

@@ -10,6 +10,7 @@ import typer
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, open_chosen, print_json, require_runner
 from trinity_es.cli.render import runners_weights_usage, tables
 from trinity_es.projections.adapters import ADAPTER_EVENTS, adapter_history
+from trinity_es.projections.tables.runner_history import seen
 
 __all__ = ["runners", "usage", "weights"]
 
@@ -24,8 +25,9 @@ def runners(
 ) -> None:
     """Tell of each runner how often it died, of what, and what that cost; of one, life by life.
 
-    A death costs the attempts that were with the runner, and the seconds that they had run. Of a run over several
-    hosts: by host, with those deaths apart that came because the host was lost.
+    A death costs the attempts that were with the runner, and the seconds that they had run. So does the end of the
+    whole system, which is nobody's death: such a life is `gone`, and `replaced` when the next one has begun. Of a run
+    over several hosts: by host, with those deaths apart that came because the host was lost.
 
     \b
     Examples:
@@ -38,7 +40,7 @@ def runners(
             require_runner(opened, runner, "RUNNER")
         up = opened.processes()["up"]
     if as_json:
-        print_json([asdict(life) for life in lives])
+        print_json([asdict(life) | {"how": seen(life, up)} for life in lives])
     elif runner is None:
         runners_weights_usage.print_runners(tables.console(), lives, up)
     else:

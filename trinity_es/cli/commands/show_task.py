@@ -41,9 +41,11 @@ def show_task(
     [read] = read_runs(log, batch_id, [made], course.delivered)
     found, gone = [(e, e.eid.uid in read.delivered) for e in read.experiences], read.missing or read.trouble or None
     if eid is not None:
+        there = [e.eid.uid for e, _ in found]
         found = [(e, delivered) for e, delivered in found if e.eid.uid == eid]
         if not found and gone is None:
-            raise BatchNotFound(f"run {run} of task {task} has no experience {eid}")
+            has = ", ".join(there) or "none"
+            raise BatchNotFound(f"run {run} of task {task} has no experience {eid}; it has {has}")
     weights = _weights(log, made, [e for e, _ in found])
     if as_json:
         print_json({
