@@ -84,8 +84,8 @@ class RunState:
         return [b for b in self.batches.values() if b.batch_type == "eval"]
 
 
-_BEGIN_ANEW = ev.ClockStepped, ev.SystemConfigured, ev.CoordinatorStarted
-"""What comes first, in this order, when a coordinator starts: nobody worked before it. The clock may have been set."""
+_BEGIN_ANEW = ev.RewindAccepted, ev.SystemConfigured, ev.CoordinatorStarted
+"""What is recorded first when a coordinator starts, or while none leads: nobody worked before it."""
 
 
 def fold_run(recorded: Iterable[Recorded]) -> RunState:
@@ -98,6 +98,12 @@ def fold_run(recorded: Iterable[Recorded]) -> RunState:
 
 def evolve_run(state: RunState, item: Recorded) -> RunState:
     """Return the state after one more event; the state is taken over and changed."""
+    if isinstance(item.event, ev.ClockStepped) and state.last_at is not None:
+        state.last_at += item.event.seconds  # what passed is counted at the next event, by the clock as it is now
+        for stream in state.open:
+            state.batches[stream].away_seconds += item.event.seconds
+        state.position = item.position
+        return state
     passed = item.recorded_at - (item.recorded_at if state.last_at is None else state.last_at)
     if isinstance(item.event, _BEGIN_ANEW):
         for stream in state.open:

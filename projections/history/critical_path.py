@@ -41,8 +41,9 @@ def segments(story: BatchTimeline) -> list[Segment]:
                 if gone > at:
                     out.append(Segment(gone - at, _attempt(last, attempt, gone, usual), True))
                     at = gone
-                out.append(Segment(ended - at, "the whole system was down", True))
-                at = ended
+                if ended > at:
+                    out.append(Segment(ended - at, "the whole system was down", True))
+                    at = ended
             elif ended > at:
                 out.append(Segment(ended - at, _attempt(last, attempt, ended, usual), _failed(attempt)))
                 at = ended
@@ -70,10 +71,9 @@ def held_up(story: BatchTimeline) -> Segment | None:
 
 def _system_ended(story: BatchTimeline, attempt: Attempt, ended: float) -> float | None:
     """Return when the system was last heard under which an attempt was lost, as the next one found; None: none was."""
-    if attempt.outcome != "runner_lost":
+    if not attempt.with_system:
         return None
-    return next((max(gone, attempt.dispatched_at) for gone, back in reversed(story.without_coordinator)
-                 if attempt.dispatched_at < back <= ended), None)
+    return next((gone for gone, back in reversed(story.without_coordinator) if back == ended), None)
 
 
 def _failed(attempt: Attempt) -> bool:

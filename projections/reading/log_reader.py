@@ -369,10 +369,10 @@ class Log:
 
         Raises BatchNotFound, also when it was not submitted yet at that moment.
         """
+        self._require(batch_id)
         until = self.position_of(at)
         state = fold(r.event for r in self._events.read(stream=batch_stream(batch_id), until=until))
         if state is None:
-            self._require(batch_id)
             first = next(self._events.read(stream=batch_stream(batch_id), limit=1))
             raise BatchNotFound(
                 f"batch {batch_id!r} was not submitted yet at {at}: it was at position {first.position}, "

@@ -160,6 +160,7 @@ class _Group:
         self._losses: dict[tuple[str, str, str], int] = {}
         self._elsewhere = Counter[str]()
         self._dispatched: dict[tuple[str, str, int], runner_history.Dispatched] = {}
+        self._system_ends: dict[str, float | None] = {}
 
     def flush(self) -> None:
         """Write what was gathered."""
@@ -205,7 +206,7 @@ class _Group:
         elif isinstance(event, _LOSING):
             self._note_loss(change, item, event)
             if isinstance(event, ev.AttemptFailed) and event.kind == "runner_lost":
-                runner_history.attempt_lost(connection, item, event, self._dispatched)
+                runner_history.attempt_lost(connection, item, event, self._dispatched, self._system_ends)
         if isinstance(event, experience_usage.USED):
             experience_usage.apply(self.new, item)
 

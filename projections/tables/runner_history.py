@@ -68,8 +68,8 @@ class RunnerIncarnation:
     """What its engine took to load."""
     ended_at: float | None
     how: str
-    """`running`, `lost`, `retired`, `failed`, `quarantined`, or `replaced`: a later life began, and nobody recorded
-    this one's end, as where its whole system was ended; `ended_at` is then the last event before that came back."""
+    """`running`, `lost`, `retired`, `failed`, `quarantined`, or `replaced`: a later life began, and this one's end is
+    not known, as where its whole system ended; `ended_at` is then when the later one began."""
     reason: str
     """Of its end."""
     model_version: int
@@ -316,11 +316,13 @@ Dispatched = dict[tuple[Any, ...], list[tuple[int, float]]]
 
 
 def attempt_lost(
-    connection: Connection, item: Recorded, event: ev.AttemptFailed, known: dict[tuple[str, str, int], Dispatched]
+    connection: Connection, item: Recorded, event: ev.AttemptFailed, known: dict[tuple[str, str, int], Dispatched],
+    system_ends: dict[str, float | None],
 ) -> None:
     """Count what an attempt cost that ended with its runner to the runner's life.
 
-    When it was dispatched is asked of the log, in the same transaction; `known` keeps the answers, by stream and life.
+    When it was dispatched is asked of the log, in the same transaction; `known` keeps the answers, by stream and life,
+    and `system_ends` when the system ended under it, by append.
     """
     c = _lives.c
     life = and_(c.runner == stored(event.runner, 255), c.incarnation == event.incarnation)
@@ -332,12 +334,12 @@ def attempt_lost(
         known[of] = _dispatched(connection, item.stream, row.first_position)
     key = event.runner, event.incarnation, event.task, event.run_id_base, event.attempt
     before = [at for version, at in known[of].get(key, []) if version < item.version]
-    ended = row.ended_at
-    if ended is None and before:
-        ended = _system_ended(connection, row.first_position, item.position)
-        if ended is not None and ended < before[-1]:  # it was dispatched since
-            ended = None
-    until = item.recorded_at if ended is None else min(ended, item.recorded_at)  # it may be told long after the end
+    if item.commit_id not in system_ends:
+        system_ends[item.commit_id] = _system_ended(connection, item)
+    # It may be told long after the end of its life, or of the whole system.
+    until = min(item.recorded_at if row.ended_at is None else row.ended_at, item.recorded_at)
+    if (ended := system_ends[item.commit_id]) is not None and row.ended_at is None:
+        until = ended
     seconds = max(0.0, until - before[-1]) if before else 0.0
     connection.execute(
         update(_lives).where(life)
@@ -345,30 +347,31 @@ def attempt_lost(
     )
 
 
-def _system_ended(connection: Connection, after: int, before: int) -> float | None:
-    """Return until when what was there at position `after` is known to have lasted, where its whole system ended.
+def _system_ended(connection: Connection, item: Recorded) -> float | None:
+    """Return when a system was last heard that ended as a whole, in unix seconds.
 
-    That is the time, in unix seconds, of the last event before the last coordinator that started up to position
-    `before`; None where none did.
+    That is where an event is of the append with which the next coordinator started, and said what it found; None
+    where it is not.
     """
     e = schema.events.c
     start = select(e.position, e.commit_id).where(
-        schema.IS_RARE, e.type == "CoordinatorStarted", e.position > after, e.position < before
+        schema.IS_RARE, e.type == "CoordinatorStarted", e.position < item.position
     ).order_by(e.position.desc()).limit(1)
     started = connection.execute(start).one_or_none()
-    if started is None:
+    if started is None or started.commit_id != item.commit_id:
         return None
-    return float(connection.execute(before_start(started.position, started.commit_id)).one().recorded_at)
+    last = connection.execute(before_start(started.position, started.commit_id)).one_or_none()
+    return None if last is None else float(last.recorded_at)
 
 
 def before_start(position: int, commit_id: str) -> Select[Any]:
     """Select the last event before a coordinator's start, which has this position and is of this append.
 
-    It is not of that append, nor of what was noted of the clock just before it.
+    It is not of that append, nor what was noted while nobody led: of the clock, or of what a person gave up.
     """
     e = schema.events.c
     return select(schema.events).where(
-        e.position < position, e.commit_id != commit_id, e.type != "ClockStepped"
+        e.position < position, e.commit_id != commit_id, e.type.not_in(["ClockStepped", "RewindAccepted"])
     ).order_by(e.position.desc()).limit(1)
 
 
@@ -415,9 +418,9 @@ def read_lives(connection: Connection) -> list[RunnerIncarnation]:
     out: list[RunnerIncarnation] = []
     for row, after in zip_longest(rows, rows[1:]):
         values = {k: v for k, v in row.items() if k != "first_position"}
-        if after is not None and after["runner"] == row["runner"] and row["ended_at"] is None:
-            ended = _system_ended(connection, row["first_position"], after["first_position"])
-            values |= {"how": "replaced", "ended_at": ended or after["started_at"] or after["ended_at"]}
+        replaced = after is not None and after["runner"] == row["runner"] and row["ended_at"] is None
+        if replaced and after is not None:
+            values |= {"how": "replaced", "ended_at": after["started_at"] or after["ended_at"]}
         out.append(RunnerIncarnation(**values))
     return out
 

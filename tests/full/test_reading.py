@@ -227,9 +227,9 @@ def test_a_time_of_day_before_a_batch_began_is_that_of_the_next_day_where_the_lo
         for number, (event, at) in enumerate(zip(events, (evening, evening + 1200), strict=True)):
             log.times = [at]
             log.append([Write(stream="batch/1", expected_version=number, events=[event])], commit_id=str(number))
-    for at, running in (("23:55:00", 0), ("00:05:00", 0), ("00:10:00", 1)):
+    for at, running in (("23:55:00", 0), ("00:05:00", 0), ("00:10:00", 1), ("00:11:00", 1)):
         assert len(told("replay", "1", "--at", at, "--log", path)["state"]["running"]) == running
-    for at in ("00:11:00", "23:49:00"):  # the log ends before that
+    for at in ("23:49:00", "13:00:00"):  # nearer to its beginning than to its end
         assert "was not submitted yet" in cli("replay", "1", "--at", at, "--log", path).stderr
 
 

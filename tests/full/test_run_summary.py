@@ -105,6 +105,23 @@ def test_the_time_that_a_system_was_down_or_loaded_engines_makes_no_step_slower(
     assert line.endswith("  20.00 s")
 
 
+def test_a_clock_that_is_set_makes_no_step_longer_or_shorter(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    write(path, [
+        (0, "runner/runner-0", READY), (10, "batch/1", submitted(1)), (11, "batch/1", done(300)),
+        (3615, "clock", ev.ClockStepped(seconds=3600.0, before=START + 11)), (3615, "batch/1", done(100)),
+        (3616, "batch/1", finalized(1, "train", "rollout/reward/mean", 0.5)),
+    ])
+    with open_log(str(path)) as log:
+        state = fold_run(log.events())
+    assert state.busy_seconds == pytest.approx(6)
+    out = io.StringIO()
+    with RunView(str(path), Console(file=out, width=160)):
+        pass
+    [line] = [line for line in out.getvalue().splitlines() if line.startswith("step 1")]
+    assert line.endswith("  6.00 s")
+
+
 def test_the_rate_of_a_batch_is_its_own_tokens_by_its_own_seconds(tmp_path: Path) -> None:
     path = tmp_path / "log.sqlite"
     entries: list[tuple[float, str, ev.Event]] = [(0, "runner/runner-0", READY)]

@@ -204,9 +204,11 @@ def _position_or_moment(
         with contextlib.suppress(ValueError):
             moment = datetime.fromisoformat(text).astimezone()
             early = batch_id is not None and moment < began.replace(microsecond=0)
-            next_day = moment + timedelta(days=1)  # of a batch that went on after midnight
-            last = log.at(log.head().position)
-            return next_day if early and last is not None and next_day.timestamp() <= last.recorded_at else moment
+            last = log.at(log.batch_row(batch_id).last_position) if early and batch_id is not None else None
+            if last is None:
+                return moment
+            next_day = moment + timedelta(days=1)  # of a batch that went on after midnight: whichever is nearer to it
+            return next_day if next_day.timestamp() - last.recorded_at < (began - moment).total_seconds() else moment
     try:
         return datetime.fromisoformat(text).astimezone()
     except (ValueError, OverflowError):

@@ -131,7 +131,7 @@ def _recorded(timed: object) -> list[object]:
 
     return [
         Recorded(position=i, stream="batch/1", version=i, type=type(event).__name__, schema_version=1, data=b"",
-                 metadata={}, recorded_at=at, commit_id=str(i), hash=b"", _event=event)
+                 metadata={}, recorded_at=at, commit_id=str(at), hash=b"", _event=event)
         for i, (at, event) in enumerate(timed, 1)
     ]
 
@@ -163,19 +163,21 @@ def test_the_pieces_of_a_batchs_time_add_up_and_the_failure_is_to_blame() -> Non
 def test_a_system_that_was_down_is_a_piece_of_its_own() -> None:
     lost = ev.AttemptFailed(task=0, run_id_base=0, failed_runs=[0, 1], attempt=1, runner="runner-1", incarnation=1,
                             kind="runner_lost", message="it did not outlive the system", retry=True, blamed=False)
-    story = told((0.0, submitted(1)), (1.0, sent(unit(0))), (80.0, lost), (81.0, sent(unit(0, 2))),
-                 (82.0, finished(0, None, attempt=2)))
-    story.without_coordinator = [(0.5, 0.7), (5.0, 79.0), (90.0, 95.0)]
+    found = ev.RecoveryDecided(decision="redo", reason="runner-1 #1 had it")
+    later = (81.0, sent(unit(0, 2))), (82.0, finished(0, None, attempt=2))
+    story = told((0.0, submitted(1)), (1.0, sent(unit(0))), (80.0, found), (80.0, lost), *later)
+    story.without_coordinator = [(0.5, 0.7), (5.0, 80.0), (90.0, 95.0)]
     pieces = critical_path.segments(story)
     assert [p.seconds for p in pieces] == [1.0, 4.0, 75.0, 1.0, 1.0]
     assert [p.what for p in pieces if p.fault] == [
         "task 0 attempt 1 on runner-1 #1 failed, runner_lost: it did not outlive the system",
         "the whole system was down",
     ]
-    story.without_coordinator = [(0.2, 60.0)]  # it was sent by then, and the log has nothing after that
-    assert [p.seconds for p in critical_path.segments(story)] == [1.0, 79.0, 1.0, 1.0]
-    story.without_coordinator = []
-    assert [p.seconds for p in critical_path.segments(story)] == [1.0, 79.0, 1.0, 1.0]
+    assert "with_system" not in attempts.as_json(story)["tasks"][0]["attempts"][0]
+    story = told((0.0, submitted(1)), (1.0, sent(unit(0))), (6.0, found), (80.0, lost), *later)
+    story.without_coordinator = [(5.0, 6.0)]  # its coordinator alone was away, and it was lost long after that
+    assert [(p.seconds, p.fault) for p in critical_path.segments(story)] == [
+        (1.0, False), (79.0, True), (1.0, False), (1.0, False)]
 
 
 def test_where_nothing_failed_the_longest_piece_is_named() -> None:
