@@ -109,7 +109,7 @@ def test_a_number_that_is_none_fails_its_run_alone_and_names_field_run_and_place
     [(run, kind, message)] = done.failures
     assert (run, kind) == (1, "data" if made or name in ("metrics", "info") else "workflow")
     assert says in message
-    assert ("run 1: experience" in message) if made else ("experience 5/7/1/0/" in message)
+    assert ("run 1: a new experience: " in message) if made else ("experience 5/7/1/0/" in message)
 
 
 @pytest.mark.parametrize("workflow", [SyncRun, AllRuns])
