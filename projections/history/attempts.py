@@ -43,8 +43,6 @@ class Attempt:
     """As the runner measured it."""
     dispatched_version: int
     dispatch_position: int
-    with_system: bool = False
-    """It was lost when its whole system ended; `ended_at` is then when the next one was there."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,11 +133,6 @@ class BatchTimeline:
     """What happened to the batch as a whole: (when, what)."""
     versions: dict[int, int] = field(default_factory=dict)
     """Weights version -> tasks of which it made the newest tokens."""
-    recovered_by: str = ""
-    """The append with which the last coordinator that took it over started."""
-    without_coordinator: list[tuple[float, float]] = field(default_factory=list)
-    """(last event before, start of the next coordinator), unix seconds, in order. Its own events do not say it: it is
-    given, as `Log.without_coordinator` has it."""
 
     @property
     def batch_id(self) -> BatchId:
@@ -230,7 +223,6 @@ def _note(story: BatchTimeline, item: Recorded, event: ev.Event) -> None:
         case ev.StallDetected():
             what = f"stalled since {at - event.since:.1f} s: waits for {event.waiting_on}"
         case ev.RecoveryDecided():
-            story.recovered_by = item.commit_id
             what = f"recovery, {event.decision}: {event.reason}"
         case ev.BatchFinalizing():
             story.finalizing_at = at
@@ -287,7 +279,6 @@ def _failed(story: BatchTimeline, item: Recorded, event: ev.AttemptFailed) -> No
     attempt = _attempt(task, event)
     if attempt is not None:
         attempt.ended_at, attempt.outcome, attempt.message = item.recorded_at, event.kind, event.message
-        attempt.with_system = event.kind == "runner_lost" and item.commit_id == story.recovered_by
         attempt.seconds = event.seconds or None
     task.reason = f"{event.kind}: {event.message}"
     if not event.retry:
@@ -374,8 +365,7 @@ def as_json(story: BatchTimeline) -> dict[str, Any]:
 
 
 def _shown(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    hidden = ("dispatched_version", "dispatch_position", "with_system")
-    return {name: value for name, value in pairs if name not in hidden}
+    return {name: value for name, value in pairs if name not in ("dispatched_version", "dispatch_position")}
 
 
 def chosen(

@@ -6,6 +6,7 @@ a runner, each attempt, and after it the pipeline. Pieces come with what was sai
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -24,8 +25,11 @@ class Segment:
     """Something went wrong: an attempt failed, or nothing moved."""
 
 
-def segments(story: BatchTimeline) -> list[Segment]:
-    """Return the batch's time from submission to its end (or its last event), cut in order; it adds up to all of it."""
+def segments(story: BatchTimeline, away: Sequence[tuple[float, float]] = ()) -> list[Segment]:
+    """Return the batch's time from submission to its end (or its last event), cut in order; it adds up to all of it.
+
+    `away`: when no coordinator led, which its own events do not say, as `Log.without_coordinator` gives it.
+    """
     end = story.ended_at or story.last_at
     last = max((t for t in story.tasks if t.state != "dropped"),
                key=lambda t: (t.ended_at or end, t.state == "running", len(t.attempts)), default=None)
@@ -37,7 +41,7 @@ def segments(story: BatchTimeline) -> list[Segment]:
                 out.append(Segment(attempt.dispatched_at - at, f"task {last.task} waited for a runner", False))
                 at = attempt.dispatched_at
             ended = attempt.ended_at or end
-            if (gone := _system_ended(story, attempt, ended)) is not None:
+            if (gone := _system_ended(attempt, away)) is not None:
                 if gone > at:
                     out.append(Segment(gone - at, _attempt(last, attempt, gone, usual), True))
                     at = gone
@@ -59,9 +63,12 @@ def segments(story: BatchTimeline) -> list[Segment]:
     return out
 
 
-def held_up(story: BatchTimeline) -> Segment | None:
-    """Return the piece that explains most: the longest that went wrong, if it is a quarter of all, else the longest."""
-    found = segments(story)
+def held_up(story: BatchTimeline, away: Sequence[tuple[float, float]] = ()) -> Segment | None:
+    """Return the piece that explains most: the longest that went wrong, if it is a quarter of all, else the longest.
+
+    `away` as of `segments`.
+    """
+    found = segments(story, away)
     if not found:
         return None
     whole = sum(p.seconds for p in found)
@@ -69,11 +76,14 @@ def held_up(story: BatchTimeline) -> Segment | None:
     return max(faults or found, key=lambda p: p.seconds)
 
 
-def _system_ended(story: BatchTimeline, attempt: Attempt, ended: float) -> float | None:
-    """Return when the system was last heard under which an attempt was lost, as the next one found; None: none was."""
-    if not attempt.with_system:
+def _system_ended(attempt: Attempt, away: Sequence[tuple[float, float]]) -> float | None:
+    """Return when the system was last heard under which an attempt was lost; None: none was.
+
+    The next coordinator says so in the append of its start, whose events have one time.
+    """
+    if attempt.outcome != "runner_lost":
         return None
-    return next((gone for gone, back in reversed(story.without_coordinator) if back == ended), None)
+    return next((gone for gone, back in away if back == attempt.ended_at), None)
 
 
 def _failed(attempt: Attempt) -> bool:

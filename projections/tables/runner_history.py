@@ -336,9 +336,10 @@ def attempt_lost(
     before = [at for version, at in known[of].get(key, []) if version < item.version]
     if item.commit_id not in system_ends:
         system_ends[item.commit_id] = _system_ended(connection, item)
-    # It may be told long after the end of its life, or of the whole system.
-    until = min(item.recorded_at if row.ended_at is None else row.ended_at, item.recorded_at)
-    if (ended := system_ends[item.commit_id]) is not None and row.ended_at is None:
+    until = item.recorded_at  # it may be told long after the end of its life, or of the whole system
+    if row.ended_at is not None:
+        until = min(row.ended_at, until)
+    elif (ended := system_ends[item.commit_id]) is not None:
         until = ended
     seconds = max(0.0, until - before[-1]) if before else 0.0
     connection.execute(

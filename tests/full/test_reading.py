@@ -23,7 +23,9 @@ from benchmarks.sample_log import make
 from tests.helpers.handmade import ROOT, cli, history, unit, write
 from trinity_es.cli.commands.events import _Chosen
 from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import LogUnavailable
 from trinity_es.events.experience import EID, Experience
+from trinity_es.events.store.database import Database
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.store.payloads import open_payloads
 from trinity_es.events.store.recorded import Recorded
@@ -216,7 +218,7 @@ def test_a_time_of_day_is_that_of_the_batchs_day(log: Path) -> None:
     assert cli("replay", "3", "--at", "25:00:00", "--log", log).exit_code == 2
 
 
-def test_a_time_of_day_before_a_batch_began_is_that_of_the_next_day_where_the_log_goes_on(tmp_path: Path) -> None:
+def test_a_time_of_day_before_a_batch_began_is_of_the_next_day_where_its_end_is_nearer(tmp_path: Path) -> None:
     path = tmp_path / "log.sqlite"
     evening = datetime(2026, 3, 1, 23, 50).timestamp()
     events: list[ev.Event] = [
@@ -231,6 +233,22 @@ def test_a_time_of_day_before_a_batch_began_is_that_of_the_next_day_where_the_lo
         assert len(told("replay", "1", "--at", at, "--log", path)["state"]["running"]) == running
     for at in ("23:49:00", "13:00:00"):  # nearer to its beginning than to its end
         assert "was not submitted yet" in cli("replay", "1", "--at", at, "--log", path).stderr
+
+
+def test_runners_of_a_system_that_is_gone_are_told_as_such_in_json_too(tmp_path: Path) -> None:
+    path = tmp_path / "log.sqlite"
+    ready = ev.RunnerReady(runner="r", incarnation=1, places=1, model_version=0, load_seconds=1.0)
+    write(path, [("runner/r", [ready])])
+    assert told("runners", "--log", path)[0]["how"] == "gone"
+    assert "gone" in cli("runners", "--log", path).stdout
+
+
+def test_who_reads_is_not_told_of_commits() -> None:
+    url = "postgresql://nobody@127.0.0.1:1/run"
+    for read_only, says in ((True, "see that its server runs"), (False, "the same commit can be tried again")):
+        database = Database(url, read_only=read_only, patience=0.0)
+        with contextlib.closing(database), pytest.raises(LogUnavailable, match=says):
+            database.read(lambda connection: None)
 
 
 def test_diff_of_two_moments_exits_1_where_something_changed(log: Path) -> None:

@@ -123,8 +123,7 @@ def _since(log: Log, text: str) -> int:
 
 def _held_up(log: Log, row: BatchRow) -> dict[str, Any] | None:
     story = attempts.tell(log.events(row.batch_id, row.first_position - 1))
-    story.without_coordinator = log.without_coordinator(row.first_position)
-    piece = critical_path.held_up(story)
+    piece = critical_path.held_up(story, log.without_coordinator(row.first_position))
     return None if piece is None else {"seconds": piece.seconds, "what": piece.what, "fault": piece.fault}
 
 
@@ -173,14 +172,14 @@ def show(
             show_task(opened, batch_id, task, run, batch if named else None, every=every, as_json=as_json)
             return
         story, rows = attempts.tell(opened.events(batch_id)), _rows(opened, batch_id, limit)
-        story.without_coordinator = opened.without_coordinator(story.first_position)
+        away = opened.without_coordinator(story.first_position)
     if as_json:
         told = attempts.as_json(story)
         for one, row in zip(told["tasks"], rows, strict=False):
             one["row"] = row
-        print_json(told | {"pieces": [asdict(p) for p in segments(story)]})
+        print_json(told | {"pieces": [asdict(p) for p in segments(story, away)]})
         return
-    tables.print_story(tables.console(), story, rows, limit=limit)
+    tables.print_story(tables.console(), story, rows, limit, away)
 
 
 def _rows(log: Log, batch_id: BatchId, limit: int | None) -> list[str]:

@@ -148,8 +148,14 @@ def _batch_cells(row: BatchRow) -> list[str]:
 
 
 # --- one batch ------------------------------------------------------------------------------------------------------
-def print_story(out: Console, story: BatchTimeline, rows: Sequence[str], limit: int | None) -> None:
-    """`trinity-es show`: a head, the result, and a line a task; `rows`: of tasksets, by task, where they are known."""
+def print_story(
+    out: Console, story: BatchTimeline, rows: Sequence[str], limit: int | None,
+    away: Sequence[tuple[float, float]] = (),
+) -> None:
+    """`trinity-es show`: a head, the result, and a line a task; `rows`: of tasksets, by task, where they are known.
+
+    `away`: when no coordinator led.
+    """
     state = story.state
     head = Text(f"batch {name_of(state.batch_id)}  {state.batch_type}  ", style="bold") + state_text(state.state.value)
     out.print(head)
@@ -168,7 +174,7 @@ def print_story(out: Console, story: BatchTimeline, rows: Sequence[str], limit: 
         out.print(Text(f"  +{at - story.submitted_at:8.2f} s  {error_line(what, 140)}"))
     if len(story.turns) > _TURNS:
         out.print(Text(f"  and {len(story.turns) - _TURNS} more turns: --json has all", style="dim"))
-    for i, piece in enumerate(_longest(story)):
+    for i, piece in enumerate(_longest(story, away)):
         out.print(Text(f"{'' if i else 'its time':<12}{piece.seconds:.2f} s {error_line(piece.what, 140)}"))
     if state.final_result is not None:
         out.print(metrics_table(state.final_result["metrics"]))
@@ -180,9 +186,9 @@ def print_story(out: Console, story: BatchTimeline, rows: Sequence[str], limit: 
         out.print(Text(f"{len(story.tasks) - limit} more tasks: --all shows them", style="dim"))
 
 
-def _longest(story: BatchTimeline) -> list[Segment]:
+def _longest(story: BatchTimeline, away: Sequence[tuple[float, float]]) -> list[Segment]:
     """Return the pieces of the batch's time that explain it, in order: the five longest."""
-    found = segments(story)
+    found = segments(story, away)
     whole = sum(p.seconds for p in found)
     longest = sorted(found, key=lambda p: -p.seconds)[:5]
     return [p for p in found if p in longest and p.seconds > whole / 100]
