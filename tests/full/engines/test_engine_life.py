@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.helpers.engines import Live
+from tests.full.engines.test_vllm_server import HELLO, Session, serving
+from tests.helpers.engines import Live, SharedEngine
 from trinity_es.actors.engines.interface import EngineConfig, Sampling
 from trinity_es.actors.engines.vllm_engine import VLLMEngine
+from trinity_es.actors.rollout.model import Model
 from trinity_es.events.errors import ConfigError, EngineError
 
 real = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
@@ -81,8 +85,7 @@ def test_an_unknown_engine_argument_is_told_by_name(tiny: Path) -> None:
 
 
 @with_marks(*real)
-def test_stop_leaves_no_process_and_no_request_waiting(tiny: Path) -> None:
-    live = Live(EngineConfig(model_path=str(tiny), options={"max_num_seqs": 1}))
+def test_stop_leaves_no_process_and_no_request_waiting(live: Live, tiny: Path) -> None:
     engine, pids = live.engine, live.engine.pids()
     assert pids
     waiting = [live.spawn(engine.generate("c=", Sampling(max_tokens=250, n=8, ignore_eos=True))) for _ in range(20)]
@@ -104,7 +107,7 @@ def test_stop_leaves_no_process_and_no_request_waiting(tiny: Path) -> None:
     with pytest.raises(EngineError, match="stopped"):
         live.run(engine.load_weights(1, str(tiny)))
     assert engine.pids() == []
-    live.close()  # a second stop does nothing, and raises nothing
+    live.run(engine.stop())  # does nothing, and raises nothing
 
 
 class Forgetful:
@@ -138,53 +141,44 @@ async def test_a_request_that_vllm_forgets_ends_with_its_engine(tmp_path: Path) 
     assert e.value.details["dead"]
 
 
-RUNNER = """
-import asyncio, os, sys, threading
-from trinity_es.actors.engines.interface import EngineConfig, Sampling
-from trinity_es.actors.engines.vllm_engine import VLLMEngine
-
-async def main():
-    engine = VLLMEngine(EngineConfig(model_path=sys.argv[1]))
-    await engine.start()
-    print("PIDS", *engine.pids(), flush=True)
-    os.kill(engine.pids()[0], 9)
-    request = engine.generate("c=", Sampling(max_tokens=200, ignore_eos=True))
-    for call in (request, engine.load_weights(1, sys.argv[1])):
-        try:
-            await asyncio.wait_for(call, 20)
-        except Exception as e:
-            print("GOT", type(e).__name__, getattr(e, "details", None), flush=True)
-    await engine.stop()
-    print("LEFT", *engine.pids(), flush=True)
-
-if __name__ == "__main__":
-    thread = threading.Thread(target=lambda: asyncio.run(main()))
-    thread.start()
-    thread.join()
-"""
-
-
-def line_of(process: subprocess.Popen[str], word: str) -> str:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith(word):
-            return line.removeprefix(word).strip()
-    raise AssertionError(f"the runner ended without saying {word}")
+@pytest.fixture(scope="module")
+def templated(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngine]:
+    """An engine whose server has a chat template of its own."""
+    template = tmp_path_factory.mktemp("template") / "template.jinja"
+    template.write_text("{% for m in messages %}<{{ m.role }}{{ more }}>{{ m.content }}{% endfor %}{{ '=' }}")
+    args = {"chat_template": str(template), "default_chat_template_kwargs": {"more": "!"}}
+    engine = SharedEngine(EngineConfig(model_path=str(tiny), server_args=args))
+    yield engine
+    engine.close()
 
 
 @with_marks(*real)
-def test_a_dead_engine_core_is_an_error_of_every_call_and_no_hang(tiny: Path, tmp_path: Path) -> None:
-    script = tmp_path / "runner.py"
-    script.write_text(RUNNER)
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(tiny)], stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
-    )
-    pids = [int(p) for p in line_of(process, "PIDS").split()]
-    assert line_of(process, "GOT") == "EngineError {'dead': True}"
-    assert line_of(process, "GOT") == "EngineError {'dead': True}"
-    assert line_of(process, "LEFT") == ""
-    assert process.wait(60) == 0
+def test_a_chat_template_of_the_server_holds_for_workflows_too(templated: SharedEngine) -> None:
+    live, config = templated.get(), templated.config
+    with serving(live, **config.server_args) as server:
+        told = Session(live, server).openai.chat.completions.create(model="tiny", messages=HELLO, max_tokens=2)
+    [mine] = live.run(Model(live.engine).chat_async(HELLO, max_tokens=2))
+    assert mine.prompt_text == "<user!>c=="
+    assert mine.tokens[: mine.prompt_length].tolist() == told.prompt_token_ids  # type: ignore[attr-defined]
+    afar = VLLMEngine.load_tokenizer(config)  # of those who ask it as an auxiliary model
+    assert afar.apply_chat_template(HELLO, tokenize=False, add_generation_prompt=True) == "<user!>c=="
+    with pytest.raises(ConfigError, match=r"server_args\.chat_template can't be read"):
+        VLLMEngine.load_tokenizer(replace(config, server_args={"chat_template": "nowhere.jinja"}))
+
+
+@with_marks(*real)
+def test_a_dead_engine_core_is_an_error_of_every_call_and_no_hang(templated: SharedEngine, tiny: Path) -> None:
+    live = templated.get()
+    pids = live.engine.pids()
+    os.kill(pids[0], signal.SIGKILL)
+    for call in (
+        live.engine.generate("c=", Sampling(max_tokens=200, ignore_eos=True)), live.engine.load_weights(1, str(tiny)),
+    ):
+        with pytest.raises(EngineError) as e:
+            live.run(call, timeout=20)
+        assert e.value.details["dead"]
+    live.run(live.engine.stop())
+    assert live.engine.pids() == []
     wait_until_gone(pids, 30)
 
 

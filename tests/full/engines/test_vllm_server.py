@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,8 +15,6 @@ import openai
 import pytest
 
 from tests.helpers.engines import Live
-from trinity_es.actors.engines.interface import EngineConfig
-from trinity_es.actors.engines.vllm_engine import VLLMEngine
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.actors.serving.request_record import REQUEST, Generation, RequestRecord
@@ -292,26 +289,6 @@ def test_an_answer_that_only_ends_is_gone_on_from_and_is_no_fork(session: Sessio
     [experience] = session.kept()
     assert experience.tokens.tolist() == [*last.prompt_token_ids, *last.choices[0].token_ids]  # type: ignore[attr-defined]
     assert experience.response_text.startswith(session.live.engine.tokenizer.decode([end]))
-
-
-def test_a_chat_template_of_the_server_holds_for_workflows_too(tiny: Path, tmp_path: Path) -> None:
-    template = tmp_path / "template.jinja"
-    template.write_text("{% for m in messages %}<{{ m.role }}{{ more }}>{{ m.content }}{% endfor %}{{ '=' }}")
-    args = {"chat_template": str(template), "default_chat_template_kwargs": {"more": "!"}}
-    config = EngineConfig(model_path=str(tiny), server_args=args)
-    live = Live(config)
-    try:
-        with serving(live, **args) as server:
-            told = Session(live, server).openai.chat.completions.create(model="tiny", messages=HELLO, max_tokens=2)
-        [mine] = live.run(Model(live.engine).chat_async(HELLO, max_tokens=2))
-        assert mine.prompt_text == "<user!>c=="
-        assert mine.tokens[: mine.prompt_length].tolist() == told.prompt_token_ids  # type: ignore[attr-defined]
-    finally:
-        live.close()
-    afar = VLLMEngine.load_tokenizer(config)  # of those who ask it as an auxiliary model
-    assert afar.apply_chat_template(HELLO, tokenize=False, add_generation_prompt=True) == "<user!>c=="
-    with pytest.raises(ConfigError, match=r"server_args\.chat_template can't be read"):
-        VLLMEngine.load_tokenizer(replace(config, server_args={"chat_template": "nowhere.jinja"}))
 
 
 def test_tools_are_called_and_parsed_and_a_format_binds_the_answer(session: Session) -> None:

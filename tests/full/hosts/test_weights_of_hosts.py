@@ -151,17 +151,17 @@ def test_a_host_that_can_t_pull_gets_no_work_and_says_why(start_head: StartHead,
         assert failed.runner == "runner-0@b"
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
+@pytest.mark.all
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(900)
 def test_vllm_pulls(
     start_head: StartHead, tiny: Path, other: Path, tmp_path: Path
 ) -> None:
-    """The head's own engine is scripted: what came from host b is compared with torch.
+    """The same calls with a real engine. The head's own engine is scripted: what came from host b is compared with torch.
 
     Its name is short, as it is in the paths of the engine's sockets, of which the system takes 107 characters.
     """
+    pytest.importorskip("vllm")
     from examples.grpo.trainer import GRPOTrainer
 
     shared = tmp_path / "shared"

@@ -20,7 +20,7 @@ def test_trl_learns_the_letters_from_one_command(
 ) -> None:
     for name, value in trl.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)  # tests/conftest.py has one for all of a process
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
     trainee = Trainee(tmp_path / "run", [], {"max_steps": 100})
     try:
         kill_while_training(trainee, ["trainer"], random.Random(0), seconds=600)

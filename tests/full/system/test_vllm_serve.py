@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,51 +10,21 @@ import numpy as np
 import psutil
 import pytest
 
-import trinity_es
-from tests.helpers.serving import Load, Serving, client_of, post, recorded, serving
-from tests.helpers.systems import end, pid_of, scripted
+from tests.helpers.serving import Load, Serving, VLLMServed, client_of, post, recorded
+from tests.helpers.systems import pid_of
 from trinity_es.actors.engines.devices import cores
-from trinity_es.client.rollout_client import RolloutClient
-from trinity_es.serve.proxy import Proxy
-from trinity_es.system import lifecycle
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
 TOLERANCE = 1e-3
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from examples.grpo.tiny_model import make_tiny_model
-
-    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", seed=0)
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[tuple[RolloutClient, Proxy]]:
-    rollout = {
-        "engine_type": "vllm", "model_path": str(model), "max_model_len": 64, "max_response_tokens": 16,
-        "gpu_memory_utilization": 0.3, "engine_num": 2,
-    }
-    config = scripted(tmp_path_factory.mktemp("system"), mode="serve", explorer={"rollout_model": rollout})
-    with pytest.MonkeyPatch.context() as environment:
-        environment.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)  # tests/conftest.py has one for all of a process
-        lifecycle.start(config)
-    client = trinity_es.connect(config)
-    try:
-        client.wait_ready(600)
-        with serving(config) as proxy:
-            yield client, proxy
-    finally:
-        end(client)
-
-
 def test_p36_c5_the_official_client_chats_streams_and_lists_models_and_a_reward_shows_up(
-    served: tuple[RolloutClient, Proxy], model: Path
+    vllm_served: VLLMServed
 ) -> None:
     from examples.grpo.trainer import GRPOTrainer
 
-    log, proxy = served
+    log, proxy, model = vllm_served
     client = client_of(proxy)
     [found] = client.models.list().data
     messages: Any = [{"role": "user", "content": "c="}]
@@ -87,11 +56,11 @@ def test_p36_c5_the_official_client_chats_streams_and_lists_models_and_a_reward_
 
 
 def test_p36_c5_no_request_fails_while_weights_are_updated(
-    served: tuple[RolloutClient, Proxy], model: Path, tmp_path: Path
+    vllm_served: VLLMServed, tmp_path: Path
 ) -> None:
     from examples.grpo.trainer import GRPOTrainer
 
-    log, proxy = served
+    log, proxy, model = vllm_served
     trainer = GRPOTrainer(str(model))
     name = str(model)
     with Load(proxy, clients=8, tokens=24, model=name) as load, Serving(log) as seen:
@@ -107,8 +76,8 @@ def test_p36_c5_no_request_fails_while_weights_are_updated(
 
 
 @pytest.mark.skipif(len(cores()) < 4, reason="needs four cores: with fewer, two engines are bound by vLLM alone")
-def test_two_engines_on_a_cpu_compute_on_cores_of_their_own(served: tuple[RolloutClient, Proxy]) -> None:
-    log, _ = served
+def test_two_engines_on_a_cpu_compute_on_cores_of_their_own(vllm_served: VLLMServed) -> None:
+    log = vllm_served.client
     bound = []
     for runner in ("runner-0", "runner-1"):
         family = psutil.Process(pid_of(log, runner)).children(recursive=True)

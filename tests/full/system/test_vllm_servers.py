@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,16 @@ import pytest
 
 from tests.helpers.engines import largest_difference
 from tests.helpers.real_engine import TOLERANCE
-from tests.helpers.servers import EXTENSION, ended, letters, over_http, real_server, runs_by, stand_in
+from tests.helpers.servers import (
+    EXTENSION,
+    ServerProcess,
+    ended,
+    letters,
+    over_http,
+    real_server,
+    runs_by,
+    stand_in,
+)
 from tests.helpers.systems import StartSystem
 from tests.helpers.vllm_stand_in import FIRST, LAST
 from trinity_es.client.rollout_client import RolloutClient
@@ -45,17 +55,32 @@ def written_by(weights: Path, e: Experience) -> bool:
     ]
 
 
+@pytest.fixture(scope="module")
+def real(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server whose answers say which weights made which token. A system that meets it loads its own weights."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    server = real_server(tiny, log, "--enable-scale-out", "--worker-extension-cls", EXTENSION).start()
+    with ended(server):
+        yield server.ready(240)
+
+
+@pytest.fixture
+def unlabelled(tiny: Path, tmp_path: Path) -> Iterator[ServerProcess]:
+    """A server whose answers say nothing about their weights."""
+    server = real_server(tiny, tmp_path / "log", "--no-enable-scale-out", "--worker-extension-cls", EXTENSION).start()
+    with ended(server):
+        yield server.ready(240)
+
+
 def test_i3_four_servers_share_the_work_and_three_troubles_in_one_batch_lose_nothing(
-    start_system: StartSystem, tiny: Path, other: Path, tmp_path: Path
+    start_system: StartSystem, real: ServerProcess, tiny: Path, other: Path, tmp_path: Path
 ) -> None:
     token_seconds = 0.02
     speed = ("--token-seconds", str(token_seconds))
-    real = real_server(tiny, tmp_path / "real.log", "--enable-scale-out", "--worker-extension-cls", EXTENSION).start()
     first, second, third, late = (stand_in(tiny, tmp_path / f"stand-in-{n}.log", *speed) for n in range(4))
-    with ended(real, first, second, third, late):
+    with ended(first, second, third, late):
         for server in (first, second, third):
             server.start().ready()
-        real.ready(240)
         urls = [real.url, first.url, second.url, third.url]
         client = start_system(explorer=over_http(tiny, urls=urls) | {"max_concurrency": 8})
         client.submit_batch(batch_id=1, tasks=letters(32), batch_type="train")  # what is compiled on first use
@@ -113,32 +138,29 @@ def test_i3_four_servers_share_the_work_and_three_troubles_in_one_batch_lose_not
         assert {"runner-0", "runner-2", "runner-3", "runner-4"} == set(runs_by(client, 4))
 
 
-@pytest.mark.parametrize("route", ["--enable-scale-out", "--no-enable-scale-out"])
+@pytest.mark.parametrize("server", ["real", "unlabelled"])
 def test_logprobs_of_a_real_server_agree_with_torch_before_and_after_a_sync(
-    start_system: StartSystem, tiny: Path, tmp_path: Path, route: str
+    start_system: StartSystem, tiny: Path, tmp_path: Path, server: str, request: pytest.FixtureRequest
 ) -> None:
     from examples.grpo.trainer import GRPOTrainer
 
-    server = real_server(tiny, tmp_path / "real.log", route, "--worker-extension-cls", EXTENSION).start()
-    with ended(server):
-        server.ready(240)
-        client = start_system(explorer=over_http(tiny, urls=[server.url]))
-        trainer = GRPOTrainer(str(tiny))
+    client = start_system(explorer=over_http(tiny, urls=[request.getfixturevalue(server).url]))
+    trainer = GRPOTrainer(str(tiny))
 
-        def play(batch: int) -> list[Experience]:
-            client.submit_batch(batch_id=batch, tasks=letters(16), batch_type="train")
-            client.finalize_train_batch(batch, timeout=120)
-            return list(client.experiences(batch))
+    def play(batch: int) -> list[Experience]:
+        client.submit_batch(batch_id=batch, tasks=letters(16), batch_type="train")
+        client.finalize_train_batch(batch, timeout=120)
+        return list(client.experiences(batch))
 
-        before = play(1)
-        assert largest_difference(trainer, before) < TOLERANCE
-        rng = np.random.default_rng(0)
-        for e in before:
-            e.advantages = np.full(e.tokens.size - e.prompt_length, rng.normal(), dtype=np.float32)
-        trainer.step(before)
-        trainer.save(str(tmp_path / "v1"))
-        client.sync_weights(1, tmp_path / "v1")
-        after = play(2)
-        assert {tuple(map(tuple, e.info["version_spans"])) for e in after} == {((1, 0, 8),)}
-        assert largest_difference(trainer, after) < TOLERANCE
-        assert largest_difference(trainer, before) > 10 * TOLERANCE
+    before = play(1)
+    assert largest_difference(trainer, before) < TOLERANCE
+    rng = np.random.default_rng(0)
+    for e in before:
+        e.advantages = np.full(e.tokens.size - e.prompt_length, rng.normal(), dtype=np.float32)
+    trainer.step(before)
+    trainer.save(str(tmp_path / "v1"))
+    client.sync_weights(1, tmp_path / "v1")
+    after = play(2)
+    assert {tuple(map(tuple, e.info["version_spans"])) for e in after} == {((1, 0, 8),)}
+    assert largest_difference(trainer, after) < TOLERANCE
+    assert largest_difference(trainer, before) > 10 * TOLERANCE

@@ -1,0 +1,25 @@
+"""Cases that take turns: each run plays some of them, chosen by the date, and `ALL=1` plays them all."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Sequence
+from typing import TypeVar
+
+__all__ = ["ALL", "DAY", "of_the_day"]
+
+T = TypeVar("T")
+
+ALL = bool(os.environ.get("ALL"))
+DAY = int(os.environ.setdefault("DAY", str(datetime.datetime.now(datetime.UTC).date().toordinal())))
+"""Number of the day, for all processes of a run; `DAY=n` plays what another day played."""
+
+
+def of_the_day(cases: Sequence[T], count: int = 1, *, day: int | None = None, everything: bool = ALL) -> list[T]:
+    """Return `count` of the cases, other ones tomorrow: as many days as there are cases play each of them."""
+    if everything or count >= len(cases):
+        return list(cases)
+    first = (DAY if day is None else day) * count
+    chosen = {(first + i) % len(cases) for i in range(count)}
+    return [case for i, case in enumerate(cases) if i in chosen]
