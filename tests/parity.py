@@ -9,6 +9,7 @@ import ast
 import re
 import sys
 from dataclasses import dataclass, field
+from functools import cache
 
 from tests.helpers.paths import ROOT
 
@@ -113,6 +114,7 @@ def _all_skipped(module: ast.Module) -> bool:
     )
 
 
+@cache
 def rows() -> list[Row]:
     """Every row with the tests that have its number in their name."""
     found = {number: Row(number, what) for number, what in ROWS.items()}

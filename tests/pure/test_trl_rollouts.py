@@ -9,22 +9,36 @@ import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 import trinity_es
 from tests.helpers.trl_trainers import EOS, Rows, StandInClient, StandInTrainer, answer
 from trinity_es.errors import AlreadyRunning, ConfigError, DataError, SyncError, UnknownWorkflow, WorkflowError
 from trinity_es.events.vocabulary import WeightsPublished
-from trinity_es.integrations import trl
 from trinity_es.integrations.step_weights import step_version
-from trinity_es.integrations.trl import Rollouts, last_checkpoint, resume, rollout_reward
 from trinity_es.system.run_lock import RunLock
+
+if TYPE_CHECKING:
+    import torch
+
+    from trinity_es.integrations import trl
+    from trinity_es.integrations.trl import Rollouts, last_checkpoint, resume, rollout_reward
 
 ROWS = [{"prompt": "a=", "answer": "a"}, {"prompt": "b=", "answer": "b"}]
 ASKED = ["a=", "a=", "b=", "b="]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imports() -> None:
+    """Import torch and transformers in the process that runs these tests, not in each that collects them."""
+    import torch
+
+    from trinity_es.integrations import trl
+
+    names = ("Rollouts", "last_checkpoint", "resume", "rollout_reward")
+    globals().update(torch=torch, trl=trl, **{name: getattr(trl, name) for name in names})
 
 
 @pytest.fixture

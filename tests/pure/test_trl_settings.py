@@ -8,11 +8,10 @@ import time
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
 import trinity_es
 from tests.helpers.trl_trainers import Rows, StandInClient, StandInTrainer
@@ -20,13 +19,29 @@ from trinity_es.actors.engines.interface import EngineConfig, Sampling
 from trinity_es.actors.rollout.model import Model
 from trinity_es.errors import AlreadyRunning, ConfigError, NotRunning
 from trinity_es.events.values import Task
-from trinity_es.integrations import trl
 from trinity_es.integrations.answers import ANSWERS, PROMPTS, AnswerWorkflow, PromptWorkflow
-from trinity_es.integrations.trl import Rollouts
-from trinity_es.integrations.trl_async import AsyncRollouts
 from trinity_es.integrations.trl_settings import GENERATION
 from trinity_es.system.run_lock import RunLock
 from trinity_es.testing import ScriptedEngine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from trinity_es.integrations import trl
+    from trinity_es.integrations.trl import Rollouts
+    from trinity_es.integrations.trl_async import AsyncRollouts
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imports() -> None:
+    """Import torch and transformers in the process that runs these tests, not in each that collects them."""
+    from transformers import PreTrainedTokenizerFast
+
+    from trinity_es.integrations import trl
+    from trinity_es.integrations.trl_async import AsyncRollouts
+
+    globals().update(
+        trl=trl, Rollouts=trl.Rollouts, AsyncRollouts=AsyncRollouts, PreTrainedTokenizerFast=PreTrainedTokenizerFast)
 
 TEMPLATE = (
     "<s>{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,7 +14,15 @@ from trinity_es.actors.coordinator.delivery.operators import OPERATORS, Operated
 from trinity_es.events.errors import ConfigError, DataError
 from trinity_es.events.experience import EID, Experience, group_by
 
-torch = pytest.importorskip("torch")
+if TYPE_CHECKING:
+    import torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torch() -> None:
+    """Import torch in the process that runs these tests, not in each that collects them."""
+    globals().update(torch=pytest.importorskip("torch"))
+
 
 REWARDS = st.one_of(
     st.floats(-2.0, 2.0, allow_nan=False).map(lambda x: round(x, 3)), st.sampled_from([0.0, 1.0, 1 / 3, 0.1, -1.0])

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.full.engines.test_vllm_server import HELLO, Session, serving
+from tests.helpers.engine_sessions import HELLO, Session, serving
 from tests.helpers.engines import Live, SharedEngine
 from trinity_es.actors.engines.interface import EngineConfig, Sampling
 from trinity_es.actors.engines.vllm_engine import VLLMEngine
@@ -84,7 +84,7 @@ def test_an_unknown_engine_argument_is_told_by_name(tiny: Path) -> None:
         Live(EngineConfig(model_path=str(tiny), options={"max_model_length": 64}))
 
 
-@with_marks(*real)
+@with_marks(*real, pytest.mark.last)
 def test_stop_leaves_no_process_and_no_request_waiting(live: Live, tiny: Path) -> None:
     engine, pids = live.engine, live.engine.pids()
     assert pids

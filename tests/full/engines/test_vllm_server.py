@@ -6,16 +6,14 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
+from tests.helpers.engine_sessions import HELLO, Session, serving
 from tests.helpers.engines import Live
-from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.actors.serving.request_record import REQUEST, Generation, RequestRecord
 from trinity_es.events.errors import ConfigError
@@ -24,7 +22,6 @@ from trinity_es.testing import wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
-HELLO: Any = [{"role": "user", "content": "c="}]
 TOOL: Any = {"type": "function", "function": {"name": "add", "strict": True, "parameters": {
     "type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"],
     "additionalProperties": False}}}
@@ -32,49 +29,6 @@ TOOL: Any = {"type": "function", "function": {"name": "add", "strict": True, "pa
 
 def unfinished(live: Live) -> int:
     return int(live.engine._llm.get_num_unfinished_requests())
-
-
-class Session:
-    """A session of a server on the live engine."""
-
-    def __init__(self, live: Live, server: EngineServer, **defaults: Any) -> None:
-        self.live, self.model = live, Model(live.engine, defaults={"max_tokens": 6, **defaults})
-        self.root = f"{server.url}/s/{server.open(self.model)}"
-        self.openai = openai.OpenAI(base_url=f"{self.root}/v1", api_key="secret", max_retries=0, timeout=120)
-
-    def post(self, path: str, body: Any, status: int = 200) -> Any:
-        told = httpx.post(self.root + path, json=body, headers={"x-api-key": "secret"}, timeout=120)
-        assert told.status_code == status, told.text
-        return told.json()
-
-    def kept(self) -> list[Experience]:
-        return self.model.extract_experience_from_history()
-
-    def exact(self, experience: Experience) -> None:
-        """The logprobs of an experience are those that the engine gives its tokens."""
-        found = self.live.run(self.live.engine.logprobs(experience.tokens.tolist()))
-        assert experience.logprobs is not None
-        assert experience.logprobs.tolist() == pytest.approx(found[experience.prompt_length - 1 :], abs=2e-3)
-        response = len(experience.tokens) - experience.prompt_length
-        assert experience.info["version_spans"] == [[0, 0, response]]
-
-
-@contextmanager
-def serving(live: Live, **server_args: Any) -> Iterator[EngineServer]:
-    before = live.engine.config
-    live.engine.config = replace(before, server_args=server_args)
-
-    async def start() -> EngineServer:
-        server = EngineServer(live.engine, name="tiny", token="secret")
-        await server.start()
-        return server
-
-    server = live.run(start())
-    try:
-        yield server
-    finally:
-        live.run(server.stop())
-        live.engine.config = before
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from typing import Any, Optional
 
 import numpy as np
 import pytest
-import torch
 from pydantic import BaseModel, ConfigDict
 
 from tests.helpers.client_packages import installed
@@ -45,6 +44,8 @@ def class_of(source: ast.Module, name: str) -> ast.ClassDef:
 @pytest.fixture
 def outputs(source: ast.Module, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module with verl's own two classes of what a loop gives."""
+    import torch
+
     module = ModuleType(FILE)
     vars(module).update(BaseModel=BaseModel, ConfigDict=ConfigDict, Optional=Optional, Any=Any, torch=torch)
     classes: list[ast.stmt] = [class_of(source, name) for name in ("AgentLoopMetrics", "AgentLoopOutput")]
