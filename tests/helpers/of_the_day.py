@@ -7,13 +7,19 @@ import os
 from collections.abc import Sequence
 from typing import TypeVar
 
-__all__ = ["ALL", "DAY", "of_the_day"]
+import pytest
+
+__all__ = ["ALL", "DAY", "FAULTS", "LAUNCHERS", "by_turns", "of_the_day"]
 
 T = TypeVar("T")
 
 ALL = bool(os.environ.get("ALL"))
 DAY = int(os.environ.setdefault("DAY", str(datetime.datetime.now(datetime.UTC).date().toordinal())))
 """Number of the day, for all processes of a run; `DAY=n` plays what another day played."""
+FAULTS = ("network and database", "kinds at random")
+"""Tests of faults in a run over several hosts, which take turns."""
+LAUNCHERS = ("ray", "slurm", "compose")
+"""Tests of what starts a run over several hosts, which take turns."""
 
 
 def of_the_day(cases: Sequence[T], count: int = 1, *, day: int | None = None, everything: bool = ALL) -> list[T]:
@@ -23,3 +29,9 @@ def of_the_day(cases: Sequence[T], count: int = 1, *, day: int | None = None, ev
     first = (DAY if day is None else day) * count
     chosen = {(first + i) % len(cases) for i in range(count)}
     return [case for i, case in enumerate(cases) if i in chosen]
+
+
+def by_turns(case: str, cases: Sequence[str]) -> pytest.MarkDecorator:
+    """Return the mark of a test that takes turns with tests in other files: it is skipped by name on other days."""
+    reason = f"it is not the day of {case!r}, one of {', '.join(cases)}: ALL=1 plays all"
+    return pytest.mark.skipif(case not in of_the_day(cases), reason=reason)

@@ -55,7 +55,6 @@ class StandIn:
             Route("/health", self.health), Route("/version", self.version), Route("/metrics", self.metrics),
             Route("/v1/models", self.models), Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/inference/v1/generate", self.generate, methods=["POST"]),
-            Route("/set_token_seconds", self.set_token_seconds, methods=["POST"]),
             Route("/fail_with", self.fail_with, methods=["POST"]),
         ]
         if self.args.dev:
@@ -89,11 +88,6 @@ class StandIn:
     async def server_info(self, request: Request) -> Response:
         config = {"parallel_config": {"worker_extension_cls": ""}, "device_config": {"device": "cuda"}}
         return JSONResponse({"vllm_config": config})
-
-    async def set_token_seconds(self, request: Request) -> Response:
-        """Be as fast as a test wants it; no server of others has this route."""
-        self.args.token_seconds = float((await _json(request))["seconds"])
-        return Response(status_code=200)
 
     async def fail_with(self, request: Request) -> Response:
         """Answer requests for tokens with this status from now on, as who stands in front of a server may."""

@@ -21,6 +21,7 @@ import yaml
 from tests.helpers.deployed import has_ended, made_run
 from tests.helpers.hosts import KEY, free_port
 from tests.helpers.namespaces import made_postgres
+from tests.helpers.of_the_day import LAUNCHERS, by_turns
 from tests.helpers.paths import ROOT
 from trinity_es.config.config import Config
 from trinity_es.testing import wait_until
@@ -212,6 +213,7 @@ def test_docker_reads_the_compose_file() -> None:
         assert services[name]["volumes"][0]["target"] == IMAGE_FOLDER
 
 
+@by_turns("compose", LAUNCHERS)
 @pytest.mark.postgres
 @pytest.mark.slow
 @pytest.mark.timeout(240)

@@ -22,6 +22,7 @@ import pytest
 import trinity_es
 from tests.helpers.hosts import KEY, Head, free_port, has_settled, host_joins, ready
 from tests.helpers.links import Network, network
+from tests.helpers.of_the_day import of_the_day
 from tests.helpers.systems import end, kill_system, pid_of, scripted
 from trinity_es import Task
 from trinity_es.client import health
@@ -134,7 +135,7 @@ def test_a_connection_that_breaks_and_is_made_again_in_time_costs_nothing(start_
     assert len(head.events(ev.HostJoined)) == 1
 
 
-@pytest.mark.parametrize("lost", ["both ways", "to head", "to host"])
+@pytest.mark.parametrize("lost", of_the_day(["both ways", "to head", "to host"]))
 def test_a_host_whose_network_is_away_for_long_is_lost_and_comes_back_as_another_epoch(
     start_head: StartHead, lost: str
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 import trinity_es
 from tests.helpers.hosts import KEY, Head, JoinedHost, free_port, host_joins, ready
 from tests.helpers.namespaces import Network, Postgres, lacks, made_network, made_postgres
+from tests.helpers.of_the_day import FAULTS, by_turns
 from tests.helpers.paths import ROOT
 from tests.helpers.systems import end, scripted
 from trinity_es.events import vocabulary as ev
@@ -73,6 +74,7 @@ def client_on(host: JoinedHost, folder: Path) -> subprocess.CompletedProcess[str
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
+@by_turns("network and database", FAULTS)
 def test_f1_nothing_is_lost_or_doubled_whatever_happens_to_hosts_network_and_database(
     network: Network, database: Postgres, head: Head, tmp_path: Path
 ) -> None:

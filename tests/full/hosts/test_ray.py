@@ -15,6 +15,7 @@ import yaml
 import trinity_es
 from tests.helpers.client_packages import installed
 from tests.helpers.hosts import KEY, Head, free_port
+from tests.helpers.of_the_day import LAUNCHERS, by_turns
 from tests.helpers.ray_nodes import PACKAGES, RayNodes, ray_nodes
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.config.config import Config, load_config
@@ -97,6 +98,7 @@ def owner(client: RolloutClient) -> int:
     return 0 if found is None else int(found["owner"]["pid"])
 
 
+@by_turns("ray", LAUNCHERS)
 def test_f4_a_run_on_ray_survives_driver_node_and_head(nodes: RayNodes, config: Path, tmp_path: Path) -> None:
     driver = begin(nodes, "up", "--on", "ray", "--hosts", "2", str(config))
     with ended(nodes, config):
@@ -140,6 +142,7 @@ def test_f4_a_run_on_ray_survives_driver_node_and_head(nodes: RayNodes, config: 
         assert "nothing of this run" in say(nodes, "down", "--on", "ray", str(config)).stdout
 
 
+@by_turns("ray", LAUNCHERS)
 def test_up_waits_for_all_engines_and_is_refused_twice_and_down_ends_all(nodes: RayNodes, config: Path) -> None:
     with ended(nodes, config):
         done = say(nodes, "up", "--on", "ray", "--hosts", "1", str(config))

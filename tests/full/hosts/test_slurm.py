@@ -12,6 +12,7 @@ import pytest
 
 from tests.helpers.deployed import has_ended, made_run
 from tests.helpers.hosts import free_port
+from tests.helpers.of_the_day import LAUNCHERS, by_turns
 from tests.helpers.paths import ROOT
 from tests.helpers.slurm import lacks, slurm
 
@@ -38,6 +39,7 @@ def test_slurm_would_start_the_script(env: dict[str, str]) -> None:
     assert "to start at" in done.stderr
 
 
+@by_turns("slurm", LAUNCHERS)
 @pytest.mark.postgres
 def test_the_script_plays_a_run_over_two_nodes(
     env: dict[str, str], postgres: Callable[[], str], tmp_path: Path

