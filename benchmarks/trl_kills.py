@@ -34,8 +34,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -56,11 +57,16 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "trl_grpo" / "config.yaml"
 class Trainee:
     """A trainer in a folder, as a process that is killed and started again."""
 
-    def __init__(self, folder: Path, overrides: list[str], settings: dict[str, Any], *, alone: bool = False) -> None:
+    def __init__(
+        self, folder: Path, overrides: list[str], settings: dict[str, Any], *, alone: bool = False,
+        launch: Callable[[list[str], IO[bytes], IO[bytes]], Any] | None = None,
+    ) -> None:
+        """`launch` starts what `python ARGUMENTS` runs, with these files as its output, and returns the process."""
         self.folder, self.alone, self.settings = folder, alone, settings
+        self.launch = launch or _launch
         self.overrides = ["system.detach=true", *overrides]
         folder.mkdir(parents=True, exist_ok=True)
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Any = None
         self.starts, self.failed = 0, 0
 
     @property
@@ -72,9 +78,8 @@ class Trainee:
     def start(self) -> None:
         """Start it, where it does not run."""
         given = {"alone": self.alone, "overrides": self.overrides, "settings": self.settings}
-        command = [sys.executable, "-m", "benchmarks.trl_recorded", str(self.folder), json.dumps(given)]
         with (self.folder / "trainer.log").open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            self.process = self.launch(["-m", "benchmarks.trl_recorded", str(self.folder), json.dumps(given)], log, log)
         self.starts += 1
 
     def step(self) -> int:
@@ -131,6 +136,10 @@ class Trainee:
             self.process.wait()
         if not self.alone:
             end_system(self.config)
+
+
+def _launch(arguments: list[str], output: IO[bytes], errors: IO[bytes]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, *arguments], stdout=output, stderr=errors, start_new_session=True)
 
 
 def _title(process: psutil.Process) -> str:

@@ -332,6 +332,9 @@ def test_an_install_that_fails_leaves_what_was_there_and_one_that_ends_keeps_the
         with pytest.raises(ConfigError, match="can't load the taskset 'gsm8k-v1': ModuleNotFoundError: no gsm8k_v1"):
             installed.install("gsm8k-v1")
     assert installed.find("gsm8k-v1") == first
+    other = installed.install("gsm8k-v1", name="Mine")
+    assert installed.find("mine") == other
+    assert (other.name, other.distribution) == ("mine", "gsm8k-v1")
     assert (first.folder / "task").exists()
     second = installed.install("gsm8k-v1", name="gsm8k-v1")
     assert installed.find("gsm8k-v1") == second != first

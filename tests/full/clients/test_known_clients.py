@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from tests.helpers.client_packages import TRL, ask, installed
+from tests.helpers.client_packages import LETTERS, OPENENV, TRL, ask, environment, installed
 from tests.helpers.engines import largest_difference
 from tests.helpers.serving import VLLMServed, answers, client_of, recorded
 from trinity_es.client.rollout_client import RolloutClient
@@ -28,8 +26,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarn
 
 HERE = Path(__file__).parent
 TOLERANCE = 1e-3
-OPENENV = "openenv==0.10.0"
-VERIFIERS = ["verifiers==0.4.0", "renderers==0.1.12"]
 CHAT: Any = [{"role": "user", "content": "c="}]
 SCHEMA: Any = {
     "type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"],
@@ -76,13 +72,6 @@ def logprobs(experience: Experience) -> list[float]:
 @pytest.fixture
 def served(vllm_served: VLLMServed) -> Served:
     return Served(*vllm_served)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """Where a client is installed: hundreds of megabytes, which are not kept."""
-    yield tmp_path / "client"
-    shutil.rmtree(tmp_path / "client", ignore_errors=True)
 
 
 # --- openai -----------------------------------------------------------------------------------------------------------
@@ -163,8 +152,8 @@ def test_i1_openai_calls_tools_and_binds_answers_to_a_schema(served: Served) -> 
 
 
 # --- TRL, verifiers, OpenEnv ------------------------------------------------------------------------------------------
-def test_i1_trl_generates_and_chats(served: Served, folder: Path) -> None:
-    got = ask(HERE / "ask_trl.py", installed(folder, *TRL, beside=True), root=served.root)
+def test_i1_trl_generates_and_chats(served: Served) -> None:
+    got = ask(HERE / "ask_trl.py", installed(*TRL, beside=True), root=served.root)
     found = served.new()
     assert len(found) == 1 + 1 + 4 + 1
     by_tokens = {tokens(e): e for group in found.values() for e in group}
@@ -185,8 +174,12 @@ def test_i1_trl_generates_and_chats(served: Served, folder: Path) -> None:
     served.sampled(plain)
 
 
-def test_i1_verifiers_renders_itself_and_generates_from_token_ids(served: Served, folder: Path) -> None:
-    got = ask(HERE / "ask_verifiers.py", installed(folder, *VERIFIERS), base_url=served.proxy.base_url,
+def test_i1_verifiers_renders_itself_and_generates_from_token_ids(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRINITY_ES_ENVIRONMENTS", str(tmp_path))
+    python = {"PYTHON": str(environment(LETTERS).python)}
+    got = ask(HERE / "ask_verifiers.py", python, base_url=served.proxy.base_url,
               key=served.proxy.api_key, model=str(served.model), tokenizer=str(served.model))
     found = served.new()
     assert len(got) == 8
@@ -198,8 +191,8 @@ def test_i1_verifiers_renders_itself_and_generates_from_token_ids(served: Served
     served.sampled([e for group in found.values() for e in group])
 
 
-def test_i1_openenv_captures_at_token_level(served: Served, folder: Path) -> None:
-    got = ask(HERE / "ask_openenv.py", installed(folder, OPENENV), base_url=served.proxy.base_url,
+def test_i1_openenv_captures_at_token_level(served: Served) -> None:
+    got = ask(HERE / "ask_openenv.py", installed(OPENENV), base_url=served.proxy.base_url,
               key=served.proxy.api_key, model=str(served.model))
     assert got["report"]["capture_level"] == "tokens"
     assert got["report"]["logprobs_mode"] == "processed"

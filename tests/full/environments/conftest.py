@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.helpers import client_packages
-from trinity_es.environments.installed import Installed, install
-from trinity_es.events.errors import ConfigError
-
-LETTERS = Path(__file__).parent / "letters"
-OPENENV = "openenv==0.10.0"
+from tests.helpers.client_packages import LETTERS, OPENENV, environment, installed
+from trinity_es.environments.installed import Installed
 
 
 @pytest.fixture(scope="package")
 def letters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
-    """The environment, installed as a user installs it."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TRINITY_ES_ENVIRONMENTS", str(tmp_path_factory.mktemp("environments")))
-        try:
-            found = install(str(LETTERS))
-        except ConfigError as e:
-            pytest.skip(f"verifiers can't be installed here: {e}")
-        yield found
+    """The environment, as a user installs it."""
+    with pytest.MonkeyPatch.context() as variables:
+        variables.setenv("TRINITY_ES_ENVIRONMENTS", str(tmp_path_factory.mktemp("environments")))
+        yield environment(LETTERS)
 
 
 @pytest.fixture(scope="package")
-def openenv_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+def openenv_python() -> str:
     """The Python that OpenEnv's servers run in."""
-    return client_packages.installed(tmp_path_factory.mktemp("openenv") / "venv", OPENENV)["PYTHON"]
+    return installed(OPENENV)["PYTHON"]

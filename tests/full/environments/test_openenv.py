@@ -38,11 +38,15 @@ class Noted(Server):
         lines = Counter(self.note.read_text().split())
         return lines["begun"] - lines["over"]
 
+    def start(self) -> None:
+        """Start it; the episodes of one that was killed are not over in its note."""
+        self.note.write_text("")
+        super().start()
+
 
 @contextmanager
 def serving(python: str, folder: Path, sessions: int = 64, ping: float = 20.0) -> Iterator[Noted]:
     note = folder / "note"
-    note.touch()
     server = Noted([python, "-I", str(SERVER)], sessions, note, ping)
     server.note = note
     with ended(server):
@@ -50,9 +54,25 @@ def serving(python: str, folder: Path, sessions: int = 64, ping: float = 20.0) -
 
 
 @pytest.fixture(scope="module")
-def server(openenv_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Noted]:
-    """One for all tests that leave it alive: to start it takes seconds."""
+def shared_server(openenv_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Noted]:
+    """One for all tests: to start it takes seconds."""
     with serving(openenv_python, tmp_path_factory.mktemp("server")) as one:
+        yield one
+
+
+@pytest.fixture
+def server(shared_server: Noted) -> Noted:
+    """It lives, whatever a test before did to it."""
+    shared_server.note.with_name("refuse").unlink(missing_ok=True)
+    if shared_server.process.poll() is not None:
+        shared_server.start()
+    return shared_server
+
+
+@pytest.fixture(scope="module")
+def narrow_server(openenv_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Noted]:
+    """One with room for one session, whose client has 0.5 s to answer a ping."""
+    with serving(openenv_python, tmp_path_factory.mktemp("narrow"), sessions=1, ping=0.5) as one:
         yield one
 
 
@@ -85,16 +105,14 @@ async def test_an_episode_is_one_conversation_and_its_reward_the_sum_of_its_step
     await until(lambda: server.open() == 0, "each session to be closed")
 
 
-async def test_a_server_without_room_is_waited_for(openenv_python: str, tmp_path: Path) -> None:
-    with serving(openenv_python, tmp_path, sessions=1) as server:
-        done = await played(runner_that_says("e"), *(task(server, i) for i in range(4)))
-        assert [[e.reward for e in r.experiences] for r in done] == [[3.0]] * 4
+async def test_a_server_without_room_is_waited_for(narrow_server: Noted) -> None:
+    done = await played(runner_that_says("e"), *(task(narrow_server, i) for i in range(4)))
+    assert [[e.reward for e in r.experiences] for r in done] == [[3.0]] * 4
 
 
-async def test_a_server_that_pings_is_answered_while_the_model_writes(openenv_python: str, tmp_path: Path) -> None:
+async def test_a_server_that_pings_is_answered_while_the_model_writes(narrow_server: Noted) -> None:
     engine = ScriptedEngine(EngineConfig(model_path="", options={"response": "e", "latency_seconds": 1.5}))
-    with serving(openenv_python, tmp_path, ping=0.3) as server:
-        [done] = await played(WorkflowRunner(engine, defaults={"max_tokens": 40}, timeout=60), task(server))
+    [done] = await played(WorkflowRunner(engine, defaults={"max_tokens": 40}, timeout=60), task(narrow_server))
     assert done.failures == []
     assert [e.reward for e in done.experiences] == [3.0]
 
@@ -140,30 +158,7 @@ async def test_what_an_answer_that_is_no_action_gives_the_task_may_say(server: N
     assert [(e.reward, e.metrics["invalid_actions"]) for e in done.experiences] == [(-1.0, 1.0)]
 
 
-async def test_each_failure_of_a_server_a_hundred_times_and_none_a_reward(openenv_python: str, tmp_path: Path) -> None:
-    with serving(openenv_python, tmp_path) as server:
-        broken, refused, gone = await failures(server)
-    for done, kind in ((broken, "workflow"), (refused, "infra"), (gone, "infra")):
-        assert [e for r in done for e in r.experiences] == []
-        assert Counter(f[1] for r in done for f in r.failures) == {kind: EACH}
-
-
-async def failures(server: Noted) -> list[list[UnitResult]]:
-    broken = await played(
-        runner_that_says("e"), *(task(server, i, {"fails": "raise"}) for i in range(EACH)))
-    server.note.with_name("refuse").touch()
-    refused = await played(runner_that_says("e"), *(task(server, i) for i in range(EACH)))
-    server.kill()
-    gone = await played(runner_that_says("e"), *(task(server, i, connect_timeout=0) for i in range(EACH)))
-    return [broken, refused, gone]
-
-
-async def test_a_server_killed_in_a_step_fails_its_episodes_as_infra(openenv_python: str, tmp_path: Path) -> None:
-    with serving(openenv_python, tmp_path) as server:
-        await killed_in_a_step(server)
-
-
-async def killed_in_a_step(server: Noted) -> None:
+async def test_a_server_killed_in_a_step_fails_its_episodes_as_infra(server: Noted) -> None:
     engine = ScriptedEngine(EngineConfig(model_path="", options={"response": "e", "latency_seconds": 0.2}))
     runner = WorkflowRunner(engine, defaults={"max_tokens": 40}, timeout=60)
     done = await played(runner, task(server, 0), task(server, 1, {"fails": "die"}), task(server, 2))
@@ -180,3 +175,20 @@ async def test_the_session_of_a_run_that_is_cut_off_is_closed(server: Noted) -> 
     [done] = await played(runner, task(server, 0, {"fails": "hang"}))
     assert [f[1] for f in done.failures] == ["timeout"]
     await until(lambda: server.open() == 0, "the session to be closed")
+
+
+async def test_each_failure_of_a_server_a_hundred_times_and_none_a_reward(server: Noted) -> None:
+    broken, refused, gone = await failures(server)
+    for done, kind in ((broken, "workflow"), (refused, "infra"), (gone, "infra")):
+        assert [e for r in done for e in r.experiences] == []
+        assert Counter(f[1] for r in done for f in r.failures) == {kind: EACH}
+
+
+async def failures(server: Noted) -> list[list[UnitResult]]:
+    broken = await played(
+        runner_that_says("e"), *(task(server, i, {"fails": "raise"}) for i in range(EACH)))
+    server.note.with_name("refuse").touch()
+    refused = await played(runner_that_says("e"), *(task(server, i) for i in range(EACH)))
+    server.kill()
+    gone = await played(runner_that_says("e"), *(task(server, i, connect_timeout=0) for i in range(EACH)))
+    return [broken, refused, gone]

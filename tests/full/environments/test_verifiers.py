@@ -20,12 +20,13 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from tests.helpers.client_packages import LETTERS, environment
 from tests.helpers.endpoint import serving, until
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.config.buffer import TasksetConfig
-from trinity_es.environments.installed import Installed, find, install, remove
+from trinity_es.environments.installed import Installed, find, remove
 from trinity_es.environments.verifiers_tasks import made_tasks
 from trinity_es.events.errors import EngineError, TasksetError
 from trinity_es.events.values import Task
@@ -43,6 +44,9 @@ KINDS = {
 EACH = int(os.environ.get("FAILURES", "20"))
 """How often each way to fail is played; `FAILURES=100` to be surer."""
 ROWS = 8
+EIGHT: dict[str, Any] = {"config": {"taskset": {"rows": ROWS}}}
+THREE: dict[str, Any] = {"config": {"taskset": {"rows": 3, "shuffled": True}}}
+"""Arguments of two tasksets. The tests here share them: it takes a Python with verifiers to write the tasks of one."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -55,8 +59,7 @@ async def runner(letters: Installed) -> AsyncIterator[WorkflowRunner]:
 
 def tasks(*fails: str, **more: Any) -> list[Task]:
     """Return tasks of the environment that fail in these ways."""
-    args = {"config": {"taskset": {"rows": ROWS}}}
-    found = Taskset(TasksetConfig(path="verifiers:letters-env", name="letters", workflow_args=args)).all()
+    found = Taskset(TasksetConfig(path="verifiers:letters-env", name="letters", workflow_args=EIGHT)).all()
     return [replace(found[i % ROWS], raw_task={**found[i % ROWS].raw_task, "fails": how, **more})
             for i, how in enumerate(fails)]
 
@@ -225,38 +228,33 @@ async def test_the_tasks_are_the_environments(letters: Installed) -> None:
 
 
 async def test_of_two_who_make_the_tasks_at_once_the_first_counts(letters: Installed) -> None:
-    args = {"env": "letters-env", "config": {"taskset": {"rows": 3, "shuffled": True}}}
+    args = {"env": "letters-env", **THREE}
+    for file in (letters.folder / "tasks").glob("*.jsonl"):  # of a test before this one
+        if len(file.read_text().splitlines()) == 3:
+            file.unlink()
     both = await asyncio.gather(*(asyncio.to_thread(lambda: made_tasks(args).stat().st_ino) for _ in range(2)))
     assert both == [made_tasks(args).stat().st_ino] * 2
     assert [f.name for f in (letters.folder / "tasks").iterdir() if f.suffix != ".jsonl"] == []
 
 
 async def test_a_run_that_goes_on_reads_the_tasks_that_it_began_with_or_says_why_not(letters: Installed) -> None:
-    def taskset(rows: int, recorded: TasksetSource | None = None) -> Taskset:
-        args = {"config": {"taskset": {"rows": rows}}}
+    def taskset(args: dict[str, Any], recorded: TasksetSource | None = None) -> Taskset:
         return Taskset(TasksetConfig(path="verifiers:letters-env", name="t", workflow_args=args), recorded=recorded)
 
-    source = taskset(4).source
+    source = taskset(EIGHT).source
     assert source is not None
-    digest = hashlib.sha256(taskset(4).config.file.read_bytes()).hexdigest()
-    assert (source.path, source.revision, source.rows) == ("verifiers:letters-env", f"0.3 sha256:{digest}", 4)
-    assert taskset(4, source).source == source
-    for other in (replace(source, revision=f"0.2 sha256:{digest}"), taskset(5).source):
+    digest = hashlib.sha256(taskset(EIGHT).config.file.read_bytes()).hexdigest()
+    assert (source.path, source.revision, source.rows) == ("verifiers:letters-env", f"0.3 sha256:{digest}", ROWS)
+    assert taskset(EIGHT, source).source == source
+    for other in (replace(source, revision=f"0.2 sha256:{digest}"), taskset(THREE).source):
         with pytest.raises(TasksetError, match=r"and the run in this log began with .* put its config back, or vers"):
-            taskset(4, other)
+            taskset(EIGHT, other)
 
 
-async def test_an_environment_plays_under_another_name(letters: Installed, runner: WorkflowRunner) -> None:
-    again = install(str(Path(__file__).with_name("letters")), name="spelling")
+async def test_a_check_shows_a_task_of_an_environment_under_another_name_token_by_token(letters: Installed) -> None:
+    again = environment(LETTERS, "spelling")
     assert (again.name, again.distribution) == ("spelling", "letters-env")
-    [one, *_] = Taskset(TasksetConfig(path="verifiers:spelling", name="t")).all()
-    [done] = await played(runner, [one])
-    assert done.failures == []
-    remove("spelling")
-
-
-async def test_a_check_shows_a_task_token_by_token(letters: Installed) -> None:
-    command = [sys.executable, "-m", "trinity_es", "env", "check", "letters_env", "--json"]
+    command = [sys.executable, "-m", "trinity_es", "env", "check", "Spelling", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     told = orjson.loads(done.stdout)
@@ -266,3 +264,4 @@ async def test_a_check_shows_a_task_token_by_token(letters: Installed) -> None:
     assert all((row["logprob"] is not None) == row["sampled"] for row in rows)
     assert told["failures"] == []
     assert find("Letters.Env").versions["verifiers"] == "0.4.0"
+    assert remove("spelling") == again

@@ -31,8 +31,8 @@ CLI = [sys.executable, "-m", "trinity_es"]
 
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayNodes]:
-    with ray_nodes(installed(tmp_path_factory.mktemp("ray"), *PACKAGES, beside=True)) as made:
+def nodes() -> Iterator[RayNodes]:
+    with ray_nodes(installed(*PACKAGES, beside=True)) as made:
         yield made
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,9 @@ import pytest
 import trinity_es
 from benchmarks.trl_kills import KINDS, WRONG, Trainee, account, kill_while_training
 from tests.helpers.client_packages import ask
+from tests.helpers.servers import free_port
 from tests.helpers.systems import StartSystem, events
+from tests.helpers.warm_python import WarmPython
 from trinity_es.events import vocabulary as ev
 from trinity_es.system.run_lock import RunLock
 
@@ -39,7 +40,7 @@ def system(start_system: StartSystem, folder: Path, **sections: Any) -> Path:
 
 
 def test_runs_that_failed_are_in_no_baseline_and_infrastructure_is_tried_again(
-    start_system: StartSystem, tmp_path: Path, trl: dict[str, str]
+    start_system: StartSystem, tmp_path: Path, trl_python: WarmPython
 ) -> None:
     rules = [{"prompt": "b=", "error": "the engine hiccuped", "times": 2}]
     explorer = {"rollout_model": {"engine_type": "scripted", "script": {"rules": rules}},
@@ -47,7 +48,7 @@ def test_runs_that_failed_are_in_no_baseline_and_infrastructure_is_tried_again(
     config = system(start_system, tmp_path, explorer=explorer)
     rollouts = {"workflow": "tests.helpers.trl_rewards:Flaky", "workflow_args": {"of": "a"}}
     settings = {"max_steps": 1, "per_device_train_batch_size": 32, "num_generations": 4, "shuffle_dataset": False}
-    told = ask(HERE / "trl_step.py", trl, folder=str(tmp_path), config=str(config), rollouts=rollouts,
+    told = ask(HERE / "trl_step.py", trl_python, folder=str(tmp_path), config=str(config), rollouts=rollouts,
                settings=settings)
     [made] = told["generations"]
     assert made["prompts"][:8] == ["a="] * 4 + ["b="] * 4
@@ -60,13 +61,13 @@ def test_runs_that_failed_are_in_no_baseline_and_infrastructure_is_tried_again(
 
 
 def test_trl_rewards_answers_itself_and_evaluates(
-    start_system: StartSystem, tmp_path: Path, trl: dict[str, str]
+    start_system: StartSystem, tmp_path: Path, trl_python: WarmPython
 ) -> None:
     config = system(start_system, tmp_path, buffer={"pipeline": {"operators": []}})
     settings = {"max_steps": 2, "per_device_train_batch_size": 16, "per_device_eval_batch_size": 16,
                 "num_generations": 4, "num_generations_eval": 2, "gradient_accumulation_steps": 2, "save_steps": 1}
-    told = ask(HERE / "trl_step.py", trl, folder=str(tmp_path), config=str(config), rollouts={}, settings=settings,
-               evaluate=True)
+    told = ask(HERE / "trl_step.py", trl_python, folder=str(tmp_path), config=str(config), rollouts={},
+               settings=settings, evaluate=True)
     assert [len(g["prompts"]) for g in told["generations"]] == [32, 32, 8]
     assert [{name.rsplit("/", 2)[0] for name in g["rollout_id"]} for g in told["generations"]][:2] == [
         {"0/trl-train-0"}, {"1/trl-train-0"}]
@@ -75,25 +76,25 @@ def test_trl_rewards_answers_itself_and_evaluates(
 
 
 def test_a_second_trainer_of_a_store_is_refused_as_it_begins_with_the_pid_of_the_first(
-    start_system: StartSystem, tmp_path: Path, trl: dict[str, str]
+    start_system: StartSystem, tmp_path: Path, trl_python: WarmPython
 ) -> None:
     config = system(start_system, tmp_path, buffer={"pipeline": {"operators": []}})
     lock = RunLock(trinity_es.load_config(config), "trainer")
     settings = {"max_steps": 1, "per_device_train_batch_size": 16, "num_generations": 4}
     given: dict[str, Any] = {"folder": str(tmp_path), "config": str(config), "rollouts": {}, "settings": settings}
     with pytest.raises(AssertionError, match=rf"AlreadyRunning: a trainer runs on .* \(process {os.getpid()} "):
-        ask(HERE / "trl_step.py", trl, **given)
+        ask(HERE / "trl_step.py", trl_python, **given)
     lock.release()
-    assert ask(HERE / "trl_step.py", trl, **given)["step"] == 1
+    assert ask(HERE / "trl_step.py", trl_python, **given)["step"] == 1
 
 
 def test_texts_are_prompts_as_trl_has_them_and_an_eval_of_other_data_has_its_columns(
-    start_system: StartSystem, tmp_path: Path, trl: dict[str, str]
+    start_system: StartSystem, tmp_path: Path, trl_python: WarmPython
 ) -> None:
     config = system(start_system, tmp_path)
     rollouts = {"reward_fn": "tests.helpers.trl_rewards:is_truth"}
     settings = {"max_steps": 1, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, "num_generations": 4}
-    told = ask(HERE / "trl_step.py", trl, folder=str(tmp_path), config=str(config), rollouts=rollouts,
+    told = ask(HERE / "trl_step.py", trl_python, folder=str(tmp_path), config=str(config), rollouts=rollouts,
                settings=settings, texts=True, others="yz")
     for made in told["generations"]:
         assert made["prompt_ids"] == made["trl_ids"] == [list(prompt.encode()) for prompt in made["prompts"]]
@@ -102,29 +103,29 @@ def test_texts_are_prompts_as_trl_has_them_and_an_eval_of_other_data_has_its_col
 
 
 def test_a_trainer_whose_epochs_were_raised_goes_on(
-    start_system: StartSystem, tmp_path: Path, trl: dict[str, str]
+    start_system: StartSystem, tmp_path: Path, trl_python: WarmPython
 ) -> None:
     config = system(start_system, tmp_path, buffer={"pipeline": {"operators": []}})
     settings = {"per_device_train_batch_size": 16, "num_generations": 4, "save_steps": 1, "max_steps": -1}
     for epochs, step, taken in ((1, 2, 2), (2, 4, 2)):
-        told = ask(HERE / "trl_step.py", trl, folder=str(tmp_path), config=str(config), rollouts={},
+        told = ask(HERE / "trl_step.py", trl_python, folder=str(tmp_path), config=str(config), rollouts={},
                    settings={**settings, "num_train_epochs": epochs})
         assert (told["step"], len(told["generations"])) == (step, taken)
 
 
 def test_the_first_of_two_processes_asks_and_the_other_gets_its_part(
-    start_system: StartSystem, tmp_path: Path, trl: dict[str, str]
+    start_system: StartSystem, tmp_path: Path, trl_python: WarmPython
 ) -> None:
     config = system(start_system, tmp_path)
     settings = {"max_steps": 2, "per_device_train_batch_size": 6, "num_generations": 4, "shuffle_dataset": False}
     given = {"folder": str(tmp_path), "config": str(config), "settings": settings,
              "rollouts": {"workflow": "tests.helpers.trl_rewards:Flaky", "workflow_args": {"of": "none"}}}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0",
-               "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", str(HERE / "trl_step.py"), json.dumps(given)]
-    done = subprocess.run(
-        command, env={**os.environ, **trl, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
-        check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    both = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with ThreadPoolExecutor() as threads:  # as torchrun starts them
+        for done in threads.map(lambda rank: trl_python.run(
+            [str(HERE / "trl_step.py"), json.dumps(given)], timeout=300,
+            variables={**both, "RANK": str(rank), "LOCAL_RANK": str(rank)}), range(2)):
+            assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     parts = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     for step in (0, 1):
         rows = [part["generations"][step] for part in parts]
@@ -135,14 +136,13 @@ def test_the_first_of_two_processes_asks_and_the_other_gets_its_part(
 
 
 def test_a_trainer_that_is_killed_with_all_parts_trains_on_each_prompt_as_planned(
-    tmp_path: Path, trl: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, trl_python: WarmPython
 ) -> None:
-    for name, value in trl.items():
-        monkeypatch.setenv(name, value)
-    settings = {"max_steps": 20, "save_steps": 8}  # of 16 an epoch; killed after 3, 5, 9 and 19
+    settings = {"max_steps": 20, "save_steps": 8, "per_device_train_batch_size": 64, "num_generations": 2}
+    # Of 16 steps an epoch; killed after 3, 5, 9 and 19.
     plan = {}
     for folder, kinds in (("undisturbed", []), ("killed", list(KINDS))):
-        trainee = Trainee(tmp_path / folder, SCRIPTED, settings)
+        trainee = Trainee(tmp_path / folder, SCRIPTED, settings, launch=trl_python.start)
         try:
             killed = kill_while_training(trainee, kinds, random.Random(1), seconds=240)
             found = account(trainee, plan or None)
@@ -156,14 +156,14 @@ def test_a_trainer_that_is_killed_with_all_parts_trains_on_each_prompt_as_planne
 
 
 def test_async_worker_and_weight_transfer_do_what_the_trainer_does_with_them(
-    start_system: StartSystem, tmp_path: Path, trl: dict[str, str]
+    start_system: StartSystem, tmp_path: Path, trl_python: WarmPython
 ) -> None:
     client = start_system(folder=tmp_path, synchronizer={"sync_method": "memory"})
     file = tmp_path / "config.yaml"
     file.write_text(json.dumps({
         "explorer": {"rollout_model": {"engine_type": "scripted"}}, "synchronizer": {"sync_method": "memory"},
         "store": {"url": client.config.store.url}}))
-    told = ask(HERE / "trl_async.py", trl, config=str(file))
+    told = ask(HERE / "trl_async.py", trl_python, config=str(file))
     assert told["differences"] == []
     assert [sample[0] for step in told["first"] for sample in step] == [g for g in range(12) for _ in range(2)]
     assert all(sample[3] == 4 for step in told["first"] for sample in step)  # tokens that are trained on

@@ -31,10 +31,9 @@ SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty":
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> ast.Module:
-    folder = tmp_path_factory.mktemp("verl")
-    installed(folder, "verl==0.9.1", beside=True)
-    return ast.parse((folder / f"{FILE.replace('.', '/')}.py").read_text())
+def source() -> ast.Module:
+    folder = installed("verl==0.9.1", beside=True)["PYTHONPATH"]
+    return ast.parse(Path(folder, f"{FILE.replace('.', '/')}.py").read_text())
 
 
 def class_of(source: ast.Module, name: str) -> ast.ClassDef:

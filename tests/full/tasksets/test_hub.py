@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 import trinity_es
-from tests.helpers.client_packages import installed
+from tests.helpers.client_packages import DATASETS, installed
 from tests.helpers.hub_stand_in import Hub, Repository, hub
 from tests.helpers.paths import ROOT
 from tests.helpers.runs import ROWS, command, events_of, finish, kill_run, make_config
@@ -28,10 +28,6 @@ from trinity_es.testing import wait_until
 
 pytestmark = pytest.mark.timeout(600)
 
-DATASETS = ["datasets==5.2.0", "pandas==3.1.1", "python-dateutil==4.0.0", "pytz==2026.6", "multiprocess==0.70.19",
-            "xxhash==4.1.0"]
-"""The package, and what it imports that is not beside us already."""
-
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Hub]:
@@ -42,10 +38,9 @@ def served() -> Iterator[Hub]:
 @pytest.fixture(scope="module")
 def variables(tmp_path_factory: pytest.TempPathFactory, served: Hub) -> dict[str, str]:
     """How processes find the packages, the hub and their cache."""
-    folder = tmp_path_factory.mktemp("packages")
-    installed(folder, *DATASETS, beside=True)
+    folder = installed(*DATASETS, beside=True)["PYTHONPATH"]
     return {
-        "PYTHONPATH": os.pathsep.join((str(ROOT), str(folder))), "HF_ENDPOINT": served.url,
+        "PYTHONPATH": os.pathsep.join((str(ROOT), folder)), "HF_ENDPOINT": served.url,
         "HF_HOME": str(tmp_path_factory.mktemp("hf")), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1",
         "HF_UPDATE_DOWNLOAD_COUNTS": "0", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }

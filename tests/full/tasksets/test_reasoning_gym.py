@@ -35,10 +35,9 @@ TWO = {"name": "two", "path": "reasoning_gym:composite", "args": {"size": 40, "s
 
 
 @pytest.fixture(scope="module")
-def variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("packages")
-    installed(folder, *REASONING_GYM, beside=True)
-    return {"PYTHONPATH": os.pathsep.join((str(ROOT), str(folder)))}
+def variables() -> dict[str, str]:
+    folder = installed(*REASONING_GYM, beside=True)["PYTHONPATH"]
+    return {"PYTHONPATH": os.pathsep.join((str(ROOT), folder))}
 
 
 Opened = Callable[..., Any]
