@@ -216,7 +216,7 @@ def test_a_lease_is_renewed_while_its_run_plays_and_expires_where_nobody_does(
 ) -> None:
     """A worker that is stopped is not dead, and renews nothing."""
     client = start_system()
-    client.submit_batch(batch_id=1, tasks=[uses(service, 120.0, ttl=6.0)], batch_type="train")
+    client.submit_batch(batch_id=1, tasks=[uses(service, 120.0, ttl=12.0)], batch_type="train")
     [box] = holds(service)
     wait_until(lambda: len(events(client, ev.LeaseRenewed)) >= 2, "two renewals", 60)
     assert service.alive()[0]["renewed"] >= 2
