@@ -192,7 +192,7 @@ def test_frames_that_never_end_take_no_memory_and_keep_nobody_out(
             for number in range(60):
                 s = stack.enter_context(socket.create_connection(("127.0.0.1", port), 5))
                 attackers.append((s, frames[number % len(frames)], [0]))
-        until = time.monotonic() + 4.0
+        until = time.monotonic() + 2.0
         slowest = 0.0
         while time.monotonic() < until:
             for s, data, sent in attackers:
@@ -227,7 +227,7 @@ def test_connections_that_say_nothing_or_a_byte_at_a_time_keep_nobody_out(system
     with contextlib.ExitStack() as stack:
         strangers = []
         began = time.monotonic()
-        while time.monotonic() - began < 3.0:
+        while time.monotonic() - began < 2.0:
             for _ in range(20):
                 strangers.append(stack.enter_context(socket.create_connection(("127.0.0.1", port), 5)))
             for s in strangers[::2]:

@@ -122,24 +122,28 @@ def test_p29_kill_9_of_all_takes_nothing_twice(start_system: StartSystem) -> Non
 
 
 def test_p29_asked_again_after_a_lost_answer_it_is_the_same_experiences(
-    start_system: StartSystem, monkeypatch: pytest.MonkeyPatch
+    system_for: StartSystem, new_id: NewId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = start_system(buffer=queue())
-    generate(client, 1)
-    monkeypatch.setattr(connection.uuid, "uuid4", lambda: SimpleNamespace(hex="the-same-request"))
+    client, batch = system_for(buffer=queue()), new_id()
+    generate(client, batch)
+    earlier, request = len(taken(client)), f"the same request for {batch}"
+    monkeypatch.setattr(connection.uuid, "uuid4", lambda: SimpleNamespace(hex=request))
     first = client.take_experiences(3, timeout=10)
     assert names(client.take_experiences(3, timeout=10)) == names(first)
     os.kill(pid_of(client, "coordinator"), signal.SIGKILL)
     monkeypatch.undo()
-    assert names(client.take_experiences(1, timeout=30)) == ["1/3"]  # another request, at the next coordinator
-    monkeypatch.setattr(connection.uuid, "uuid4", lambda: SimpleNamespace(hex="the-same-request"))
+    assert names(client.take_experiences(1, timeout=30)) == [f"{batch}/3"]  # another request, at the next coordinator
+    monkeypatch.setattr(connection.uuid, "uuid4", lambda: SimpleNamespace(hex=request))
     assert names(client.take_experiences(3, timeout=10)) == names(first)
-    assert len(taken(client)) == 2
+    assert len(taken(client)) == earlier + 2
 
 
-def test_p29_the_coordinator_dies_again_and_again_under_those_who_take(start_system: StartSystem) -> None:
-    client = start_system(buffer=queue())
-    generate(client, *range(1, 6), n=8)
+def test_p29_the_coordinator_dies_again_and_again_under_those_who_take(
+    system_for: StartSystem, new_id: NewId
+) -> None:
+    client, batches = system_for(buffer=queue()), [new_id() for _ in range(5)]
+    earlier = len(taken(client))
+    generate(client, *batches, n=8)
     got: list[str] = []
 
     def trainer() -> None:
@@ -150,11 +154,11 @@ def test_p29_the_coordinator_dies_again_and_again_under_those_who_take(start_sys
     for thread in threads:
         thread.start()
     for takes in (2, 5, 8):
-        wait_until(lambda: len(taken(client)) >= takes, f"{takes} takes", 60)  # noqa: B023  # waited for in this turn
+        wait_until(lambda: len(taken(client)) >= earlier + takes, f"{takes} takes", 60)  # noqa: B023  # waited for in this turn
         os.kill(pid_of(client, "coordinator"), signal.SIGKILL)
     for thread in threads:
         thread.join(timeout=90)
-    assert sorted(got) == sorted(f"{batch}/{task}" for batch in range(1, 6) for task in range(8))
+    assert sorted(got) == sorted(f"{batch}/{task}" for batch in batches for task in range(8))
 
 
 def test_p29_a_trainer_back_at_its_checkpoint_takes_again_what_later_steps_took(start_system: StartSystem) -> None:

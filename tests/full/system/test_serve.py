@@ -309,9 +309,9 @@ def test_p36_a_conversation_goes_back_to_its_engine_and_others_are_spread(system
 
 @pytest.mark.parametrize("victim", ["runner-0", "coordinator"])
 def test_p36_a_process_that_is_killed_fails_no_request_that_was_not_begun(
-    start_system: StartSystem, victim: str
+    system_for: StartSystem, victim: str
 ) -> None:
-    client = start_system(mode="serve", explorer=two_engines())
+    client = system_for(mode="serve", explorer=two_engines())
     with serving(client.config) as proxy, Load(proxy) as load:
         pid = pid_of(client, victim)
         os.kill(pid, signal.SIGKILL)

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import trinity_es
+from tests.helpers.of_the_day import of_the_day
 from tests.helpers.servers import (
     ServerProcess,
     ended,
@@ -194,7 +195,7 @@ def said(client: RolloutClient, *command: str) -> tuple[int, str]:
     return done.exit_code, done.stdout
 
 
-@pytest.mark.parametrize("status", [400, 404])
+@pytest.mark.parametrize("status", of_the_day([400, 404]))  # in turns; ALL=1 plays both
 def test_a_server_that_fails_all_takes_no_task_with_it_while_another_serves(
     start_system: StartSystem, tiny: Path, tmp_path: Path, status: int
 ) -> None:
