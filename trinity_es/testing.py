@@ -286,12 +286,16 @@ class ManualClock:
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout: float = 30.0) -> Any:
-    """Wait for a condition and return what it returned. Raises TimeoutError that says what was waited for."""
+    """Wait for a condition and return what it returned. Raises TimeoutError that says what was waited for.
+
+    A condition that is dear to look at is looked at less often: at most every fourth second is spent on it.
+    """
     deadline = time.monotonic() + timeout
     while True:
+        began = time.monotonic()
         value = condition()
         if value:
             return value
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {timeout} s for {what}; last: {value!r}")
-        time.sleep(0.01)
+        time.sleep(min(max(0.01, 3 * (time.monotonic() - began)), 0.15))

@@ -16,7 +16,7 @@ import yaml
 
 import trinity_es
 from tests.helpers import systems
-from tests.helpers.handmade import ROOT
+from tests.helpers.handmade import ROOT, cli
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
@@ -26,8 +26,8 @@ from trinity_es.system import leftovers
 from trinity_es.testing import wait_until
 
 __all__ = [
-    "ROWS", "STEPS", "SteadyTrainer", "command", "count", "events_of", "finish", "kill_run", "make_config",
-    "outcome",
+    "AT_ONCE", "ROWS", "STEPS", "SteadyTrainer", "command", "count", "events_of", "finish", "finish_here", "kill_run",
+    "make_config", "outcome",
 ]
 
 
@@ -72,6 +72,16 @@ def finish(*args: object, cwd: Path, **variables: str) -> tuple[int, str, str]:
     with command(*args, cwd=cwd, **variables) as running:
         out, err = running.communicate(timeout=120)
     return running.returncode, out, err
+
+
+AT_ONCE = ("--set", "trainer.args.seconds=0", "--set", "explorer.rollout_model.script.latency_seconds=0")
+"""Options with which the rest of a run takes no longer than it must."""
+
+
+def finish_here(*args: object, cwd: Path) -> tuple[int, str, str]:
+    """Run a command in this process, which saves the start of an interpreter."""
+    done = cli(*args, cwd=cwd)
+    return done.exit_code, done.stdout, done.stderr
 
 
 def outcome(config: Config) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class Load:
     def _ask(self, proxy: Proxy, number: int) -> None:
         client = client_of(proxy)
         asked = 0
-        while not self._stop.is_set():
+        while not self._stop.wait(0.02):
             asked += 1
             messages: Any = [{"role": "user", "content": f"{number}/{asked}"}]
             try:
@@ -149,7 +149,7 @@ class Serving:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def _watch(self) -> None:
-        while not self._stop.is_set():
+        while not self._stop.wait(0.01):
             found = self._client.request(GetRoutes(proxy="test", url="", knows=-1))
             self.counts.append(sum(engine["serving"] for engine in found["engines"]))
 

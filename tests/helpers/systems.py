@@ -16,13 +16,14 @@ from trinity_es import Task
 from trinity_es.actors.base import process_start_time
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
-from trinity_es.system import leftovers, running_system
+from trinity_es.events.errors import TrinityError
+from trinity_es.system import leftovers, lifecycle, running_system
 from trinity_es.testing import SleepWorkflow, wait_until
 
 __all__ = [
-    "StartSystem", "admin", "child", "end", "events", "everything", "finalize_in_thread", "guardian", "kill_all",
-    "kill_everybody", "kill_system", "limit_file_size", "merge", "name_as_ours", "pid_of", "ran", "scripted",
-    "sleepers", "tasks",
+    "StartSystem", "admin", "child", "end", "events", "everything", "finalize_in_thread", "guardian", "is_whole",
+    "kill_all", "kill_everybody", "kill_system", "limit_file_size", "merge", "name_as_ours", "pid_of", "ran",
+    "scripted", "sleepers", "started", "tasks",
 ]
 
 
@@ -39,6 +40,31 @@ def scripted(folder: Path, **sections: Any) -> trinity_es.Config:
     for name, section in sections.items():
         data[name] = merge(data.get(name, {}), section)
     return trinity_es.Config.from_dict(data, folder=folder)
+
+
+def started(folder: Path, *, wait: bool = True, **sections: Any) -> RolloutClient:
+    """Start a system in this folder."""
+    config = scripted(folder, **sections)
+    lifecycle.start(config)
+    client = trinity_es.connect(config)
+    if wait:
+        try:
+            client.wait_ready(60)
+        except BaseException:
+            end(client)
+            raise
+    return client
+
+
+def is_whole(client: RolloutClient) -> bool:
+    """Whether another test may use a system; batches that an earlier one left open are aborted."""
+    try:
+        status = client.status()
+        for batch in status["batches"]:
+            client.abort_batch(batch["batch_id"], reason="its test has ended")
+        return all(runner["state"] == "ready" for runner in status["runners"])
+    except (TrinityError, TimeoutError):
+        return False
 
 
 def name_as_ours(folder: Path) -> None:

@@ -13,12 +13,12 @@ import pytest
 
 import trinity_es
 from tests.helpers.adapters import make_adapter
-from tests.helpers.systems import StartSystem, events, finalize_in_thread, kill_system, pid_of
+from tests.helpers.systems import StartSystem, events, kill_system, pid_of
 from trinity_es import Task, Workflow
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import SyncError
-from trinity_es.events.experience import Experience
+from trinity_es.events.experience import EID, Experience
 from trinity_es.events.values import BatchId
 from trinity_es.system import lifecycle
 from trinity_es.testing import wait_until
@@ -237,21 +237,39 @@ def test_an_adapter_that_no_engine_can_load_is_waited_for_by_none_after_a_takeov
     assert events(client, ev.RunnerFailed) == []
 
 
+class AsksUntil(Workflow):
+    """Asks again and again; the first request that begins when the file `until` is there is the last one."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        until, found, last = Path(self.task.workflow_args["until"]), [], False
+        while not last:
+            last = until.exists()
+            [answer] = await self.model.chat_async([{"role": "user", "content": f"{len(found)}?"}], max_tokens=6)
+            answer.eid, answer.reward = EID(step=len(found)), 0.5
+            found.append(answer)
+            until.with_name(f"asked {self.task.task_id}").touch()
+        return found
+
+
 def test_a_version_that_comes_in_the_middle_of_a_batch_leaves_each_answer_whole(
     start_system: StartSystem, tmp_path: Path
 ) -> None:
     client = system(start_system, lora={"adapter": "math"})  # what answers where a task says nothing
     first, second = make_adapter(tmp_path / "1"), make_adapter(tmp_path / "2", seed=1)
     client.sync_adapter("math", 1, first)
-    client.submit_batch(batch_id=1, tasks=questions(*[None] * 60), batch_type="train")
-    _, done = finalize_in_thread(client, 1)
-    wait_until(lambda: events(client, ev.TaskFinished), "the first answers")
+    asking = [Task(workflow=AsksUntil, workflow_args={"until": str(tmp_path / "until")}) for _ in range(8)]
+    client.submit_batch(batch_id=1, tasks=asking, batch_type="train")
+    wait_until(lambda: len(list(tmp_path.glob("asked *"))) == 8, "each task's first answer")
     client.sync_adapter("math", 2, second)
     client.sync_weights(1, tmp_path)  # the model's own weights change under it, and it stays
-    wait_until(lambda: done, "the batch")
-    counts = spans(list(client.experiences(1)))
-    assert counts.keys() == {("math", 1), ("math", 2)}
-    assert counts.total() == 240
+    (tmp_path / "until").touch()
+    client.finalize_train_batch(1, timeout=60)
+    assert events(client, ev.AttemptFailed) == []
+    for task in range(8):
+        counts = spans([e for e in client.experiences(1) if e.eid.task == task])
+        assert counts.keys() == {("math", 1), ("math", 2)}
     after = answers(client, 2, questions(None, ""))
     assert spans(after) == {("math", 2): 4, None: 4}
     assert {e.info["model_version"] for e in after} == {1}
@@ -273,8 +291,7 @@ def test_who_waits_for_a_runner_that_dies_waits_no_more(start_system: StartSyste
     wait_until(loaded, "the next life to load it")
 
 
-def test_without_room_for_adapters_there_are_none(start_system: StartSystem, tmp_path: Path) -> None:
-    client = start_system()
+def test_without_room_for_adapters_there_are_none(shared: RolloutClient, tmp_path: Path) -> None:
     with pytest.raises(SyncError, match=r"engines serve no adapters; set explorer\.rollout_model\.lora"):
-        client.sync_adapter("math", 1, make_adapter(tmp_path / "math"))
-    assert events(client, ev.AdapterPublished) == []
+        shared.sync_adapter("math", 1, make_adapter(tmp_path / "math"))
+    assert events(shared, ev.AdapterPublished) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -14,7 +15,7 @@ import pytest
 
 import trinity_es
 from tests.helpers.paths import ROOT
-from tests.helpers.systems import StartSystem, limit_file_size, sleepers
+from tests.helpers.systems import StartSystem, limit_file_size, sleepers, started
 from trinity_es import BatchLifecycleState
 from trinity_es.events.errors import BatchNotFound, LogUnavailable
 from trinity_es.projections.reading.log_reader import canonical
@@ -45,10 +46,10 @@ print(json.dumps({
 """
 
 
-@pytest.fixture
-def dead_log(start_system: StartSystem) -> tuple[str, dict[str, object]]:
+@pytest.fixture(scope="module")
+def dead_log(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, object]]:
     """The URL of a finished run's log, and what finalize had returned."""
-    client = start_system()
+    client = started(tmp_path_factory.mktemp("dead"))
     client.submit_batch(batch_id=1, tasks=sleepers(6, seconds=0.02, reward=1 / 3), batch_type="train")
     result = client.finalize_train_batch(1, timeout=30)
     client.submit_batch(batch_id="1/letters", tasks=sleepers(2, reward=0.1), batch_type="eval")
@@ -95,9 +96,10 @@ def test_a2_state_at_a_position_and_at_a_time(dead_log: tuple[str, dict[str, obj
 
 
 def test_verify_finds_a_payload_that_was_changed_and_one_that_is_gone(
-    dead_log: tuple[str, dict[str, object]],
+    dead_log: tuple[str, dict[str, object]], tmp_path: Path
 ) -> None:
-    path = Path(dead_log[0].removeprefix("sqlite:///"))
+    before = Path(dead_log[0].removeprefix("sqlite:///"))
+    path = shutil.copytree(before.parent, tmp_path / "copy") / before.name
     files = sorted(p for p in Path(f"{path}.payloads").rglob("*") if p.is_file())
     changed = files[0]
     os.chmod(changed, 0o600)
@@ -105,7 +107,7 @@ def test_verify_finds_a_payload_that_was_changed_and_one_that_is_gone(
     data[len(data) // 2] ^= 1
     changed.write_bytes(data)
     files[1].unlink()
-    with trinity_es.open_log(dead_log[0]) as log:
+    with trinity_es.open_log(str(path)) as log:
         problems = "\n".join(log.verify())
     assert changed.name in problems
     assert files[1].name in problems

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,11 @@ from trinity_es.testing import ScriptedEngine, wait_until
 from trinity_es.workflows.workflow import Workflow
 
 JUDGE: dict[str, Any] = {"name": "judge", "engine_type": "scripted", "engine_num": 2, "temperature": 0.0}
+TWO = [
+    {**JUDGE, "script": {"response": "0.5"}},
+    {"name": "taste", "engine_type": "scripted", "script": {"response": "salty"}},
+]
+NewId = Callable[[], int]
 
 
 def judge(**script: Any) -> list[dict[str, Any]]:
@@ -117,17 +123,16 @@ def rows(client: RolloutClient) -> dict[str, dict[str, Any]]:
     return {r["runner"]: r for r in client.status()["runners"]}
 
 
-def test_p15_workflows_sync_and_async_reach_auxiliary_models(start_system: StartSystem) -> None:
-    client = start_system(explorer={"auxiliary_models": [
-        {**JUDGE, "script": {"response": "0.5"}},
-        {"name": "taste", "engine_type": "scripted", "script": {"response": "salty"}},
-    ]})
+def test_p15_workflows_sync_and_async_reach_auxiliary_models(
+    system_for: StartSystem, new_id: NewId
+) -> None:
+    client, batch = system_for(explorer={"auxiliary_models": TWO}), new_id()
     given = [*tasks(8, Judged, repeat_times=2), *tasks(8, JudgedSync)]
-    client.submit_batch(batch_id=1, tasks=given, batch_type="train")
-    assert client.finalize_train_batch(1, timeout=60)["finished_task_count"] == 16
-    statuses = client.batch(1).statuses
+    client.submit_batch(batch_id=batch, tasks=given, batch_type="train")
+    assert client.finalize_train_batch(batch, timeout=60)["finished_task_count"] == 16
+    statuses = client.batch(batch).statuses
     assert all(s.ok for s in statuses.values()), [s.message for s in statuses.values()]
-    experiences = list(client.experiences(1))
+    experiences = list(client.experiences(batch))
     assert {e.reward for e in experiences} == {0.5}
     assert {e.info["taste"] for e in experiences if "taste" in e.info} == {"sa"}
     runner = pid_of(client, "runner-0")
@@ -191,12 +196,13 @@ def test_p15_a_killed_auxiliary_runner_is_a_pause_and_no_failure(start_system: S
     wait_until(lambda: rows(client)["judge-0"]["state"] == "ready", "the judge to be back")
 
 
-def test_p15_an_auxiliary_model_has_openai_clients(start_system: StartSystem) -> None:
-    client = start_system(explorer={"auxiliary_models": judge(response="0.75")})
-    client.submit_batch(batch_id=1, tasks=[*tasks(4, AsksByOpenAI), *tasks(4, AsksByOpenAIAsync)], batch_type="train")
-    client.finalize_train_batch(1, timeout=60)
-    assert all(s.ok for s in client.batch(1).statuses.values()), client.batch(1).statuses
-    assert {e.reward for e in client.experiences(1)} == {0.75}
+def test_p15_an_auxiliary_model_has_openai_clients(system_for: StartSystem, new_id: NewId) -> None:
+    client, batch = system_for(explorer={"auxiliary_models": TWO}), new_id()
+    given = [*tasks(4, AsksByOpenAI), *tasks(4, AsksByOpenAIAsync)]
+    client.submit_batch(batch_id=batch, tasks=given, batch_type="train")
+    client.finalize_train_batch(batch, timeout=60)
+    assert all(s.ok for s in client.batch(batch).statuses.values()), client.batch(batch).statuses
+    assert {e.reward for e in client.experiences(batch)} == {0.5}
 
 
 def test_p15_an_auxiliary_engine_that_can_not_start_is_told_by_its_name(start_system: StartSystem) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 
 import trinity_es
-from tests.helpers.systems import StartSystem, scripted
+from tests.helpers.handmade import history, write
+from tests.helpers.systems import scripted
 from trinity_es import Task, Workflow
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import (
@@ -21,7 +23,6 @@ from trinity_es.events.errors import (
     LogTooNew,
     NotALog,
     NotRunning,
-    StartupError,
     TaskNotSerializable,
     TasksetError,
     TrinityError,
@@ -30,7 +31,7 @@ from trinity_es.events.errors import (
 from trinity_es.events.experience import Experience
 from trinity_es.system import lifecycle
 from trinity_es.tasksets.taskset import Taskset
-from trinity_es.testing import SleepWorkflow, wait_until
+from trinity_es.testing import SleepWorkflow
 
 NewId = Callable[[], int]
 
@@ -116,20 +117,20 @@ def test_a_workflow_that_breaks_its_contract_fails_its_task_only(
     assert says in (status.message or "")
 
 
-def test_one_reward_beyond_all_measure_fails_its_run_and_not_the_batch(start_system: StartSystem) -> None:
-    client = start_system(buffer={"pipeline": {"operators": [{"name": "grpo"}]}}, explorer={"max_retry_times": 1})
+def test_one_reward_beyond_all_measure_fails_its_run_and_not_the_batch(shared: RolloutClient, new_id: NewId) -> None:
+    batch = new_id()
     tasks = [
         Task(workflow=Huge, repeat_times=4, rollout_args={"seed": seed}, workflow_args={"reward": 1.7e308})
         for seed in (0, 10)
     ]
-    client.submit_batch(batch_id=1, tasks=tasks, batch_type="train")
-    result = client.finalize_train_batch(1, timeout=60)
+    shared.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
+    result = shared.finalize_train_batch(batch, timeout=60)
     assert (result["finished_task_count"], result["metrics"]["rollout/failed_task_count"]) == (2, 1.0)
-    found = client.experiences(1)
+    found = shared.experiences(batch)
     assert sorted((e.eid.task, e.eid.run) for e in found) == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2)]
     assert all(abs(float(e.advantages[0])) < 2 for e in found if e.advantages is not None)
-    status = client.batch(1).statuses[1]
-    assert "1/1/3/0/" in status.message
+    status = shared.batch(batch).statuses[1]
+    assert f"{batch}/1/3/0/" in status.message
     assert "reward is 1.7e+308" in status.message
     assert status.message.startswith("3/4 runs completed")
 
@@ -143,13 +144,6 @@ def test_a_workflows_own_timeout_is_no_timeout_of_its_attempt(shared: RolloutCli
     assert "my database did not answer" in failed[0].message
     assert "max_timeout" not in failed[0].message
     assert shared.batch(batch).timed_attempts == 0, "it says nothing about how long an attempt takes"
-
-
-def test_a_hung_workflow_is_stopped_and_its_place_is_free(start_system: StartSystem) -> None:
-    client = start_system(explorer={"max_timeout": 0.5, "max_retry_times": 1, "max_concurrency": 1})
-    status = run_one(client, 1, SleepWorkflow, workflow_args={"seconds": 600})
-    assert "timeout" in (status.message or "")
-    wait_until(lambda: client.status()["runners"][0]["load"] == 0, "the place to be free", 10)
 
 
 def test_a_task_that_can_not_be_serialised_is_refused_by_name(shared: RolloutClient, new_id: NewId) -> None:
@@ -211,12 +205,6 @@ def test_a_taskset_line_that_is_not_json_names_file_and_line(tmp_path: Path) -> 
         Taskset(config.buffer.explorer_input.tasksets[0])
 
 
-def test_an_engine_that_does_not_start_is_reported_with_its_reason(start_system: StartSystem) -> None:
-    client = start_system(wait=False, explorer={"rollout_model": {"script": {"no_such_key": 1}}})
-    with pytest.raises(StartupError, match="no_such_key"):
-        client.wait_ready(30)
-
-
 def test_connecting_to_a_store_without_a_system_says_how_to_start_one(tmp_path: Path) -> None:
     with pytest.raises(NotRunning, match="trinity-es up"):
         trinity_es.connect(scripted(tmp_path))
@@ -233,17 +221,16 @@ def test_a_file_that_is_not_a_log_is_refused(tmp_path: Path) -> None:
         trinity_es.open_log(str(tmp_path / "x.sqlite"))
 
 
-def test_a_log_of_a_newer_schema_is_refused(start_system: StartSystem) -> None:
-    client = start_system()
-    path = client.config.store.url.removeprefix("sqlite:///")
-    client.shutdown()
-    with sqlite3.connect(path) as connection:
+def test_a_log_of_a_newer_schema_is_refused(tmp_path: Path) -> None:
+    config = scripted(tmp_path)
+    path = config.store.url.removeprefix("sqlite:///")
+    write(Path(path), history("0" * 64))
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("UPDATE es_log_head SET schema_rev = 99")
-    connection.close()
     with pytest.raises(LogTooNew, match="newer"):
         trinity_es.open_log(path)
     with pytest.raises(LogTooNew, match="newer"):
-        lifecycle.start(client.config)
+        lifecycle.start(config)
 
 
 _HELD: list[Any] = []

@@ -11,7 +11,7 @@ import yaml
 
 import trinity_es
 from tests.helpers.handmade import cli, history, write
-from tests.helpers.runs import command, count, events_of, finish, kill_run
+from tests.helpers.runs import command, count, events_of, finish_here, kill_run
 from trinity_es import Explorer
 from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev
@@ -144,7 +144,8 @@ def test_p35_a_benchmark_that_was_killed_goes_on(tmp_path: Path) -> None:
         wait_until(lambda: count(config, "TaskFinished", "4/bench/check") >= 1, "the eval of step 4", timeout=60)
         kill_run(config, running)
     done = {(s, e.task) for s, e in events_of(config, "TaskFinished")}
-    code, out, err = finish("resume", config.store.url, "--json", cwd=tmp_path)
+    code, out, err = finish_here(
+        "resume", config.store.url, "--json", "--set", "explorer.rollout_model.script.latency_seconds=0", cwd=tmp_path)
     assert code == 0, err
     assert "going on with the benchmark" in err
     assert [row["step"] for row in json.loads(out)["checkpoints"]] == [0, 2, 4, 10]

@@ -16,6 +16,7 @@ import pytest
 
 import trinity_es
 from tests.helpers.faults import Server
+from tests.helpers.of_the_day import of_the_day
 from tests.helpers.systems import StartSystem, scripted
 from trinity_es import Task
 from trinity_es.client import health, teardown
@@ -63,7 +64,7 @@ def ended(config: trinity_es.Config) -> bool:
     return not leftovers.leftovers(config) and keeper_lock.running(config) is None
 
 
-@pytest.mark.parametrize("how", ["it fails", "kill -9"])
+@pytest.mark.parametrize("how", of_the_day(["it fails", "kill -9"]))  # in turns; ALL=1 plays both
 def test_what_a_script_started_ends_with_it_its_keeper_too_and_other_clients_are_told(
     how: str, begin: Begin, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import trinity_es
-from tests.helpers.runs import command, count, finish, make_config, outcome
+from tests.helpers.runs import AT_ONCE, command, count, finish_here, make_config, outcome
 from tests.helpers.systems import end, merge, scripted
 from trinity_es import Explorer
 from trinity_es.config.config import load_config
@@ -204,15 +204,12 @@ def finished_well(*parts: subprocess.Popen[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_p32_explorer_and_trainer_in_two_processes_do_what_one_does(tmp_path: Path) -> None:
-    """And still do when the trainer's process is killed on the way and started again."""
+    """Though the trainer's process is killed on the way and started again."""
     both = make_config(tmp_path / "both", interval=2)
-    finished_well(*parts_of(both, "both"))
-    two = make_config(tmp_path / "two", interval=2)
-    finished_well(*parts_of(two, "explore", "train"))
+    code, _, err = finish_here("run", both, *AT_ONCE, cwd=tmp_path)
+    assert code == 0, err
     wanted = outcome(load_config(both))
     assert wanted["versions"] == [2, 4, 5]
-    assert outcome(load_config(two)) == wanted
-
     again = make_config(tmp_path / "again", interval=2)
     config = load_config(again)
     [exploring, training] = parts_of(again, "explore", "train")
@@ -235,10 +232,11 @@ def test_p32_explorer_and_trainer_in_two_processes_do_what_one_does(tmp_path: Pa
 @pytest.mark.slow
 def test_p34_an_explorer_whose_trainer_never_comes_says_so(tmp_path: Path) -> None:
     path = make_config(tmp_path / "run")
-    code, _, err = finish("run", path, "--set", "mode=explore", "--set", "synchronizer.sync_timeout=2", cwd=tmp_path)
+    alone = ("--set", "mode=explore", "--set", "synchronizer.sync_timeout=2")
+    code, _, err = finish_here("run", path, *alone, cwd=tmp_path)
     assert code == 2
     assert "steps up to 1 are generated, and in 2 s (synchronizer.sync_timeout) the trainer brought no weights" in err
     assert leftovers.leftovers(load_config(path)) == []
-    lonely, _, err = finish("run", path, "--set", "mode=train", "--set", "system.startup_timeout=2", cwd=tmp_path)
+    lonely, _, err = finish_here("run", path, "--set", "mode=train", "--set", "system.startup_timeout=2", cwd=tmp_path)
     assert lonely == 2
     assert "no actor system came up" in err

@@ -1,4 +1,7 @@
-"""A step of which every run failed: the run ends with a sentence, and goes on when what failed is mended."""
+"""A step of which every run failed: the run ends with a sentence, and goes on when what failed is mended.
+
+Where weights are published is each step or each second one, in turns by the date; ALL=1 plays both.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ import yaml
 
 import trinity_es
 from tests.helpers.handmade import cli
-from tests.helpers.runs import ROWS, command, count, events_of, finish, make_config, outcome
+from tests.helpers.of_the_day import of_the_day
+from tests.helpers.runs import AT_ONCE, ROWS, command, count, events_of, finish_here, make_config, outcome
 from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
@@ -77,7 +81,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dic
     def get(interval: int) -> dict[str, Any]:
         if interval not in known:
             path = made(tmp_path_factory.mktemp("undisturbed"), interval=interval, reward="share")
-            code, _, err = finish("run", path, cwd=path.parent)
+            code, _, err = finish_here("run", path, *AT_ONCE, cwd=path.parent)
             assert code == 0, err
             known[interval] = outcome(load_config(path))
         return known[interval]
@@ -86,13 +90,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dic
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize("interval", of_the_day([1, 2]))
 def test_a_step_that_failed_whole_ends_the_run_and_is_generated_anew_when_it_goes_on(
     tmp_path: Path, undisturbed: Callable[[int], dict[str, Any]], interval: int
 ) -> None:
     path = made(tmp_path / "run", interval=interval)
     config = load_config(path)
-    code, _, err = finish("run", path, cwd=tmp_path)
+    code, _, err = finish_here("run", path, *AT_ONCE, cwd=tmp_path)
     require_sentence(code, err)
     assert leftovers.leftovers(config) == []
     told = cli("why", 2, "--log", config.store.url).output
@@ -101,11 +105,11 @@ def test_a_step_that_failed_whole_ends_the_run_and_is_generated_anew_when_it_goe
     assert "`trinity-es resume " in told
     assert count(config, "BatchTrained", 2) == 0
 
-    code, _, err = finish("resume", path, cwd=tmp_path)  # nothing was mended
+    code, _, err = finish_here("resume", path, *AT_ONCE, cwd=tmp_path)  # nothing was mended
     require_sentence(code, err)
 
     mend(path)
-    code, out, err = finish("resume", path, cwd=tmp_path)
+    code, out, err = finish_here("resume", path, *AT_ONCE, cwd=tmp_path)
     assert code == 0, err
     assert outcome(config) == undisturbed(interval)
     assert submissions(config, 2) == [[3, 4, 5]] * 3
@@ -113,7 +117,7 @@ def test_a_step_that_failed_whole_ends_the_run_and_is_generated_anew_when_it_goe
     assert trained.count(2) == 1
     assert [line for line in out.splitlines() if line.startswith("batches")] == [
         "batches          8 (5 to train on, 3 evals)"]
-    code, out, err = finish("resume", path, cwd=tmp_path)
+    code, out, err = finish_here("resume", path, *AT_ONCE, cwd=tmp_path)
     assert code == 0, err
     assert "is complete" in err
     assert submissions(config, 2) == [[3, 4, 5]] * 3
@@ -138,9 +142,9 @@ def test_a_step_that_failed_whole_is_generated_anew_under_another_reward(
     tmp_path: Path, undisturbed: Callable[[int], dict[str, Any]]
 ) -> None:
     path = made(tmp_path / "run", reward="share")
-    code, _, err = finish("run", path, "--set", BROKEN, cwd=tmp_path)
+    code, _, err = finish_here("run", path, "--set", BROKEN, cwd=tmp_path)
     require_sentence(code, err)
-    code, _, err = finish("resume", path, cwd=tmp_path)
+    code, _, err = finish_here("resume", path, *AT_ONCE, cwd=tmp_path)
     assert code == 0, err
     assert outcome(load_config(path)) == undisturbed(1)
 
@@ -176,10 +180,10 @@ def test_a_fully_async_run_goes_on_after_a_step_that_failed_whole(tmp_path: Path
     rewards = path.parent / "rewards.py"
     rewards.write_text(REWARDS.replace("range(3, 6)", "range(3, 9)"))  # so that step 3, in flight, fails too
     config = load_config(path)
-    code, _, err = finish("run", path, cwd=tmp_path)
+    code, _, err = finish_here("run", path, *AT_ONCE, cwd=tmp_path)
     require_sentence(code, err)
     mend(path)
-    code, _, err = finish("resume", path, cwd=tmp_path)
+    code, _, err = finish_here("resume", path, *AT_ONCE, cwd=tmp_path)
     assert code == 0, err
     told = outcome(config)
     assert told["used"] == dict.fromkeys(range(ROWS), 1)
@@ -197,7 +201,7 @@ class Nothing:
 @pytest.mark.slow
 def test_a_step_of_which_the_pipeline_left_nothing_is_passed_over(tmp_path: Path) -> None:
     path = made(tmp_path / "run", reward="share")
-    code, _, err = finish(
+    code, _, err = finish_here(
         "run", path, "--set", "buffer.pipeline.operators=[{name: tests.full.system.test_failed_step:Nothing}]",
         "--set", "trainer.class=tests.full.system.test_failed_step:Strict", cwd=tmp_path)
     assert code == 0, err

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 import trinity_es
+from tests.helpers.of_the_day import of_the_day
 from tests.helpers.systems import StartSystem, finalize_in_thread, pid_of
 from trinity_es import Task
 from trinity_es.actors.commands import GetStatus
@@ -48,7 +49,7 @@ def calling(call: Any, threads: int) -> Iterator[None]:
     over = threading.Event()
 
     def loop() -> None:
-        while not over.is_set():
+        while not over.wait(0.02):
             call()
 
     all_of = [threading.Thread(target=loop, daemon=True) for _ in range(threads)]
@@ -70,6 +71,7 @@ def slowest_status(client: RolloutClient, seconds: float) -> float:
     """The longest time that `status` takes while one asks it for so long."""
     slowest, until = 0.0, time.monotonic() + seconds
     while time.monotonic() < until:
+        time.sleep(0.02)
         began = time.monotonic()
         client._link.call(GetStatus(), 10.0)
         slowest = max(slowest, time.monotonic() - began)
@@ -81,7 +83,7 @@ def test_one_frozen_runner_keeps_no_answer_and_no_work_from_the_others(start_sys
     client.submit_batch(batch_id=1, tasks=sleeps(600, 0.2), batch_type="train")
     wait_until(lambda: client.batch(1).completed_task_count >= 8, "eight tasks")
     with frozen(pid_of(client, "runner-0")), calling(client.get_all_state, 6):
-        assert slowest_status(client, 6.0) < 1.0
+        assert slowest_status(client, 4.0) < 1.0
         done = client.batch(1).completed_task_count
         assert slowest_status(client, 2.0) < 1.0
         assert client.batch(1).completed_task_count > done + 10, "the healthy runner stands still"
@@ -94,6 +96,7 @@ MANY_CALLS = """
 import sys, threading
 from pathlib import Path
 import trinity_es
+from tests.helpers.of_the_day import of_the_day
 from tests.helpers.systems import scripted
 clients = [trinity_es.connect(scripted(Path(sys.argv[1]))) for _ in range(30)]
 def ask(client):
@@ -121,7 +124,7 @@ def test_thirty_frozen_clients_with_answers_under_way_keep_none_from_the_others(
             wait_until(all_wait, "thirty clients to wait for a batch")
             with frozen(others.pid):
                 client.abort_batch(10, reason="so that all of them are answered")
-                assert slowest_status(client, 6.0) < 1.0
+                assert slowest_status(client, 4.0) < 1.0
                 assert client.status()["system"], "the guardian answers too"
         finally:
             others.kill()
@@ -174,7 +177,7 @@ def test_a_stopped_guardian_keeps_no_answer_of_the_coordinator_and_every_deadlin
         assert not running_system.wait_gone(family, 5.0)
 
 
-@pytest.mark.parametrize("victims", [guardian, admin])
+@pytest.mark.parametrize("victims", of_the_day([guardian, admin]))  # in turns; ALL=1 plays both
 def test_a_guardian_or_admin_that_is_stopped_is_ended_and_the_waiting_client_gets_its_answer(
     victims: Callable[[RolloutClient], list[int]], start_system: StartSystem
 ) -> None:

@@ -1,4 +1,8 @@
-"""Training and generation overlap, and the run dies as a whole: no prompt is skipped, none used twice (P34, C7)."""
+"""Training and generation overlap, and the run dies as a whole: no prompt is skipped, none used twice (P34, C7).
+
+Fully async is killed with two tasksets every day, at one of three other moments, and one of the other styles as well;
+ALL=1 plays them all.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,16 @@ import pytest
 import yaml
 
 import trinity_es
+from tests.helpers.of_the_day import of_the_day
 from tests.helpers.runs import (
+    AT_ONCE,
     ROWS,
     STEPS,
     SteadyTrainer,
     command,
     count,
     events_of,
-    finish,
+    finish_here,
     kill_run,
     make_config,
     outcome,
@@ -111,7 +117,7 @@ ONCE = {"questions": dict.fromkeys(range(ROWS), 1)}
 def test_p34_fully_async_generates_while_it_trains_and_never_has_more_in_flight(tmp_path: Path) -> None:
     path = config_of(tmp_path / "run", seconds=0.8, sync_style="fully_async", max_inflight_batches=2)
     config = load_config(path)
-    code, _, err = finish("run", path, cwd=tmp_path)
+    code, _, err = finish_here("run", path, cwd=tmp_path)
     assert code == 0, err
     check_complete(config, STEPS, ONCE)
     happened = order(config)
@@ -127,7 +133,7 @@ def test_p34_fully_async_generates_while_it_trains_and_never_has_more_in_flight(
 def test_p34_sync_offset_generates_ahead_with_the_weights_of_the_step_before(tmp_path: Path) -> None:
     path = config_of(tmp_path / "run", sync_style="fixed", sync_interval=1, sync_offset=1)
     config = load_config(path)
-    code, _, err = finish("run", path, cwd=tmp_path)
+    code, _, err = finish_here("run", path, cwd=tmp_path)
     assert code == 0, err
     check_complete(config, STEPS, ONCE)
     happened = order(config)
@@ -144,7 +150,7 @@ def test_p34_sync_offset_generates_ahead_with_the_weights_of_the_step_before(tmp
 def test_p34_trainer_driven_publishes_when_the_trainer_says_so(tmp_path: Path) -> None:
     path = config_of(tmp_path / "run", trainer="Choosing", sync_style="trainer_driven", max_inflight_batches=2)
     config = load_config(path)
-    code, _, err = finish("run", path, cwd=tmp_path)
+    code, _, err = finish_here("run", path, cwd=tmp_path)
     assert code == 0, err
     check_complete(config, STEPS, ONCE)
     assert [e.version for _, e in events_of(config, "WeightsPublished")] == [1, 4, 5]  # the last ones always
@@ -170,13 +176,13 @@ def die_and_resume(path: Path, reached: Callable[[Config], bool], moment: str) -
         wait_until(lambda: reached(config) or running.poll() is not None, moment, timeout=60)
         assert running.poll() is None, running.communicate()
         kill_run(config, running)
-    code, _, err = finish("resume", path, cwd=path.parent)
+    code, _, err = finish_here("resume", path, *AT_ONCE, cwd=path.parent)
     assert code == 0, err
     return config
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", of_the_day([*MOMENTS]))
 def test_c7_fully_async_killed_as_a_whole_skips_no_prompt_and_uses_none_twice(tmp_path: Path, moment: str) -> None:
     path = config_of(tmp_path / "run", sync_style="fully_async", max_inflight_batches=2)
     config = die_and_resume(path, MOMENTS[moment], moment)
@@ -199,10 +205,10 @@ def test_c7_two_tasksets_with_ratios_killed_as_a_whole_use_every_prompt_as_often
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("trainer", "synchronizer"), [
-    ("SteadyTrainer", {"sync_style": "fixed", "sync_interval": 1, "sync_offset": 1}),
-    ("Choosing", {"sync_style": "trainer_driven", "max_inflight_batches": 2}),
-], ids=["sync_offset", "trainer_driven"])
+@pytest.mark.parametrize(("trainer", "synchronizer"), of_the_day([
+    pytest.param("SteadyTrainer", {"sync_style": "fixed", "sync_interval": 1, "sync_offset": 1}, id="sync_offset"),
+    pytest.param("Choosing", {"sync_style": "trainer_driven", "max_inflight_batches": 2}, id="trainer_driven"),
+]))
 def test_c7_the_other_styles_killed_as_a_whole_skip_no_prompt_and_use_none_twice(
     tmp_path: Path, trainer: str, synchronizer: dict[str, Any]
 ) -> None:
@@ -211,6 +217,6 @@ def test_c7_the_other_styles_killed_as_a_whole_skip_no_prompt_and_use_none_twice
     check_complete(config, STEPS, ONCE)
     if trainer == "SteadyTrainer":  # which weights a step is from does not depend on time: the same end
         undisturbed = config_of(tmp_path / "undisturbed", trainer=trainer, **synchronizer)
-        code, _, err = finish("run", undisturbed, cwd=tmp_path)
+        code, _, err = finish_here("run", undisturbed, *AT_ONCE, cwd=tmp_path)
         assert code == 0, err
         assert outcome(config) == outcome(load_config(undisturbed))

@@ -13,6 +13,7 @@ import pytest
 import trinity_es
 from tests.helpers.database_trouble import births, on
 from tests.helpers.faults import Server
+from tests.helpers.of_the_day import of_the_day
 from tests.helpers.systems import StartSystem, sleepers
 from trinity_es.actors.messages import Parcel
 from trinity_es.events.errors import DataError, RequestRefused, TrinityError
@@ -158,7 +159,7 @@ class Deadly:
         return 0.0
 
 
-@pytest.mark.parametrize("database", DATABASES)
+@pytest.mark.parametrize("database", of_the_day(DATABASES))  # in turns; ALL=1 plays both
 def test_a_request_that_ends_coordinators_is_refused_and_named(
     database: str, start_system: StartSystem, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

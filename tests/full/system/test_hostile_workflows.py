@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,12 @@ import psutil
 import pytest
 
 from tests.helpers.database_trouble import coordinator_pid
-from tests.helpers.systems import StartSystem, end, scripted
-from trinity_es import Task, Workflow, connect
+from tests.helpers.systems import StartSystem
+from trinity_es import Task, Workflow
 from trinity_es.actors.guardian.supervision import CHECK_SECONDS
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.experience import Experience
 from trinity_es.events.vocabulary import AttemptFailed
-from trinity_es.system import lifecycle
 from trinity_es.testing import wait_until
 
 NewId = Callable[[], int]
@@ -184,18 +183,9 @@ class HostileAtItsBirth(Workflow):
         return one()
 
 
-@pytest.fixture(scope="module")
-def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutClient]:
-    config = scripted(
-        tmp_path_factory.mktemp("hostile"), explorer={"max_concurrency": 8, "max_timeout": 3.0, "max_retry_times": 1}
-    )
-    lifecycle.start(config)
-    client = connect(config)
-    try:
-        client.wait_ready(60)
-        yield client
-    finally:
-        end(client)
+@pytest.fixture
+def system(system_for: StartSystem) -> RolloutClient:
+    return system_for(explorer={"max_concurrency": 8, "max_timeout": 3.0, "max_retry_times": 1})
 
 
 def lives(client: RolloutClient) -> list[str]:

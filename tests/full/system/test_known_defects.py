@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.helpers.scheduling import AsyncDummy, dummies, sleepers
+from tests.helpers.scheduling import AsyncDummy, NewId, dummies, sleepers
 from tests.helpers.systems import StartSystem, pid_of
 from trinity_es import BatchLifecycleState, Scheduler, Status
 from trinity_es.client.rollout_client import RolloutClient
@@ -55,23 +55,23 @@ def test_p13_a_runner_that_died_gets_no_task_until_it_is_replaced_and_none_is_lo
     asyncio.run(main())
 
 
-def test_p18_p26_a_timeout_keeps_what_is_finished(start_system: StartSystem) -> None:
+def test_p18_p26_a_timeout_keeps_what_is_finished(system_for: StartSystem, new_id: NewId) -> None:
     """There: a finalize that times out empties the finished results before it raises; 4 of 4 are never delivered."""
-    client = start_system()
-    client.submit_batch(batch_id=1, tasks=sleepers(3) + sleepers(1, 3.0), batch_type="train")
-    wait_until(lambda: client.batch(1).completed_task_count == 3, "three tasks to finish")
+    client, batch, other = system_for(), new_id(), new_id()
+    client.submit_batch(batch_id=batch, tasks=sleepers(3) + sleepers(1, 3.0), batch_type="train")
+    wait_until(lambda: client.batch(batch).completed_task_count == 3, "three tasks to finish")
     for _ in range(2):
         with pytest.raises(FinalizeTimeout, match="3 of 4"):
-            client.finalize_train_batch(1, timeout=0.2)
-    assert client.finalize_train_batch(1, timeout=60)["finished_task_count"] == 4
-    assert [e.eid.task for e in client.experiences(1)] == [0, 1, 2, 3]
+            client.finalize_train_batch(batch, timeout=0.2)
+    assert client.finalize_train_batch(batch, timeout=60)["finished_task_count"] == 4
+    assert [e.eid.task for e in client.experiences(batch)] == [0, 1, 2, 3]
 
     async def main() -> None:
         async with Scheduler(client.config) as scheduler:
-            scheduler.schedule(sleepers(3) + sleepers(1, 3.0), 2)
+            scheduler.schedule(sleepers(3) + sleepers(1, 3.0), other)
             with pytest.raises(TimeoutError):
                 await scheduler.wait_all(timeout=1.0, clear_timeout_tasks=False)
-            statuses, experiences = await scheduler.get_results(2, timeout=60)
+            statuses, experiences = await scheduler.get_results(other, timeout=60)
             assert len(statuses) == len(experiences) == 4
 
     asyncio.run(main())
@@ -100,31 +100,33 @@ def test_p11_the_retry_of_a_hung_task_goes_to_another_runner(start_system: Start
     asyncio.run(main())
 
 
-def test_p7_p25_a_batch_that_ended_can_be_looked_at_also_when_its_id_was_used_again(start_system: StartSystem) -> None:
+def test_p7_p25_a_batch_that_ended_can_be_looked_at_also_when_its_id_was_used_again(
+    system_for: StartSystem, new_id: NewId
+) -> None:
     """There: batch state is a dict that is popped when the batch ends, so no past batch can be looked at."""
-    client = start_system()
-    client.submit_batch(batch_id=1, tasks=sleepers(2, reward=0.25), batch_type="train")
-    result = client.finalize_train_batch(1, timeout=30)
+    client, batch, other = system_for(), new_id(), new_id()
+    client.submit_batch(batch_id=batch, tasks=sleepers(2, reward=0.25), batch_type="train")
+    result = client.finalize_train_batch(batch, timeout=30)
 
     async def main() -> int:
         async with Scheduler(client.config) as scheduler:
-            scheduler.schedule(dummies(1, exception=1), 2)
-            await scheduler.get_results(2, timeout=30)
+            scheduler.schedule(dummies(1, exception=1), other)
+            await scheduler.get_results(other, timeout=30)
             before = client.log.head().position
             time.sleep(0.01)
-            scheduler.schedule(sleepers(3), 2)
-            await scheduler.get_results(2, timeout=30)
+            scheduler.schedule(sleepers(3), other)
+            await scheduler.get_results(other, timeout=30)
             return before
 
     before = asyncio.run(main())
-    state = client.batch(1)
+    state = client.batch(batch)
     assert state.state is BatchLifecycleState.FINALIZED
     assert state.final_result == result
     assert all(isinstance(s, Status) and s.ok for s in state.statuses.values())
-    assert client.batch(2).completed_task_count == 3
-    past = client.log.replay(2, at=before)
+    assert client.batch(other).completed_task_count == 3
+    past = client.log.replay(other, at=before)
     assert (past.state, past.completed_task_count) == (BatchLifecycleState.FINALIZED, 2)
     assert "Exception occurred" in (past.statuses[1].message or "")
     assert past.taken.keys() == {0, 1}
     assert [e.eid.task for e in client.read(past.experiences)] == [0]
-    assert len(list(client.experiences(2))) == 3
+    assert len(list(client.experiences(other))) == 3

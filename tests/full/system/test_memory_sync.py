@@ -1,4 +1,7 @@
-"""Weights without a disk on the real actor system: published, loaded, lost, made again (PARITY P34)."""
+"""Weights without a disk on the real actor system: published, loaded, lost, made again (PARITY P34).
+
+Two of the moments at which everything is killed are played each day, and ALL=1 plays them all.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,18 @@ import pytest
 import trinity_es
 from tests.helpers import systems
 from tests.helpers.memory_sync import play, served
-from tests.helpers.runs import SteadyTrainer, command, count, events_of, finish, kill_run, make_config, outcome
+from tests.helpers.of_the_day import of_the_day
+from tests.helpers.runs import (
+    AT_ONCE,
+    SteadyTrainer,
+    command,
+    count,
+    events_of,
+    finish_here,
+    kill_run,
+    make_config,
+    outcome,
+)
 from tests.helpers.systems import StartSystem
 from trinity_es import Explorer
 from trinity_es.config.config import Config, load_config
@@ -159,9 +173,9 @@ def memory_config(folder: Path, **trainer: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    path = memory_config(tmp_path_factory.mktemp("undisturbed"), args={})
+    path = memory_config(tmp_path_factory.mktemp("undisturbed"))
     config = load_config(path)
-    code, _, err = finish("run", path, cwd=path.parent)
+    code, _, err = finish_here("run", path, *AT_ONCE, cwd=path.parent)
     assert code == 0, err
     assert published(config) == [
         (1, "memory"), (2, "memory"), (2, "checkpoint"), (3, "memory"), (4, "memory"), (4, "checkpoint"),
@@ -182,15 +196,15 @@ def loaded(config: Config, version: int) -> bool:
 
 
 MOMENTS: dict[str, tuple[Callable[[Config], bool], bool, int]] = {
+    "in step 4, and the memory lost": (lambda c: count(c, "TaskFinished", 4) >= 1, True, 2),
     "weights 3 published, not loaded": (lambda c: (3, "memory") in published(c) and not loaded(c, 3), False, 2),
     "weights 2 published, not saved": (lambda c: loaded(c, 2) and (2, "checkpoint") not in published(c), False, 0),
     "the last weights loaded, not saved": (lambda c: loaded(c, 5) and (5, "checkpoint") not in published(c), False, 4),
-    "in step 4, and the memory lost": (lambda c: count(c, "TaskFinished", 4) >= 1, True, 2),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", [*MOMENTS][:1] + of_the_day([*MOMENTS][1:]))
 def test_p34_after_kill_9_of_everything_a_run_in_memory_ends_as_if_nothing_had_been(
     tmp_path: Path, undisturbed: dict[str, Any], tidy: Callable[[Config], None], moment: str
 ) -> None:
@@ -205,7 +219,7 @@ def test_p34_after_kill_9_of_everything_a_run_in_memory_ends_as_if_nothing_had_b
     version = published(config)[-1][0]
     if lost:
         shutil.rmtree(shared_memory.memory_dir(config))
-    code, _, err = finish("resume", path, cwd=tmp_path)
+    code, _, err = finish_here("resume", path, *AT_ONCE, cwd=tmp_path)
     assert code == 0, err
     assert comparable(config) == undisturbed
     assert published(config).count((version, "memory")) == 1 + lost  # that it was written anew is in the log

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.helpers.of_the_day import of_the_day
 from tests.helpers.systems import scripted
 from trinity_es.system import keeper_lock, leftovers, lifecycle, running_system
 from trinity_es.testing import wait_until
@@ -17,9 +18,9 @@ from trinity_es.testing import wait_until
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
 
 
-@pytest.mark.parametrize("order", [
-    [("admin", TERM)],
+ORDERS = [
     [("admin", KILL)],
+    [("admin", TERM)],
     [("guardian", KILL)],
     [("guardian", TERM)],
     [("logger", KILL), ("admin", TERM)],
@@ -27,7 +28,12 @@ KILL, TERM = signal.SIGKILL, signal.SIGTERM
     [("keeper", TERM), ("guardian", KILL)],
     [("keeper", KILL), ("logger", TERM), ("guardian", KILL)],
     [("admin", signal.SIGSTOP), ("guardian", KILL), ("admin", KILL)],
-], ids=lambda order: ", ".join(f"{sig.name[3:].lower()} {who}" for who, sig in order))
+]
+"""The first and three others are played each day; ALL=1 plays them all."""
+
+
+@pytest.mark.parametrize("order", [*ORDERS[:1], *of_the_day(ORDERS[1:], 3)],
+                         ids=lambda order: ", ".join(f"{sig.name[3:].lower()} {who}" for who, sig in order))
 def test_nothing_of_a_system_is_left_whoever_dies_first(
     order: list[tuple[str, signal.Signals]], tmp_path: Path
 ) -> None:

@@ -6,14 +6,13 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.helpers.parity_rows import NewId, one, recorded, running, train
+from tests.helpers.parity_rows import NewId, one, recorded, train
 from tests.helpers.systems import StartSystem
 from trinity_es import BatchLifecycleState, Status, Task, Workflow
 from trinity_es.client.rollout_client import RolloutClient
@@ -211,11 +210,10 @@ class ReturnsEverything(Workflow):
         return found
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutClient]:
+@pytest.fixture
+def plain(system_for: StartSystem) -> RolloutClient:
     """A system whose pipeline leaves experiences as they are."""
-    yield from running(tmp_path_factory.mktemp("plain"), buffer={"pipeline": {"operators": []}},
-                       monitor={"detailed_stats": True})  # fmt: skip
+    return system_for(buffer={"pipeline": {"operators": []}}, monitor={"detailed_stats": True})
 
 
 def test_p5_every_field_of_an_experience_comes_back_through_the_store(plain: RolloutClient) -> None:

@@ -8,13 +8,12 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.parity_rows import NewId, one, recorded, running, train
+from tests.helpers.parity_rows import NewId, one, recorded, train
 from tests.helpers.systems import StartSystem, scripted
 from trinity_es import BatchLifecycleState, RolloutCoordinator, Task, Workflow
 from trinity_es.client.rollout_client import RolloutClient
@@ -70,10 +69,10 @@ class Repeats(Counts):
                                                                                              self.run_id_base + i)]
 
 
-@pytest.fixture(scope="module")
-def in_order(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutClient]:
+@pytest.fixture
+def in_order(system_for: StartSystem) -> RolloutClient:
     """A system with one place, in which runs go one after the other."""
-    yield from running(tmp_path_factory.mktemp("in_order"), explorer={
+    return system_for(explorer={
         "max_concurrency": 1, "concurrent_mode": "sequential", "max_timeout": 1.5, "max_retry_times": 1,
     })
 

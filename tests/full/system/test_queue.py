@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from trinity_es.events.values import BatchId
 from trinity_es.testing import SleepWorkflow, wait_until
 
 pytestmark = pytest.mark.timeout(240)
+NewId = Callable[[], int]
 
 
 def generate(client: RolloutClient, *batch_ids: BatchId, n: int = 4) -> None:
@@ -47,26 +49,27 @@ def taken(client: RolloutClient) -> list[ev.ExperiencesTaken]:
     return [r.event for r in client.log.read(stream="queue") if isinstance(r.event, ev.ExperiencesTaken)]
 
 
-def test_p29_experiences_are_taken_across_batches_once_each(start_system: StartSystem) -> None:
-    client = start_system(buffer=queue())
-    generate(client, 1, 2)
-    client.submit_batch(batch_id="2/eval", tasks=[Task(workflow=SleepWorkflow)], batch_type="eval")
-    client.finalize_eval_batch("2/eval", timeout=60)
+def test_p29_experiences_are_taken_across_batches_once_each(system_for: StartSystem, new_id: NewId) -> None:
+    client, a, b = system_for(buffer=queue()), new_id(), new_id()
+    before, earlier = client.status()["queue"]["experiences"], len(taken(client))
+    generate(client, a, b)
+    client.submit_batch(batch_id=f"{b}/eval", tasks=[Task(workflow=SleepWorkflow)], batch_type="eval")
+    client.finalize_eval_batch(f"{b}/eval", timeout=60)
     first = client.take_experiences(6, timeout=10, step=1)
-    assert names(first) == ["1/0", "1/1", "1/2", "1/3", "2/0", "2/1"]
+    assert names(first) == [f"{a}/0", f"{a}/1", f"{a}/2", f"{a}/3", f"{b}/0", f"{b}/1"]
     assert [e.info["use_count"] for e in first] == [1] * 6
     assert all(e.advantages is not None for e in first)
     assert first[0] == Experience.deserialize_many(Experience.serialize_many(first))[0]
     with pytest.raises(TakeTimeout, match="2 of 3 experiences") as e:
         client.take_experiences(3, timeout=0.3)
     assert e.value.details == {"available": 2, "wanted": 3}
-    assert names(client.take_experiences(2, timeout=10)) == ["2/2", "2/3"]
-    assert [(t.step, sum(i.count for i in t.items)) for t in taken(client)] == [(1, 6), (None, 2)]
+    assert names(client.take_experiences(2, timeout=10)) == [f"{b}/2", f"{b}/3"]
+    assert [(t.step, sum(i.count for i in t.items)) for t in taken(client)[earlier:]] == [(1, 6), (None, 2)]
     for wrong in (0, -1, "2", 1.5):
         with pytest.raises(DataError):
             client.take_experiences(wrong)  # type: ignore[arg-type]
     status = client.status()["queue"]
-    assert status == {"experiences": 8, "available": 0, "waiting": 0}
+    assert status == {"experiences": before + 8, "available": 0, "waiting": 0}
     assert client.log.verify() == []
 
 
@@ -92,12 +95,12 @@ def test_p29_who_waits_gets_experiences_when_they_are_delivered_or_have_cooled_d
         client.take_experiences(1, timeout=1.5)
 
 
-async def test_p29_the_async_coordinator_takes_too(start_system: StartSystem) -> None:
-    client = start_system(buffer=queue())
+async def test_p29_the_async_coordinator_takes_too(system_for: StartSystem, new_id: NewId) -> None:
+    client, batch = system_for(buffer=queue()), new_id()
     coordinator = await RolloutCoordinator.get_actor(client.config)
-    await coordinator.submit_batch(batch_id=1, tasks=[Task(workflow=SleepWorkflow)] * 2, batch_type="train")
-    await coordinator.finalize_train_batch(1, timeout=60)
-    assert names(await coordinator.take_experiences(2, timeout=10, step=1)) == ["1/0", "1/1"]
+    await coordinator.submit_batch(batch_id=batch, tasks=[Task(workflow=SleepWorkflow)] * 2, batch_type="train")
+    await coordinator.finalize_train_batch(batch, timeout=60)
+    assert names(await coordinator.take_experiences(2, timeout=10, step=1)) == [f"{batch}/0", f"{batch}/1"]
     await coordinator.shutdown()
 
 
@@ -119,24 +122,28 @@ def test_p29_kill_9_of_all_takes_nothing_twice(start_system: StartSystem) -> Non
 
 
 def test_p29_asked_again_after_a_lost_answer_it_is_the_same_experiences(
-    start_system: StartSystem, monkeypatch: pytest.MonkeyPatch
+    system_for: StartSystem, new_id: NewId, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = start_system(buffer=queue())
-    generate(client, 1)
-    monkeypatch.setattr(connection.uuid, "uuid4", lambda: SimpleNamespace(hex="the-same-request"))
+    client, batch = system_for(buffer=queue()), new_id()
+    generate(client, batch)
+    earlier, request = len(taken(client)), f"the same request for {batch}"
+    monkeypatch.setattr(connection.uuid, "uuid4", lambda: SimpleNamespace(hex=request))
     first = client.take_experiences(3, timeout=10)
     assert names(client.take_experiences(3, timeout=10)) == names(first)
     os.kill(pid_of(client, "coordinator"), signal.SIGKILL)
     monkeypatch.undo()
-    assert names(client.take_experiences(1, timeout=30)) == ["1/3"]  # another request, at the next coordinator
-    monkeypatch.setattr(connection.uuid, "uuid4", lambda: SimpleNamespace(hex="the-same-request"))
+    assert names(client.take_experiences(1, timeout=30)) == [f"{batch}/3"]  # another request, at the next coordinator
+    monkeypatch.setattr(connection.uuid, "uuid4", lambda: SimpleNamespace(hex=request))
     assert names(client.take_experiences(3, timeout=10)) == names(first)
-    assert len(taken(client)) == 2
+    assert len(taken(client)) == earlier + 2
 
 
-def test_p29_the_coordinator_dies_again_and_again_under_those_who_take(start_system: StartSystem) -> None:
-    client = start_system(buffer=queue())
-    generate(client, *range(1, 6), n=8)
+def test_p29_the_coordinator_dies_again_and_again_under_those_who_take(
+    system_for: StartSystem, new_id: NewId
+) -> None:
+    client, batches = system_for(buffer=queue()), [new_id() for _ in range(5)]
+    earlier = len(taken(client))
+    generate(client, *batches, n=8)
     got: list[str] = []
 
     def trainer() -> None:
@@ -147,11 +154,11 @@ def test_p29_the_coordinator_dies_again_and_again_under_those_who_take(start_sys
     for thread in threads:
         thread.start()
     for takes in (2, 5, 8):
-        wait_until(lambda: len(taken(client)) >= takes, f"{takes} takes", 60)  # noqa: B023  # waited for in this turn
+        wait_until(lambda: len(taken(client)) >= earlier + takes, f"{takes} takes", 60)  # noqa: B023  # waited for in this turn
         os.kill(pid_of(client, "coordinator"), signal.SIGKILL)
     for thread in threads:
         thread.join(timeout=90)
-    assert sorted(got) == sorted(f"{batch}/{task}" for batch in range(1, 6) for task in range(8))
+    assert sorted(got) == sorted(f"{batch}/{task}" for batch in batches for task in range(8))
 
 
 def test_p29_a_trainer_back_at_its_checkpoint_takes_again_what_later_steps_took(start_system: StartSystem) -> None:
@@ -183,8 +190,10 @@ def test_p29_what_retention_freed_can_not_be_taken(start_system: StartSystem) ->
     assert names(client.take_experiences(4, timeout=10)) == [f"2/{i}" for i in range(4)]
 
 
-def test_p29_a_client_that_is_gone_gets_nothing(start_system: StartSystem, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = start_system(buffer=queue())
+def test_p29_a_client_that_is_gone_gets_nothing(
+    system_for: StartSystem, new_id: NewId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, batch = system_for(buffer=queue()), new_id()
     monkeypatch.setattr(connection, "PATIENCE_SECONDS", 3600.0)  # it asks once, and never again
     dead = trinity_es.connect(client.config)
 
@@ -196,6 +205,6 @@ def test_p29_a_client_that_is_gone_gets_nothing(start_system: StartSystem, monke
     wait_until(lambda: client.status()["queue"]["waiting"] == 1, "the request to wait")
     monkeypatch.undo()
     time.sleep(16)  # longer than the coordinator waits for a sign of life
-    generate(client, 1, n=2)
-    assert names(client.take_experiences(2, timeout=10)) == ["1/0", "1/1"]
+    generate(client, batch, n=2)
+    assert names(client.take_experiences(2, timeout=10)) == [f"{batch}/0", f"{batch}/1"]
     dead.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 
 import trinity_es
 from tests.helpers.graders import FAULTS
-from tests.helpers.systems import merge, scripted
+from tests.helpers.systems import StartSystem, scripted
+from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.vocabulary import AttemptFailed, BatchSubmitted
 from trinity_es.tasksets.taskset import Taskset
 from trinity_es.workflows.registry import WORKFLOWS
@@ -23,53 +25,56 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def config_of(
-    folder: Path, workflow: str, response: str, rows: list[dict[str, Any]], explorer: Any = None, **taskset: Any
-) -> trinity_es.Config:
+SCRIPT = {"rules": [{"prompt": row["question"], "response": response} for row, response in ROWS.values()]}
+
+
+def taskset(folder: Path, workflow: str, rows: list[dict[str, Any]], **settings: Any) -> dict[str, Any]:
+    """A section `buffer` with one taskset of these rows."""
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     one = {"name": "rows", "path": "rows.jsonl", "workflow": workflow, "repeat_times": 2,
-           "format": {"prompt_key": "question"}, "rollout_args": {"max_tokens": 200}, **taskset}
-    return scripted(
-        folder, explorer=merge({"rollout_model": {"script": {"response": response}}}, explorer or {}),
-        buffer={"batch_size": len(rows), "explorer_input": {"tasksets": [one]}},
-    )
+           "format": {"prompt_key": "question"}, "rollout_args": {"max_tokens": 200}, **settings}
+    return {"batch_size": len(rows), "explorer_input": {"tasksets": [one]}}
 
 
-def finalized(config: Any) -> tuple[dict[str, Any], list[AttemptFailed], list[float]]:
-    """Run one batch: its result, its failed attempts, and the rewards that were delivered."""
+def finalized(
+    client: RolloutClient, batch: int, config: trinity_es.Config
+) -> tuple[dict[str, Any], list[AttemptFailed], list[float]]:
+    """Run the taskset as a batch: its result, its failed attempts, and the rewards that were delivered."""
     tasks = Taskset(config.buffer.explorer_input.tasksets[0]).all()
-    with trinity_es.running(config) as client:
-        client.submit_batch(batch_id=1, tasks=tasks, batch_type="train")
-        result = client.finalize_train_batch(1, timeout=240)
-        failed = [r.event for r in client.log.events() if isinstance(r.event, AttemptFailed)]
-        return result, failed, [float(e.reward or 0.0) for e in client.experiences(1)]
+    client.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
+    result = client.finalize_train_batch(batch, timeout=240)
+    failed = [r.event for r in client.log.events(batch) if isinstance(r.event, AttemptFailed)]
+    return result, failed, [float(e.reward or 0.0) for e in client.experiences(batch)]
 
 
 @pytest.mark.parametrize("workflow", ROWS)
-def test_p57_a_ready_made_workflow_runs_by_its_name_and_its_log_names_its_class(workflow: str, tmp_path: Path) -> None:
+def test_p57_a_ready_made_workflow_runs_by_its_name_and_its_log_names_its_class(
+    workflow: str, system_for: StartSystem, new_id: Callable[[], int], tmp_path: Path
+) -> None:
     if "math" in workflow:
         pytest.importorskip("math_verify")
-    row, response = ROWS[workflow]
-    config = config_of(tmp_path, workflow, response, [row])
+    config = scripted(tmp_path, buffer=taskset(tmp_path, workflow, [ROWS[workflow][0]]))
     config.check()
-    result, failed, rewards = finalized(config)
+    client, batch = system_for(explorer={"rollout_model": {"script": SCRIPT}}), new_id()
+    result, failed, rewards = finalized(client, batch, config)
     assert failed == []
     assert rewards == pytest.approx([1.1 if workflow == "math_workflow" else 1.0] * 2)
     assert result["metrics"]["rollout/accuracy/mean"] == 1.0
-    with trinity_es.open_log(config.store.url) as log:
-        [task] = next(r.event.tasks or [] for r in log.events() if isinstance(r.event, BatchSubmitted))
+    [task] = next(r.event.tasks or [] for r in client.log.events(batch) if isinstance(r.event, BatchSubmitted))
     assert task["workflow"] == WORKFLOWS.paths[workflow]
 
 
-def test_p57_graders_that_fail_are_attempted_again_and_never_a_reward(tmp_path: Path) -> None:
+def test_p57_graders_that_fail_are_attempted_again_and_never_a_reward(
+    start_system: StartSystem, tmp_path: Path
+) -> None:
     """Each way to fail is what half of the rows' answers lead to."""
     ways = [how for how in FAULTS if how not in ("memory",)]
     rules = [{"prompt": f"<{how}>", "response": how} for how in ways]
     rows = [{"question": f"<{how}>"} for how in ways] + [{"question": "fine"}] * 3
-    explorer = {"rollout_model": {"script": {"rules": rules}}, "max_retry_times": 1}
-    reward = "tests.helpers.graders:Faulty"
-    config = config_of(tmp_path, "single_turn", "fine", rows, explorer=explorer, reward_fn=reward)
-    result, failed, rewards = finalized(config)
+    explorer = {"rollout_model": {"script": {"rules": rules, "response": "fine"}}, "max_retry_times": 1}
+    buffer = taskset(tmp_path, "single_turn", rows, reward_fn="tests.helpers.graders:Faulty")
+    client = start_system(explorer=explorer, buffer=buffer)
+    result, failed, rewards = finalized(client, 1, client.config)
     assert rewards == [1.0] * 6
     assert {event.kind for event in failed} == {"grader"}
     assert len([event for event in failed if not event.retry]) == len(ways)

@@ -1,4 +1,7 @@
-"""A run of the explorer goes on after everything died, and ends as if nothing had been (promises 3 and 4)."""
+"""A run of the explorer goes on after everything died, and ends as if nothing had been (promises 3 and 4).
+
+Two of the moments at which everything is killed are played each day, and ALL=1 plays them all.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,19 @@ import pytest
 
 import trinity_es
 from tests.helpers.handmade import cli, history, write
-from tests.helpers.runs import ROWS, STEPS, command, count, events_of, finish, kill_run, make_config, outcome
+from tests.helpers.of_the_day import of_the_day
+from tests.helpers.runs import (
+    AT_ONCE,
+    ROWS,
+    STEPS,
+    command,
+    count,
+    events_of,
+    finish_here,
+    kill_run,
+    make_config,
+    outcome,
+)
 from trinity_es import Explorer
 from trinity_es.client import teardown
 from trinity_es.config.config import Config, load_config
@@ -37,9 +52,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dic
 
     def get(interval: int) -> dict[str, Any]:
         if interval not in known:
-            path = make_config(tmp_path_factory.mktemp("undisturbed"), interval=interval,
-                               trainer={"class": "tests.helpers.runs:SteadyTrainer", "keep_checkpoints": 2})
-            code, _, err = finish("run", path, cwd=path.parent)
+            path = make_config(tmp_path_factory.mktemp("undisturbed"), interval=interval)
+            code, _, err = finish_here("run", path, *AT_ONCE, cwd=path.parent)
             assert code == 0, err
             known[interval] = outcome(load_config(path))
             assert known[interval]["used"] == dict.fromkeys(range(ROWS), 1)
@@ -49,8 +63,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dic
 
 
 MOMENTS: dict[str, tuple[int, Callable[[Config], bool]]] = {
-    "in the first eval": (1, lambda c: count(c, "TaskFinished", "0/check") >= 1),
     "in the middle of step 2": (1, lambda c: count(c, "TaskFinished", 2) >= 2),
+    "in the first eval": (1, lambda c: count(c, "TaskFinished", "0/check") >= 1),
     "step 2 generated, not trained": (1, lambda c: count(c, "BatchFinalized", 2) == 1),
     "step 3 trained, its weights not saved": (1, lambda c: count(c, "BatchTrained", 3) == 1),
     "weights 2 published, the eval after it open": (1, lambda c: count(c, "TasksDispatched", "2/check") >= 1),
@@ -59,7 +73,7 @@ MOMENTS: dict[str, tuple[int, Callable[[Config], bool]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", [*MOMENTS][:1] + of_the_day([*MOMENTS][1:]))
 def test_promise_3_and_4_after_kill_9_of_everything_a_resumed_run_ends_as_if_nothing_had_been(
     tmp_path: Path, undisturbed: Callable[[int], dict[str, Any]], moment: str
 ) -> None:
@@ -71,7 +85,7 @@ def test_promise_3_and_4_after_kill_9_of_everything_a_resumed_run_ends_as_if_not
         assert running.poll() is None
         kill_run(config, running)
     finished = {(s, e.task) for s, e in events_of(config, "TaskFinished")}
-    code, out, err = finish("resume", path, cwd=tmp_path)
+    code, out, err = finish_here("resume", path, *AT_ONCE, cwd=tmp_path)
     assert code == 0, err
     assert "going on with the run" in err
     assert outcome(config) == undisturbed(interval)
@@ -90,12 +104,11 @@ def test_a_run_that_dies_again_and_again_still_uses_every_prompt_once(
 ) -> None:
     path = make_config(tmp_path / "run")
     config = load_config(path)
-    words = ["run", "resume", "run"]
-    for number, word in enumerate(words, 1):
-        with command(word, path, cwd=tmp_path) as running:
+    for number in (1, 2):
+        with command("run", path, cwd=tmp_path) as running:
             wait_until(lambda n=number: count(config, "TaskFinished", n) >= 1, f"step {number}", timeout=60)
             kill_run(config, running)
-    code, _, err = finish("resume", config.store.url, cwd=tmp_path)
+    code, _, err = finish_here("resume", config.store.url, *AT_ONCE, cwd=tmp_path)
     assert code == 0, err
     assert outcome(config) == undisturbed(1)
     decisions = Counter(e.decision for _, e in events_of(config, "RecoveryDecided"))
@@ -115,10 +128,10 @@ def test_a_run_of_which_only_the_command_was_killed_goes_on_in_its_system_and_en
     assert leftovers.leftovers(config)
     taskset = path.parent / "train.jsonl"
     taskset.rename(taskset.with_suffix(".away"))  # a resume that comes to nothing leaves it whose it was
-    assert finish("resume", path, cwd=tmp_path)[0] == 2
+    assert finish_here("resume", path, *AT_ONCE, cwd=tmp_path)[0] == 2
     taskset.with_suffix(".away").rename(taskset)
     assert leftovers.leftovers(config)
-    code, _, err = finish("resume", path, cwd=tmp_path)
+    code, _, err = finish_here("resume", path, *AT_ONCE, cwd=tmp_path)
     assert code == 0, err
     assert outcome(config) == undisturbed(1)
     assert len(events_of(config, "CoordinatorStarted")) == 1
@@ -137,7 +150,7 @@ def test_a_system_that_the_keeper_brought_up_again_after_its_command_died_too_is
     try:
         again = "the keeper to start the system again"
         wait_until(lambda: len(events_of(config, "CoordinatorStarted")) == 2, again, timeout=60)
-        code, _, err = finish("resume", path, cwd=tmp_path)
+        code, _, err = finish_here("resume", path, *AT_ONCE, cwd=tmp_path)
         assert code == 0, err
         assert keeper_lock.running(config) is None
         assert leftovers.leftovers(config) == []
@@ -229,7 +242,7 @@ def test_a_log_whose_batches_no_explorer_submitted_is_left_as_it_is(tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_demo_that_was_killed_is_resumed_by_name_of_nothing_and_ends_as_a_demo(tmp_path: Path) -> None:
-    with command("demo", "--engine", "scripted", "--steps", 30, cwd=tmp_path) as running:
+    with command("demo", "--engine", "scripted", "--steps", 18, cwd=tmp_path) as running:
         def settings() -> Config | None:
             found = list(tmp_path.glob("runs/demo-*/config.yaml"))
             return load_config(found[0]) if found else None
@@ -238,15 +251,15 @@ def test_a_demo_that_was_killed_is_resumed_by_name_of_nothing_and_ends_as_a_demo
         wait_until(lambda: count(config, "BatchSubmitted", 4) or running.poll() is not None, "step 4", timeout=60)
         assert running.poll() is None
         kill_run(config, running)
-    code, out, err = finish("resume", "--json", cwd=tmp_path)
+    code, out, err = finish_here("resume", "--json", cwd=tmp_path)
     assert code == 0, err
     told = json.loads(out)
-    assert (told["train_batches"], told["batches"], len(told["rewards"])) == (30, 33, 30)
+    assert (told["train_batches"], told["batches"], len(told["rewards"])) == (18, 20, 18)
     assert "The scripted engine learns nothing" in told["verdict"]
     assert Path(told["picture"]).read_bytes().startswith(b"\x89PNG")
     with trinity_es.open_log(config.store.url) as log:
         used = prompts_used(log, "letters")
-    assert (sum(used.values()), len(used), set(used.values())) == (30 * 32, 512, {1, 2})
+    assert (sum(used.values()), len(used), set(used.values())) == (18 * 32, 512, {1, 2})
 
 
 def test_p37_the_metrics_of_a_run_that_was_killed_are_whole_and_none_is_there_twice(tmp_path: Path) -> None:
@@ -258,7 +271,7 @@ def test_p37_the_metrics_of_a_run_that_was_killed_are_whole_and_none_is_there_tw
     kill_run(config, running)
     with file.open("a") as torn:
         torn.write('{"step":')
-    code, _, err = finish("resume", path, cwd=tmp_path)
+    code, _, err = finish_here("resume", path, *AT_ONCE, cwd=tmp_path)
     assert code == 0, err
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     seen = Counter((row["step"], name) for row in rows for name in row if "/" in name)

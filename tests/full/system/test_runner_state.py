@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,9 @@ def test_p13_a_runner_that_hangs_and_one_that_was_given_up_are_started_again(sta
 
 
 # --- P14 ------------------------------------------------------------------------------------------------------------
+REPORTING = {"rollout_model": {"engine_num": 2}, "runner_state_report_interval": 0.2}
+
+
 async def test_p14_every_runner_tells_what_it_plays(start_system: StartSystem) -> None:
     client = start_system(explorer={
         "max_concurrency": 4, "rollout_model": {"engine_num": 2},
@@ -164,9 +168,11 @@ async def test_p14_every_runner_tells_what_it_plays(start_system: StartSystem) -
     assert last["workflow_id"] in {row["workflow_id"] for row in rows}
 
 
-def test_p14_a_runner_that_does_not_answer_is_told_as_it_is_known(start_system: StartSystem) -> None:
-    client = start_system(explorer={"rollout_model": {"engine_num": 2}})
-    client.submit_batch(batch_id=1, tasks=sleep(4, 30.0), batch_type="train")
+def test_p14_a_runner_that_does_not_answer_is_told_as_it_is_known(
+    system_for: StartSystem, new_id: Callable[[], int]
+) -> None:
+    client, batch = system_for(explorer=REPORTING), new_id()
+    client.submit_batch(batch_id=batch, tasks=sleep(4, 30.0), batch_type="train")
     busy(client, 4)
     pid = pid_of(client, "runner-0")
     os.kill(pid, signal.SIGSTOP)
@@ -177,14 +183,15 @@ def test_p14_a_runner_that_does_not_answer_is_told_as_it_is_known(start_system: 
     assert (states["runner-0"]["answered"], states["runner-1"]["answered"]) == (False, True)
     assert (states["runner-0"]["state"], states["runner-0"]["units"]) == ("ready", 2)
     assert states["runner-0"]["running"] == []
-    client.abort_batch(1, reason="seen enough")
+    client.abort_batch(batch, reason="seen enough")
 
 
-def test_p14_the_coordinators_log_has_a_table_of_it(start_system: StartSystem) -> None:
-    client = start_system(explorer={"runner_state_report_interval": 0.2})
-    client.submit_batch(batch_id=1, tasks=sleep(1, 30.0), batch_type="train")
+def test_p14_the_coordinators_log_has_a_table_of_it(system_for: StartSystem, new_id: Callable[[], int]) -> None:
+    client, batch = system_for(explorer=REPORTING), new_id()
+    client.submit_batch(batch_id=batch, tasks=sleep(1, 30.0), batch_type="train")
     log = Path(client.config.system.log_dir) / "coordinator.log"
-    wait_until(lambda: "1/0/0" in log.read_text(), "the run in the table")
-    line = next(line for line in log.read_text().splitlines() if "1/0/0" in line)
-    assert line.split()[:6] == ["runner-0", "rollout", "ready", "0", "1", "1"]
-    client.abort_batch(1, reason="seen enough")
+    wait_until(lambda: f"{batch}/0/0" in log.read_text(), "the run in the table")
+    line = next(line for line in log.read_text().splitlines() if f"{batch}/0/0" in line)
+    assert line.split()[0] in ("runner-0", "runner-1")
+    assert line.split()[1:6] == ["rollout", "ready", "0", "1", "1"]
+    client.abort_batch(batch, reason="seen enough")

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -266,37 +267,42 @@ def test_p18_min_num(shared: RolloutClient, new_id: NewId, caplog: pytest.LogCap
     asyncio.run(main())
 
 
-def test_p22_p18_after_min_num_a_little_more_is_waited_for_and_the_rest_is_cancelled(start_system: StartSystem) -> None:
-    client = start_system(explorer={"over_rollout": {"wait_after_min": 2.0}})
+def hasty(partial: bool = False) -> dict[str, Any]:
+    return {"max_repeat_times_per_runner": 1, "over_rollout": {"wait_after_min": 1.0, "return_partial_tasks": partial}}
+
+
+def test_p22_p18_after_min_num_a_little_more_is_waited_for_and_the_rest_is_cancelled(
+    system_for: StartSystem, new_id: NewId
+) -> None:
+    client = system_for(explorer=hasty())
+    first, second, third = new_id(), new_id(), new_id()
 
     async def main() -> None:
         async with Scheduler(client.config) as scheduler:
-            scheduler.schedule(sleepers(2) + sleepers(1, 1.0) + sleepers(1, 60), 0)
+            scheduler.schedule(sleepers(2) + sleepers(1, 0.3) + sleepers(1, 60), first)
             began = time.monotonic()
-            statuses, experiences = await scheduler.get_results(0, min_num=2)
-            assert 2.0 <= time.monotonic() - began < 30
+            statuses, experiences = await scheduler.get_results(first, min_num=2)
+            assert 1.0 <= time.monotonic() - began < 30
             assert [e.eid.task for e in experiences] == [0, 1, 2]
             assert len(statuses) == 3
-            assert not scheduler.has_step(0)
+            assert not scheduler.has_step(first)
             wait_until(lambda: load(client) == 0, "the place of the cancelled task to be free", 5)
-            assert client.batch(0).dropped == {3: "3 tasks were ready, 2 were wanted"}
+            assert client.batch(first).dropped == {3: "3 tasks were ready, 2 were wanted"}
             # all of them before the time is over: no more is waited for
-            scheduler.schedule(sleepers(4), 1)
-            assert len((await scheduler.get_results(1, min_num=2, timeout=30))[0]) == 4
+            scheduler.schedule(sleepers(4), second)
+            assert len((await scheduler.get_results(second, min_num=2, timeout=30))[0]) == 4
             # without clear the rest goes on
-            scheduler.schedule(sleepers(2) + sleepers(1, 4.0), 2)
-            assert len((await scheduler.get_results(2, min_num=1, clear_timeout_tasks=False))[0]) == 2
-            _, experiences = await scheduler.get_results(2)
+            scheduler.schedule(sleepers(2) + sleepers(1, 3.0), third)
+            assert len((await scheduler.get_results(third, min_num=1, clear_timeout_tasks=False))[0]) == 2
+            _, experiences = await scheduler.get_results(third)
             assert [e.eid.task for e in experiences] == [2]
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("partial", [False, True])
-def test_p22_return_partial_tasks(start_system: StartSystem, tmp_path: Path, partial: bool) -> None:
-    client = start_system(explorer={
-        "max_repeat_times_per_runner": 1, "over_rollout": {"wait_after_min": 1.0, "return_partial_tasks": partial},
-    })
+def test_p22_return_partial_tasks(system_for: StartSystem, new_id: NewId, tmp_path: Path, partial: bool) -> None:
+    client, scheduled, submitted = system_for(explorer=hasty(partial)), new_id(), new_id()
 
     def tasks(name: str) -> list[Task]:  # the second task has a run that hangs
         slow = {"slow_file": str(tmp_path / name)}
@@ -306,8 +312,8 @@ def test_p22_return_partial_tasks(start_system: StartSystem, tmp_path: Path, par
 
     async def main() -> None:
         async with Scheduler(client.config) as scheduler:
-            scheduler.schedule(tasks("0"), 0)
-            statuses, experiences = await scheduler.get_results(0, min_num=1)
+            scheduler.schedule(tasks("0"), scheduled)
+            statuses, experiences = await scheduler.get_results(scheduled, min_num=1)
             ran = Counter(e.eid.task for e in experiences)
             if partial:
                 assert [(s.completed_runs, s.total_runs, s.ok) for s in statuses] == [(4, 4, True), (3, 4, False)]
@@ -315,26 +321,27 @@ def test_p22_return_partial_tasks(start_system: StartSystem, tmp_path: Path, par
             else:
                 assert [s.ok for s in statuses] == [True]
                 assert ran == {0: 4}
-            assert not scheduler.has_step(0)
+            assert not scheduler.has_step(scheduled)
 
     asyncio.run(main())
-    client.submit_batch(batch_id=1, tasks=tasks("1"), batch_type="train", min_wait_num=1)
-    assert client.finalize_train_batch(1, timeout=60)["finished_task_count"] == 1
-    ran = Counter(e.eid.task for e in client.experiences(1))
+    client.submit_batch(batch_id=submitted, tasks=tasks("1"), batch_type="train", min_wait_num=1)
+    assert client.finalize_train_batch(submitted, timeout=60)["finished_task_count"] == 1
+    ran = Counter(e.eid.task for e in client.experiences(submitted))
     assert ran == ({0: 4, 1: 3} if partial else {0: 4})
 
 
 # --- experiences ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("workflow", [Dummy, OneRun, AsyncDummy])
 def test_p3_p18_experiences_of_many_steps_and_runs_have_their_ids(
-    start_system: StartSystem, workflow: type[Dummy]
+    system_for: StartSystem, new_id: NewId, workflow: type[Dummy]
 ) -> None:
-    client = start_system(explorer={"max_repeat_times_per_runner": 2, "rollout_model": {"engine_num": 2}})
+    client = system_for(explorer={"max_repeat_times_per_runner": 2, "rollout_model": {"engine_num": 2}})
+    batches = new_id(), new_id()
 
     async def main() -> None:
         async with Scheduler(client.config) as scheduler:
             found = []
-            for batch in (1, 2):
+            for batch in batches:
                 scheduler.schedule(dummies(3, workflow=workflow, repeat_times=4, step_num=3), batch)
                 statuses, experiences = await scheduler.get_results(batch)
                 assert [(s.completed_runs, s.total_runs, len(s.per_run)) for s in statuses] == [(4, 4, 4)] * 3
@@ -345,7 +352,7 @@ def test_p3_p18_experiences_of_many_steps_and_runs_have_their_ids(
             assert len({e.eid.tid for e in found}) == 2 * 3
             assert len({e.eid.rid for e in found}) == 2 * 3 * 4
             assert len({e.eid.uid for e in found}) == 2 * 3 * 4 * 3
-            units = [(u.run_id_base, u.runs) for r in client.log.read(types=["TasksDispatched"])
+            units = [(u.run_id_base, u.runs) for batch in batches for r in client.log.events(batch)
                      if isinstance(r.event, ev.TasksDispatched) for u in r.event.units]
             assert Counter(units) == {(0, 2): 6, (2, 2): 6}
 

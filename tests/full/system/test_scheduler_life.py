@@ -127,47 +127,47 @@ def test_p18_a_caller_that_gives_up_loses_nothing(shared: RolloutClient, new_id:
     asyncio.run(main())
 
 
-def test_p16_stop_waits_for_what_runs_and_start_goes_on(start_system: StartSystem, tmp_path: Path) -> None:
-    client = start_system(explorer={"max_concurrency": 2})
+def test_p16_stop_waits_for_what_runs_and_start_goes_on(system_for: StartSystem, new_id: NewId, tmp_path: Path) -> None:
+    client, first, second = system_for(explorer={"max_concurrency": 2}), new_id(), new_id()
 
     async def main() -> None:
         count = tmp_path / "ran"
         scheduler = Scheduler(client.config)
         with pytest.raises(NotRunning, match=r"scheduler.start"):
-            scheduler.schedule(sleepers(1), 0)
+            scheduler.schedule(sleepers(1), first)
         await scheduler.stop()
         await scheduler.start()
         await scheduler.start()
-        scheduler.schedule(sleepers(6, 1.0, count_file=str(count)), 0)
+        scheduler.schedule(sleepers(6, 1.0, count_file=str(count)), first)
         wait_until(lambda: load(client) == 2, "two tasks to run")
         await scheduler.stop()
         await scheduler.stop()
-        state = client.batch(0)
+        state = client.batch(first)
         assert state.flights == {}
         assert state.completed_task_count >= 2
         assert state.pending
-        assert client.why(0).count("its scheduler was stopped") == 1
+        assert client.why(first).count("its scheduler was stopped") == 1
         with pytest.raises(NotRunning):
-            scheduler.has_step(0)
+            scheduler.has_step(first)
         await scheduler.start()
-        statuses, experiences = await scheduler.get_results(0, timeout=30)
+        statuses, experiences = await scheduler.get_results(first, timeout=30)
         assert len(statuses) == len(experiences) == 6
         assert len(count.read_text().splitlines()) == 6
-        scheduler.schedule(sleepers(3), 1)
-        assert len((await scheduler.get_results(1, min_num=3, timeout=30))[1]) == 3
+        scheduler.schedule(sleepers(3), second)
+        assert len((await scheduler.get_results(second, min_num=3, timeout=30))[1]) == 3
         await scheduler.stop()
 
     asyncio.run(main())
 
 
-def test_p16_stop_while_others_wait(start_system: StartSystem) -> None:
-    client = start_system(explorer={"max_concurrency": 2})
+def test_p16_stop_while_others_wait(system_for: StartSystem, new_id: NewId) -> None:
+    client, batch = system_for(explorer={"max_concurrency": 2}), new_id()
 
     async def main() -> None:
         scheduler = Scheduler(client.config)
         await scheduler.start()
-        scheduler.schedule(sleepers(5, 1.0), 0)
-        results = asyncio.create_task(scheduler.get_results(0))
+        scheduler.schedule(sleepers(5, 1.0), batch)
+        results = asyncio.create_task(scheduler.get_results(batch))
         everything = asyncio.create_task(scheduler.wait_all())
         await asyncio.sleep(0.3)
         await asyncio.wait_for(scheduler.stop(), 30)
@@ -176,7 +176,7 @@ def test_p16_stop_while_others_wait(start_system: StartSystem) -> None:
         with pytest.raises(NotRunning):
             await asyncio.wait_for(everything, 5)
         async with Scheduler(client.config) as another:
-            assert len((await another.get_results(0))[0]) == 5 - len(statuses)
+            assert len((await another.get_results(batch))[0]) == 5 - len(statuses)
 
     asyncio.run(main())
 

@@ -267,9 +267,9 @@ def test_p36_a_single_engine_loads_weights_too_and_requests_wait_for_it(
 
 
 def test_p36_weights_that_cannot_be_loaded_leave_every_engine_serving(
-    start_system: StartSystem, tmp_path: Path
+    system_for: StartSystem, tmp_path: Path
 ) -> None:
-    client = start_system(mode="serve", explorer=two_engines())
+    client = system_for(mode="serve", explorer=two_engines())
     with serving(client.config) as proxy, Load(proxy, clients=4) as load:
         (tmp_path / "bad").mkdir()
         with pytest.raises(trinity_es.TrinityError, match="go on with what they had"):
@@ -281,8 +281,8 @@ def test_p36_weights_that_cannot_be_loaded_leave_every_engine_serving(
     assert load.failed == []
 
 
-def test_p36_a_conversation_goes_back_to_its_engine_and_others_are_spread(start_system: StartSystem) -> None:
-    client = start_system(mode="serve", explorer=two_engines())
+def test_p36_a_conversation_goes_back_to_its_engine_and_others_are_spread(system_for: StartSystem) -> None:
+    client = system_for(mode="serve", explorer=two_engines())
     with serving(client.config) as proxy:
         openai_client = client_of(proxy)
         wait_until(lambda: sum(w.serving for w in proxy.engines.all()) == 2, "both engines")
@@ -309,9 +309,9 @@ def test_p36_a_conversation_goes_back_to_its_engine_and_others_are_spread(start_
 
 @pytest.mark.parametrize("victim", ["runner-0", "coordinator"])
 def test_p36_a_process_that_is_killed_fails_no_request_that_was_not_begun(
-    start_system: StartSystem, victim: str
+    system_for: StartSystem, victim: str
 ) -> None:
-    client = start_system(mode="serve", explorer=two_engines())
+    client = system_for(mode="serve", explorer=two_engines())
     with serving(client.config) as proxy, Load(proxy) as load:
         pid = pid_of(client, victim)
         os.kill(pid, signal.SIGKILL)

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import trinity_es
+from tests.helpers.of_the_day import of_the_day
 from tests.helpers.servers import (
     ServerProcess,
     ended,
@@ -44,13 +45,13 @@ def test_a_server_that_is_not_there_yet_is_waited_for_and_is_not_late(
         here.ready()
         client = start_system(
             explorer=over_http(tiny, urls=[here.url, later.url]), wait=False,
-            system={"startup_timeout": 30.0, "restarts": 0},
+            system={"startup_timeout": 12.0, "restarts": 0},
         )
         wait_until(lambda: [s["state"] for s in client.status()["servers"]] == ["ready", "started"], "the one", 60)
         client.submit_batch(batch_id=1, tasks=letters(4), batch_type="train")
         assert client.finalize_train_batch(1, timeout=30)["finished_task_count"] == 4
         wait_until(lambda: "does not answer" in client.status()["servers"][1]["waits_for"], "it to say so")
-        time.sleep(35)  # longer than an engine may take to start
+        time.sleep(15)  # longer than an engine may take to start
         assert not events(client, ev.RunnerLost)
         later.start()
         wait_until(lambda: client.status()["servers"][1]["state"] == "ready", "the other", 60)
@@ -194,7 +195,7 @@ def said(client: RolloutClient, *command: str) -> tuple[int, str]:
     return done.exit_code, done.stdout
 
 
-@pytest.mark.parametrize("status", [400, 404])
+@pytest.mark.parametrize("status", of_the_day([400, 404]))  # in turns; ALL=1 plays both
 def test_a_server_that_fails_all_takes_no_task_with_it_while_another_serves(
     start_system: StartSystem, tiny: Path, tmp_path: Path, status: int
 ) -> None:

@@ -9,22 +9,22 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
-from tests.helpers.systems import StartSystem, end, scripted
-from trinity_es import MultiTurnWorkflow, Task, Workflow, connect
+from tests.helpers.systems import StartSystem
+from trinity_es import MultiTurnWorkflow, Task, Workflow
 from trinity_es.actors.base import process_start_time
 from trinity_es.actors.engines.interface import EngineConfig, Sampling
 from trinity_es.actors.guardian.text_logs import MOST_BYTES
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.vocabulary import AttemptFailed
-from trinity_es.system import lifecycle, running_system
+from trinity_es.system import running_system
 from trinity_es.system.leftovers import leftovers
 from trinity_es.testing import ScriptedEngine, SleepWorkflow, wait_until
 
@@ -102,19 +102,10 @@ def gone(pids: list[int]) -> bool:
     return all(process_start_time(pid) is None for pid in pids)
 
 
-@pytest.fixture(scope="module")
-def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutClient]:
+@pytest.fixture
+def system(system_for: StartSystem) -> RolloutClient:
     """One for all tests that leave the runner alive."""
-    config = scripted(
-        tmp_path_factory.mktemp("workers"), explorer={"max_concurrency": 3, "max_timeout": 2.0, "max_retry_times": 1}
-    )
-    lifecycle.start(config)
-    client = connect(config)
-    try:
-        client.wait_ready(60)
-        yield client
-    finally:
-        end(client)
+    return system_for(explorer={"max_concurrency": 3, "max_timeout": 2.0, "max_retry_times": 1})
 
 
 @pytest.mark.parametrize(
