@@ -100,13 +100,13 @@ def test_j2_the_example_of_openenv_ends_each_step_though_its_server_is_killed_an
         inputs = "buffer.explorer_input"
         with playing("openenv", tmp_path, **{
             f"{inputs}.tasksets.0.{url}": server.url, f"{inputs}.eval_tasksets.0.{url}": server.url,
-            "explorer.rollout_model.script": "{response: aaaaaaaaaaaaaaaa, latency_seconds: 0.5}",
+            "explorer.rollout_model.script": "{response: aaaaaaaaaaaaaaaa, latency_seconds: 0.2}",
             "explorer.max_concurrency": 2,  # two tasks at once: most of the step is still to come when the server dies
         }) as store:
             wait_until(lambda: runs_of(store, 1) >= RUNS, "a part of the first step", 240)
             server.kill()
             server.start()
-            time.sleep(0.4)  # what had just begun has waited for it, and is in the middle of its episodes now
+            time.sleep(0.2)  # what had just begun has waited for it, and is in the middle of its episodes now
             server.kill()
             server.start()
     with trinity_es.open_log(store) as log:

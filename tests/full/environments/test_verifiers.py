@@ -22,6 +22,7 @@ import pytest_asyncio
 
 from tests.helpers.client_packages import LETTERS, environment
 from tests.helpers.endpoint import serving, until
+from tests.helpers.of_the_day import ALL
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
@@ -41,8 +42,8 @@ KINDS = {
     "HarnessError": "workflow", "plain": "workflow", "exit": "workflow", "TaskError": "workflow",
     "EnvError": "workflow", "timeout": "timeout",
 }
-EACH = int(os.environ.get("FAILURES", "20"))
-"""How often each way to fail is played; `FAILURES=100` to be surer."""
+EACH = int(os.environ.get("FAILURES", "20" if ALL else "5"))
+"""How often each way to fail is played; 20 times with ALL=1, and `FAILURES=100` to be surer still."""
 ROWS = 8
 EIGHT: dict[str, Any] = {"config": {"taskset": {"rows": ROWS}}}
 THREE: dict[str, Any] = {"config": {"taskset": {"rows": 3, "shuffled": True}}}
