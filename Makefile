@@ -13,11 +13,11 @@ UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(VENV)/bin/uv
 STAMP := $(VENV)/.installed
 ROOMS := trinity_es
 PINS := requirements/constraints-cpu.txt
-# Tests of systems wait more than they compute, so two more processes than there are cores.
+# Tests of systems wait more than they compute, so three processes a core.
 CORES := $(shell getconf _NPROCESSORS_ONLN)
-JOBS := $(shell echo $$(( $(CORES) + 2 )))
+JOBS := $(shell echo $$(( 3 * $(CORES) )))
 # The tests of some folders. Where PYTEST chooses some, there may be none in a folder, which pytest calls 5.
-RUN = seconds=$$SECONDS; $(PY) -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(PYTEST)
+RUN = seconds=$$SECONDS; $(PY) -m pytest -n $(JOBS) --maxprocesses 6 --dist loadfile --no-loadscope-reorder $(PYTEST)
 DONE = || { s=$$?; [ $$s = 5 -a -n "$(PYTEST)" ] || exit $$s; }; echo "make $@: $$((SECONDS - seconds)) s"
 
 MEASURE = mkdir -p benchmarks/results; failed=; for b in $(BENCHMARKS); do echo "== $$b"; \
@@ -79,7 +79,7 @@ pure: setup
 test: setup ## those and each part once for real: both databases, the system, vLLM, a browser (PYTEST="-k name", JOBS=0)
 	@$(RUN) tests/pure tests/main $(DONE)
 
-test-all: test ## these and all others: half an hour
+test-all: test ## these and all others: a quarter of an hour (ALL=1 plays what takes turns, too)
 	@$(RUN) tests/full $(DONE)
 
 lint: setup ## ruff and mypy --strict
