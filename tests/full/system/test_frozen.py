@@ -96,7 +96,6 @@ MANY_CALLS = """
 import sys, threading
 from pathlib import Path
 import trinity_es
-from tests.helpers.of_the_day import of_the_day
 from tests.helpers.systems import scripted
 clients = [trinity_es.connect(scripted(Path(sys.argv[1]))) for _ in range(30)]
 def ask(client):
