@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 
@@ -11,9 +10,7 @@ import pytest
 from benchmarks.trl_kills import WRONG, Trainee, account, kill_while_training
 
 
-@pytest.mark.skipif(not os.environ.get("LONG"), reason="takes both cores for minutes: LONG=1 has it played")
-@pytest.mark.vllm
-@pytest.mark.slow
+@pytest.mark.all
 @pytest.mark.timeout(900)
 def test_trl_learns_the_letters_from_one_command(
     tmp_path: Path, trl: dict[str, str], monkeypatch: pytest.MonkeyPatch

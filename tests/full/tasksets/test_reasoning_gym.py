@@ -106,8 +106,7 @@ BY_CHANCE = {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "
 """Families whose tasks depend on the order of a set, which differs between processes."""
 
 
-@pytest.mark.skipif(not os.environ.get("LONG"), reason="makes tasks of 105 families twice: LONG=1 has it played")
-@pytest.mark.slow
+@pytest.mark.all
 def test_every_family_makes_its_tasks_and_is_scored_as_it_scores_itself(variables: dict[str, str]) -> None:
     told = ask(HERE / "score_families.py", {**variables, "PYTHONHASHSEED": "1"}, families=[])
     again = ask(HERE / "score_families.py", {**variables, "PYTHONHASHSEED": "2"}, families=[])
@@ -156,9 +155,7 @@ def test_j2_the_example_plays_both_families_scores_them_and_its_log_needs_no_pac
         assert json.loads(out)["result_equal"] is True, err
 
 
-@pytest.mark.skipif(not os.environ.get("LONG"), reason="trains for minutes: LONG=1 has it played")
-@pytest.mark.slow
-@pytest.mark.vllm
+@pytest.mark.all
 @pytest.mark.timeout(3600)
 def test_j2_the_example_trains_both_families(variables: dict[str, str], tmp_path: Path) -> None:
     pytest.importorskip("vllm")
