@@ -117,6 +117,11 @@ BREAKS = (
           "actors/coordinator/decisions/batches.py", "    task = batch.tasks[unit.task]\n",
           "    task = batch.tasks[unit.task]\n    batch.failed_attempts += len(result.failures)\n",
           "pure/projections/test_batch.py::test_promise_6_live_state_equals_the_state_replayed_from_what_was_written"),
+    Break(6, "Live state is made of the events as they were decided, not as the log gives them back.",
+          "actors/coordinator/live_state.py", "events = [read_back for _, read_back in write.checked or ()]",
+          "events = list(write.events)",
+          "full/actors/test_live_state.py::test_promise_6_a_number_that_the_log_rounds_is_rounded_in_the_live_state_"
+          "too"),
     Break(7, "`why` does not name the runner of a unit that it waits for.", "projections/why/explain.py",
           'f"{what} on {flight.runner} #{flight.incarnation} for ', 'f"{what} for ',
           "pure/projections/test_waiting.py::test_a_slow_unit_is_named_with_task_runs_attempt_runner_and_limit"),

@@ -102,3 +102,18 @@ def test_only_ids_that_no_batch_can_have_had_are_not_looked_up(tmp_path: Path, p
             assert live.find(39) is None
             assert live.find(41) is None
             assert read[5:] == ["batch/39"]
+
+
+def test_promise_6_a_number_that_the_log_rounds_is_rounded_in_the_live_state_too(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'log.sqlite'}"
+    with EventLog.open(url, create=True, durability="process", projectors=projectors()) as log:
+        live = LiveState(log, open_payloads(url))
+        unit = ev.Unit(task=0, run_id_base=0, runs=1, attempt=1)
+        exact = ev.RunResult(run=0, metrics={"reward": 2**53 + 1})  # which no float is
+        live.record_batch(1, [
+            submitted(1), ev.TasksDispatched(runner="runner-0", incarnation=1, units=[unit], model_version=0),
+            ev.RunsFinished(task=0, run_id_base=0, attempt=1, runner="runner-0", incarnation=1, runs=[exact],
+                            payload=None, model_version=0, model_version_end=0, seconds=0.5),
+        ])
+        log.append(live.close_turn().writes, commit_id="c1")
+        assert live.batches == LiveState(log, open_payloads(url)).batches
