@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.helpers.systems import end, scripted
+from tests.helpers.systems import StartSystem
 from trinity_es import MultiTurnWorkflow, Workflow
-from trinity_es.client.rollout_client import RolloutClient, connect
+from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.client.scheduler import Scheduler
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Status, Task
-from trinity_es.system import lifecycle
 from trinity_es.testing import wait_until
 
 NewId = Callable[[], int]
@@ -28,24 +27,15 @@ def one(**fields: Any) -> Experience:
     return Experience(**{"tokens": [1, 2, 3], "prompt_length": 1, "reward": 1.0, **fields})
 
 
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutClient]:
-    config = scripted(
-        tmp_path_factory.mktemp("known"),
+@pytest.fixture
+def client(system_for: StartSystem) -> RolloutClient:
+    return system_for(
         explorer={
             "rollout_model": {"max_model_len": 64, "max_response_tokens": 8}, "max_retry_times": 0,
             "auxiliary_models": [{"name": "judge", "engine_type": "scripted", "script": {"response": "0.5"}}],
             "over_rollout": {"return_partial_tasks": True}, "max_repeat_times_per_runner": 2,
         },
     )
-    lifecycle.start(config)
-    found = connect(config)
-    try:
-        found.wait_ready(60)
-        wait_until(lambda: all(r["state"] == "ready" for r in found.status()["runners"]), "the judge to be there")
-        yield found
-    finally:
-        end(found)
 
 
 def played(

@@ -25,25 +25,6 @@ HERE = "tests.full.system.test_parity_rows"
 
 
 # --- P1 to P7: values -----------------------------------------------------------------------------------------------
-def test_p1_lower_batches_go_first_and_a_step_before_its_evals(start_system: StartSystem, tmp_path: Path) -> None:
-    client = start_system(explorer={"max_concurrency": 1})
-    gate = tmp_path / "gate"
-    client.submit_batch(batch_id=0, tasks=[Task(workflow=Waits, workflow_args={"gate": str(gate)})], batch_type="train")
-    wait_until(lambda: client.batch(0).flights, "the only place to be taken")
-    ids: list[int | str] = ["nightly", "12/b", 12, 5, "5/a", 30]
-    for batch in ids:
-        kind = "train" if isinstance(batch, int) else "eval"
-        # it lasts, so that the runner takes one at a time
-        client.submit_batch(
-            batch_id=batch, tasks=[Task(workflow=SleepWorkflow, workflow_args={"seconds": 0.3})], batch_type=kind
-        )
-    gate.touch()
-    for batch in ids:
-        getattr(client, f"finalize_{'train' if isinstance(batch, int) else 'eval'}_batch")(batch, timeout=30)
-    order = [r.stream for r in client.log.events() if r.type == "TasksDispatched"]
-    assert order == [f"batch/{b}" for b in (0, 5, "5/a", 12, "12/b", 30, "nightly")]
-
-
 class Echoes(Workflow):
     """What the runner made of the task."""
 

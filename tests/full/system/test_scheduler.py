@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.of_the_day import of_the_day
 from tests.helpers.scheduling import AsyncDummy, Dummy, NewId, OneRun, dummies, load, sleepers
 from tests.helpers.systems import StartSystem
 from trinity_es import Scheduler, Task
@@ -116,7 +117,7 @@ def test_p18_without_clear_the_rest_goes_on_and_a_later_call_returns_only_that(
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("workflow", [Dummy, AsyncDummy])
+@pytest.mark.parametrize("workflow", of_the_day([Dummy, AsyncDummy]))  # in turns; ALL=1 plays both
 def test_p12_p18_a_hung_workflow_fails_after_its_attempts_without_a_timeout_of_ours(
     shared: RolloutClient, new_id: NewId, workflow: type[Dummy]
 ) -> None:

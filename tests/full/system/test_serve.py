@@ -25,13 +25,13 @@ import yaml
 import trinity_es
 from tests.helpers.paths import ROOT
 from tests.helpers.serving import HELLO, Load, Serving, answers, client_of, post, recorded, serving
-from tests.helpers.systems import StartSystem, pid_of
+from tests.helpers.systems import StartSystem, end, pid_of, scripted, started
 from trinity_es.audit.export import Exported, experience_rows
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import AnswerNotFound
 from trinity_es.events.vocabulary import WeightsLoaded
 from trinity_es.serve.proxy import Proxy
-from trinity_es.system import lifecycle, running_system
+from trinity_es.system import running_system
 from trinity_es.testing import wait_until
 
 pytestmark = pytest.mark.timeout(240)
@@ -50,19 +50,14 @@ def events_of(client: RolloutClient, kind: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RolloutClient, Proxy]]:
-    from tests.helpers.systems import end, scripted
-
     script = {"rules": [{"prompt": "odd", "response": ODD}]}
     with socket.socket() as free:
         free.bind(("127.0.0.2", 0))
         port = free.getsockname()[1]
     explorer = {"listen_address": "127.0.0.2", "proxy_port": port, "rollout_model": {"script": script}}
-    config = scripted(tmp_path_factory.mktemp("serve"), mode="serve", explorer=explorer)
-    lifecycle.start(config)
-    client = trinity_es.connect(config)
+    client = started(tmp_path_factory.mktemp("serve"), mode="serve", explorer=explorer)
     try:
-        client.wait_ready(60)
-        with serving(config) as proxy:
+        with serving(client.config) as proxy:
             yield client, proxy
     finally:
         end(client)
@@ -325,8 +320,6 @@ def test_p36_a_process_that_is_killed_fails_no_request_that_was_not_begun(
 
 
 def test_p36_after_the_proxy_was_killed_and_then_everything_a_reward_finds_its_answer(tmp_path: Path) -> None:
-    from tests.helpers.systems import scripted
-
     config = scripted(tmp_path, mode="serve", system={"detach": True})  # it is to outlive the proxy that starts it
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config.to_dict()))
