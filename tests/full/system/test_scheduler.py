@@ -155,14 +155,14 @@ def test_p10_p18_a_workflow_that_ends_its_process_fails_alone(start_system: Star
     asyncio.run(main())
 
 
-def test_p17_lower_batch_first_and_first_in_first_out_inside(start_system: StartSystem) -> None:
+def test_p1_p17_lower_batch_first_and_first_in_first_out_inside(start_system: StartSystem) -> None:
     client = start_system(explorer={"max_concurrency": 1})
 
     async def main() -> None:
         async with Scheduler(client.config) as scheduler:
             scheduler.schedule(sleepers(1, 1.5), 0)
             wait_until(lambda: load(client) == 1, "the only place to be taken")
-            for batch in ("nightly", 3, "3/gsm8k", 2):
+            for batch in ("nightly", 12, 3, "3/gsm8k", 2):
                 scheduler.schedule(sleepers(3, 0.15), batch)
             scheduler.schedule(sleepers(1, 0.15), 3)
             await scheduler.wait_all()
@@ -172,8 +172,8 @@ def test_p17_lower_batch_first_and_first_in_first_out_inside(start_system: Start
                 if isinstance(r.event, ev.TasksDispatched)
                 for unit in r.event.units
             ]
-            batches = ["2"] * 3 + ["3"] * 4 + ["3/gsm8k"] * 3 + ["nightly"] * 3
-            numbers = [*range(3), *range(4), *range(3), *range(3)]
+            batches = ["2"] * 3 + ["3"] * 4 + ["3/gsm8k"] * 3 + ["12"] * 3 + ["nightly"] * 3
+            numbers = [*range(3), *range(4), *range(3), *range(3), *range(3)]
             assert order == [("0", 0), *zip(batches, numbers, strict=True)]
 
     asyncio.run(main())
