@@ -87,7 +87,8 @@ def test_the_same_seed_teaches_the_same_model(tmp_path: Path) -> None:
 def play(folder: Path) -> None:
     """Run two steps of the example with all that it writes in this folder."""
     settings = {
-        "total_steps": 2, "explorer.eval_interval": 4, "explorer.eval_on_startup": "false", "run_dir": folder / "run",
+        "total_steps": 2, "explorer.max_concurrency": 4, "explorer.eval_interval": 4,
+        "explorer.eval_on_startup": "false", "run_dir": folder / "run",
         "checkpoint_root_dir": folder / "checkpoints", "model.model_path": folder / "model",
         "store.url": f"sqlite:///{folder}/log.sqlite",
         "buffer.explorer_input.tasksets.0.path": folder / "data/train.jsonl",
