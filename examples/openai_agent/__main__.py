@@ -19,7 +19,7 @@ def main() -> None:
     config = load_config(CONFIG, [text for text in sys.argv[1:] if text != "--set"])
     model, data = Path(config.model.model_path), Path(config.buffer.explorer_input.tasksets[0].path).parent
     if not model.exists():
-        print("teaching a tiny model to call a tool: a minute or less", flush=True)
+        print("teaching a tiny model to call a tool: half a minute or less", flush=True)
         make_model(model)
     if not data.exists():
         write_tasks(data)

@@ -1,7 +1,7 @@
 """A tiny model that knows the form of a tool call, but not yet that calling is better than guessing.
 
-It is that of examples/grpo, taught for a minute or less on one core: asked "How many plums?", it calls the tool `count`
-about every other time, and guesses otherwise. Nothing is downloaded.
+It is that of examples/grpo, taught for half a minute or less on one core: asked "How many plums?", it calls the tool
+`count` about every other time, and guesses otherwise. Nothing is downloaded.
 
     python -m examples.openai_agent.tiny_model runs/openai_agent
 """
@@ -33,7 +33,7 @@ heart; a template for a larger one shows it `tools`.
 """
 
 
-def make_model(directory: str | Path, steps: int = 400, seed: int = 0) -> Path:
+def make_model(directory: str | Path, steps: int = 250, seed: int = 0) -> Path:
     """Write the taught model and its tokenizer to the new folder `directory`; returns it. Same seed, same weights."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -56,7 +56,7 @@ def make_model(directory: str | Path, steps: int = 400, seed: int = 0) -> Path:
         begun, ended = ((rows.input_ids == mark).cumsum(1) for mark in (assistant, end))
         labels = rows.input_ids.clone()
         labels[:, 1:][(begun == ended)[:, :-1]] = -100  # what others say is not learned, nor is padding
-        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 30, (steps - step) / 100)
+        optimizer.param_groups[0]["lr"] = 5e-3 * min(1, (step + 1) / 30, (steps - step) / 100)
         optimizer.zero_grad()
         model(input_ids=rows.input_ids, attention_mask=rows.attention_mask, labels=labels).loss.backward()
         optimizer.step()

