@@ -45,7 +45,7 @@ def once(contents: Sequence[str], make: Callable[[Path], None]) -> Path:
     BESIDE.mkdir(exist_ok=True)
     with folder.with_suffix(".complete").open("a+") as complete:
         fcntl.flock(complete, fcntl.LOCK_EX)
-        if complete.tell() == 0:
+        if os.fstat(complete.fileno()).st_size == 0:
             shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
             make(folder)
             complete.write("it is complete\n")
