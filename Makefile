@@ -13,11 +13,11 @@ UV := VIRTUAL_ENV=$(CURDIR)/$(VENV) $(VENV)/bin/uv
 STAMP := $(VENV)/.installed
 ROOMS := trinity_es
 PINS := requirements/constraints-cpu.txt
-# Tests of systems wait more than they compute, so three processes a core.
+# Tests of systems wait more than they compute, so two more processes than there are cores.
 CORES := $(shell getconf _NPROCESSORS_ONLN)
-JOBS := $(shell echo $$(( 3 * $(CORES) )))
+JOBS := $(shell echo $$(( $(CORES) + 2 )))
 # The tests of some folders. Where PYTEST chooses some, there may be none in a folder, which pytest calls 5.
-RUN = seconds=$$SECONDS; $(PY) -m pytest -n $(JOBS) --maxprocesses 6 --dist loadfile --no-loadscope-reorder $(PYTEST)
+RUN = seconds=$$SECONDS; $(PY) -m pytest -n $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(PYTEST)
 DONE = || { s=$$?; [ $$s = 5 -a -n "$(PYTEST)" ] || exit $$s; }; echo "make $@: $$((SECONDS - seconds)) s"
 
 MEASURE = mkdir -p benchmarks/results; failed=; for b in $(BENCHMARKS); do echo "== $$b"; \

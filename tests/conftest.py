@@ -92,11 +92,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker(marker) and (reason := lacks()):
                 item.add_marker(pytest.mark.skip(reason=f"{item.name}: {reason}"))
     # What takes longest comes first: real engines, which compute, in one process (see `_Files`), and actor systems,
-    # which mostly wait, in the others. Who ends the shared engine comes after who asks it.
-    def turn(item: pytest.Item) -> tuple[int, bool]:
+    # which mostly wait, in the others. Who ends the engine of a folder comes after who asks it.
+    def turn(item: pytest.Item) -> tuple[int, str, bool]:
         if _has_engines(item.nodeid.partition("::")[0]):
-            return 0, item.get_closest_marker("last") is not None
-        return (1 if item.path.parent.name in ("environments", "integrations", "main", "system") else 2), False
+            return 0, item.path.parent.name, item.get_closest_marker("last") is not None
+        return (1 if item.path.parent.name in ("environments", "integrations", "main", "system") else 2), "", False
 
     items.sort(key=turn)
 
