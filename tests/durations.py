@@ -170,10 +170,15 @@ def _sums(tests: dict[str, list[float]], key: Any) -> dict[str, list[float]]:
 
 
 def dearer(tests: dict[str, list[float]], committed: dict[str, list[float]]) -> list[str]:
-    """Return a line for each test whose CPU seconds are well above the committed ones; of a new test these are 0."""
+    """Return a line for each test whose CPU seconds are well above the committed ones; of a new test these are 0.
+
+    Machines differ, and a busy one computes slower: the committed figures are scaled by what all tests took of them.
+    """
+    both = tests.keys() & committed.keys()
+    scale = sum(tests[test][1] for test in both) / (sum(committed[test][1] for test in both) or 1.0)
     return [
         f"{test}: {cpu:.1f} CPU s, {before:.1f} committed" for test, (_, cpu) in tests.items()
-        if cpu > MORE * (before := committed.get(test, [0.0, 0.0])[1]) + AND_SECONDS
+        if cpu > MORE * scale * (before := committed.get(test, [0.0, 0.0])[1]) + AND_SECONDS * scale
     ]
 
 

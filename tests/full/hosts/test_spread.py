@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.postgres, pytest.mark.slow, pytest.mark.timeout(280)]
 HOSTS = ("b", "c", "d")
 PLACES = 8
 """Of each host, as of the head."""
-SECONDS = 0.5
+SECONDS = 1.0
 """How long a task takes."""
 
 
