@@ -44,13 +44,16 @@ class CpuByTest(threading.Thread):
         super().__init__(daemon=True)
         self.seconds: dict[str, float] = defaultdict(float)
         """By test; of processes that no test started: ''."""
+        self.kinds: dict[str, float] = defaultdict(float)
+        """By the name of the process: python, Coordinator, VLLM::Worker."""
         self._ended = threading.Event()
         self._before: dict[tuple[int, int], float] = {}
-        self._names: dict[tuple[int, int], tuple[str, str]] = {}
+        self._tests: dict[tuple[int, int], str] = {}
 
     def run(self) -> None:
         self._look()
         self.seconds.clear()  # what was spent before
+        self.kinds.clear()
         while not self._ended.wait(POLL_SECONDS):
             self._look()
 
@@ -64,27 +67,32 @@ class CpuByTest(threading.Thread):
         parents: dict[int, int] = {}
         tests: dict[int, str] = {}
         spent: dict[int, float] = {}
+        processes: dict[int, tuple[int, int]] = {}
         for folder in Path("/proc").glob("[0-9]*"):
             pid = int(folder.name)
             try:
                 command, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(")")
                 fields = rest.split()
                 process = pid, int(fields[19])
-                if self._names.get(process, ("", ""))[0] != command:  # new, or another program now
-                    self._names[process] = command, _test_in((folder / "environ").read_bytes())
-                test = self._names[process][1] or _test_of_worker((folder / "cmdline").read_bytes())
+                if not self._tests.get(process):  # its environment is gone once it gives itself a title
+                    self._tests[process] = _test_in((folder / "environ").read_bytes())
+                test = self._tests[process] or _test_of_worker((folder / "cmdline").read_bytes())
             except (OSError, IndexError):  # it ended meanwhile
                 continue
             seconds = (int(fields[11]) + int(fields[12])) / _TICKS
             parents[pid], spent[pid] = int(fields[1]), seconds - self._before.get(process, 0.0)
-            self._before[process] = seconds
+            self._before[process], processes[pid] = seconds, process
+            self.kinds[command.partition(" ")[0]] += spent[pid]
             if test:
                 tests[pid] = test
         for pid, seconds in spent.items():
             ancestor = pid
             while ancestor not in tests and ancestor in parents:
                 ancestor = parents[ancestor]
-            self.seconds[tests.get(ancestor, "")] += seconds
+            test = tests.get(ancestor, "")
+            if pid not in tests:
+                self._tests[processes[pid]] = test  # it may outlive the parent by which this is known
+            self.seconds[test] += seconds
 
 
 def _test_in(environment: bytes) -> str:
@@ -122,6 +130,7 @@ class Session:
         cpu, wall = self.cpu.end(), time.monotonic() - self.began
         session = {
             "seconds": round(wall, 1), "cpu": round(sum(cpu.values()), 1), "cpu_of_no_test": round(cpu[""], 1),
+            "kinds": {kind: round(s, 1) for kind, s in self.cpu.kinds.items() if s > DEAR_SECONDS},
             "idle": {worker: round(wall - busy, 1) for worker, busy in self.workers.items()},
             "fixtures": self.fixtures,
             "tests": {test: [round(s, 2), round(cpu.get(test, 0.0), 2)] for test, s in self.seconds.items()},
@@ -175,6 +184,8 @@ def dearer(tests: dict[str, list[float]], committed: dict[str, list[float]]) -> 
     Machines differ, and a busy one computes slower: the committed figures are scaled by what all tests took of them.
     """
     both = tests.keys() & committed.keys()
+    if not both:
+        return []
     scale = sum(tests[test][1] for test in both) / (sum(committed[test][1] for test in both) or 1.0)
     return [
         f"{test}: {cpu:.1f} CPU s, {before:.1f} committed" for test, (_, cpu) in tests.items()
@@ -192,6 +203,13 @@ def report(sessions: list[dict[str, Any]], steps: dict[str, float], committed: d
         idle = ", ".join(f"{worker} {seconds:.0f}" for worker, seconds in sorted(session["idle"].items()))
         yield (f"  {session['seconds']:7.0f} s {session['cpu']:7.0f} CPU  {len(session['tests'])} tests; "
                f"of no test {session['cpu_of_no_test']:.0f} CPU; idle: {idle}")
+    kinds: dict[str, float] = defaultdict(float)
+    for session in sessions:
+        for kind, cpu in session["kinds"].items():
+            kinds[kind] += cpu
+    yield "By kind of process:"
+    for kind, cpu in sorted(kinds.items(), key=lambda item: -item[1])[:12]:
+        yield f"           {cpu:7.0f} CPU  {kind}"
     yield "By folder:"
     for folder, (seconds, cpu) in _sums(tests, _folder).items():
         yield f"  {seconds:7.0f} s {cpu:7.0f} CPU  {folder}"
