@@ -79,7 +79,7 @@ pure: setup
 test: setup ## those and each part once for real: both databases, the system, vLLM, a browser (PYTEST="-k name", JOBS=0)
 	@$(RUN) tests/pure tests/main $(DONE)
 
-test-all: test ## these and all others: a quarter of an hour (ALL=1 plays what takes turns, too)
+test-all: test ## these and all others: half an hour (ALL=1 plays what takes turns, too)
 	@$(RUN) tests/full $(DONE)
 
 lint: setup ## ruff and mypy --strict

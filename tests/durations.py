@@ -178,7 +178,7 @@ def _sums(tests: dict[str, list[float]], key: Any) -> dict[str, list[float]]:
     return dict(sorted(sums.items(), key=lambda item: -item[1][1]))
 
 
-def dearer(tests: dict[str, list[float]], committed: dict[str, list[float]]) -> list[str]:
+def dearer(tests: dict[str, list[float]], committed: dict[str, float]) -> list[str]:
     """Return a line for each test whose CPU seconds are well above the committed ones; of a new test these are 0.
 
     Machines differ, and a busy one computes slower: the committed figures are scaled by what all tests took of them.
@@ -186,10 +186,10 @@ def dearer(tests: dict[str, list[float]], committed: dict[str, list[float]]) -> 
     both = tests.keys() & committed.keys()
     if not both:
         return []
-    scale = sum(tests[test][1] for test in both) / (sum(committed[test][1] for test in both) or 1.0)
+    scale = sum(tests[test][1] for test in both) / sum(committed[test] for test in both)
     return [
         f"{test}: {cpu:.1f} CPU s, {before:.1f} committed" for test, (_, cpu) in tests.items()
-        if cpu > MORE * scale * (before := committed.get(test, [0.0, 0.0])[1]) + AND_SECONDS * scale
+        if cpu > MORE * scale * (before := committed.get(test, 0.0)) + AND_SECONDS * scale
     ]
 
 
@@ -231,10 +231,9 @@ def report(sessions: list[dict[str, Any]], steps: dict[str, float], committed: d
 
 
 def committable(sessions: list[dict[str, Any]]) -> str:
-    """Return the figures to commit, a line a test: those of tests that took a second or more, and the sum of all."""
+    """Return the CPU seconds to commit, a line a test: those of tests that took one or more, and the sum of all."""
     tests = _all_tests(sessions)
-    rows = [f"    {json.dumps(test)}: {json.dumps(tests[test])}" for test in sorted(tests)
-            if max(tests[test]) >= DEAR_SECONDS]
+    rows = [f"    {json.dumps(test)}: {cpu:.1f}" for test, (_, cpu) in sorted(tests.items()) if cpu >= DEAR_SECONDS]
     total = round(sum(cpu for _, cpu in tests.values()))
     return f'{{\n  "cpu": {total},\n  "tests": {{\n' + ",\n".join(rows) + "\n  }\n}\n"
 
