@@ -288,7 +288,7 @@ class ManualClock:
 def wait_until(condition: Callable[[], Any], what: str, timeout: float = 30.0) -> Any:
     """Wait for a condition and return what it returned. Raises TimeoutError that says what was waited for.
 
-    A condition that is dear to look at is looked at less often: at most every fourth second is spent on it.
+    After each look it waits three times as long as the look took, at least 0.01 s and at most 0.15 s.
     """
     deadline = time.monotonic() + timeout
     while True:

@@ -23,7 +23,7 @@ LAUNCHERS = ("ray", "slurm", "compose")
 
 
 def of_the_day(cases: Sequence[T], count: int = 1, *, day: int | None = None, everything: bool = ALL) -> list[T]:
-    """Return `count` of the cases, other ones tomorrow: as many days as there are cases play each of them."""
+    """Return `count` of the cases in their order, and others tomorrow; as many days as there are cases play each."""
     if everything or count >= len(cases):
         return list(cases)
     first = (DAY if day is None else day) * count
