@@ -66,6 +66,6 @@ def test_every_test_that_the_promises_name_is_there() -> None:
 def test_every_test_that_takes_turns_is_named() -> None:
     page = (ROOT / "docs" / "PROMISES.md").read_text().partition("## What takes turns")[2].partition("\n## ")[0]
     turns = re.compile(r"\bof_the_day\(|\bby_turns\(|mark\.all\b|\bif ALL\b")
-    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / "full").rglob("test_*.py")
              if path != Path(__file__) and turns.search(path.read_text())}
     assert files == set(re.findall(r"`(tests/[\w/]+\.py)`", page))
