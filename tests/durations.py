@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -45,10 +46,11 @@ class CpuByTest(threading.Thread):
         self.seconds: dict[str, float] = defaultdict(float)
         """By test; of processes that no test started: ''."""
         self.kinds: dict[str, float] = defaultdict(float)
-        """By the name of the process: python, Coordinator, VLLM::Worker."""
+        """By the name of the process, and what a Python runs: Coordinator, VLLM::Worker, python -m trinity_es up."""
         self._ended = threading.Event()
         self._before: dict[tuple[int, int], float] = {}
         self._tests: dict[tuple[int, int], str] = {}
+        self._kinds: dict[tuple[int, int], str] = {}
 
     def run(self) -> None:
         self._look()
@@ -76,13 +78,16 @@ class CpuByTest(threading.Thread):
                 process = pid, int(fields[19])
                 if not self._tests.get(process):  # its environment is gone once it gives itself a title
                     self._tests[process] = _test_in((folder / "environ").read_bytes())
-                test = self._tests[process] or _test_of_worker((folder / "cmdline").read_bytes())
+                line = (folder / "cmdline").read_bytes().decode(errors="replace")
+                test = self._tests[process] or _test_of_worker(line)
             except (OSError, IndexError):  # it ended meanwhile
                 continue
             seconds = (int(fields[11]) + int(fields[12])) / _TICKS
             parents[pid], spent[pid] = int(fields[1]), seconds - self._before.get(process, 0.0)
             self._before[process], processes[pid] = seconds, process
-            self.kinds[command.partition(" ")[0]] += spent[pid]
+            kind = _kind(command, line) if line else self._kinds.get(process, command)  # who has ended has no line
+            self._kinds[process] = kind
+            self.kinds[kind] += spent[pid]
             if test:
                 tests[pid] = test
         for pid, seconds in spent.items():
@@ -100,8 +105,16 @@ def _test_in(environment: bytes) -> str:
     return next(entries, b"").partition(b"=")[2].decode(errors="replace").rpartition(" (")[0]
 
 
-def _test_of_worker(command_line: bytes) -> str:
-    title = command_line.decode(errors="replace").strip("\0 ")
+def _kind(command: str, line: str) -> str:
+    """Return what a process is called in the sum by kind."""
+    if not command.startswith("python"):
+        return command.partition(" ")[0]
+    words = re.sub(r"\0-[^mc\0][^\0]*", "", line).split("\0")
+    return " ".join(["python", *(re.sub(r"(?s).*/|import sys; sys.path[^;]*;|\n.*", "", word)[:60] for word in words[1:4])])
+
+
+def _test_of_worker(command_line: str) -> str:
+    title = command_line.strip("\0 ")
     return title.removeprefix(_RUNNING) if title.startswith(_RUNNING) else ""
 
 
@@ -208,7 +221,7 @@ def report(sessions: list[dict[str, Any]], steps: dict[str, float], committed: d
         for kind, cpu in session["kinds"].items():
             kinds[kind] += cpu
     yield "By kind of process:"
-    for kind, cpu in sorted(kinds.items(), key=lambda item: -item[1])[:12]:
+    for kind, cpu in sorted(kinds.items(), key=lambda item: -item[1])[:20]:
         yield f"           {cpu:7.0f} CPU  {kind}"
     yield "By folder:"
     for folder, (seconds, cpu) in _sums(tests, _folder).items():

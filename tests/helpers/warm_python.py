@@ -17,6 +17,8 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
+import setproctitle
+
 __all__ = ["Forked", "WarmPython", "warm_python"]
 
 
@@ -147,12 +149,14 @@ def _next_script(requests: socket.socket) -> list[str] | None:
 def main(descriptor: int, modules: Sequence[str]) -> None:
     for module in modules:
         importlib.import_module(module)
+    setproctitle.getproctitle()  # it looks for its place once, which it does not find among other variables
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those between
     arguments = _next_script(socket.socket(fileno=descriptor))
     if arguments is None:
         return
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
+        sys.path.insert(0, os.getcwd())
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments
