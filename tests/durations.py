@@ -109,8 +109,8 @@ def _kind(command: str, line: str) -> str:
     """Return what a process is called in the sum by kind."""
     if not command.startswith("python"):
         return command.partition(" ")[0]
-    words = re.sub(r"\0-[^mc\0][^\0]*", "", line).split("\0")
-    return " ".join(["python", *(re.sub(r"(?s).*/|import sys; sys.path[^;]*;|\n.*", "", word)[:60] for word in words[1:4])])
+    words = re.sub(r"\0-[^mc\0][^\0]*", "", line).split("\0")[1:4]
+    return " ".join(["python", *(re.sub(r"(?s).*/|import sys; sys.path[^;]*;|\n.*", "", word)[:60] for word in words)])
 
 
 def _test_of_worker(command_line: str) -> str:

@@ -9,13 +9,15 @@ from typing import TypeVar
 
 import pytest
 
-__all__ = ["ALL", "DAY", "FAULTS", "LAUNCHERS", "by_turns", "of_the_day"]
+__all__ = ["ALL", "DAY", "EXAMPLES", "FAULTS", "LAUNCHERS", "by_turns", "of_the_day"]
 
 T = TypeVar("T")
 
 ALL = bool(os.environ.get("ALL"))
 DAY = int(os.environ.setdefault("DAY", str(datetime.datetime.now(datetime.UTC).date().toordinal())))
 """Number of the day, for all processes of a run; `DAY=n` plays what another day played."""
+EXAMPLES = ("the agent on the OpenAI SDK", "verifiers and environments that die", "OpenEnv and reasoning_gym")
+"""Examples that are played as users play them, which take turns."""
 FAULTS = ("network and database", "kinds at random")
 """Tests of faults in a run over several hosts, which take turns."""
 LAUNCHERS = ("ray", "slurm", "compose")

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import trinity_es
+from tests.helpers.of_the_day import EXAMPLES, by_turns
 from tests.helpers.openenv_servers import listening
 from tests.helpers.paths import ROOT
 from trinity_es.environments.installed import Installed, install
@@ -26,7 +27,7 @@ from trinity_es.testing import wait_until
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
-EXAMPLES = ROOT / "examples" / "environments"
+FOLDER = ROOT / "examples" / "environments"
 STEPS, RUNS = 2, 12
 
 
@@ -79,8 +80,9 @@ def require_each_once(log: Log, tasks: int) -> None:
             assert e.reward == e.metrics["reward"]
 
 
+@by_turns(EXAMPLES[1], EXAMPLES)
 def test_j2_the_example_of_verifiers_plays_its_tasks_and_pins_them(letters: Installed, tmp_path: Path) -> None:
-    install(str(EXAMPLES / "letters"))
+    install(str(FOLDER / "letters"))
     with playing("verifiers", tmp_path) as store:
         pass
     with trinity_es.open_log(store) as log:
@@ -91,10 +93,11 @@ def test_j2_the_example_of_verifiers_plays_its_tasks_and_pins_them(letters: Inst
     assert all(s.revision.startswith("0.1 sha256:") for s in sources)
 
 
+@by_turns(EXAMPLES[2], EXAMPLES)
 def test_j2_the_example_of_openenv_ends_each_step_though_its_server_is_killed_and_nothing_is_doubled(
     openenv_python: str, tmp_path: Path
 ) -> None:
-    command = [openenv_python, str(EXAMPLES / "openenv_server.py")]
+    command = [openenv_python, str(FOLDER / "openenv_server.py")]
     with listening(command) as server:
         url = "workflow_args.url"
         inputs = "buffer.explorer_input"

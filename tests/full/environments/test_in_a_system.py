@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.helpers.of_the_day import EXAMPLES, by_turns
 from tests.helpers.systems import StartSystem, pid_of
 from trinity_es.environments.installed import Installed
 from trinity_es.events.values import Task
@@ -26,6 +27,7 @@ def players(runner: int) -> list[psutil.Process]:
     return [p for p in found if p.parent() in found]
 
 
+@by_turns(EXAMPLES[1], EXAMPLES)
 def test_a_step_ends_though_its_environment_and_then_its_runner_is_killed_and_nothing_is_doubled(
     letters: Installed, start_system: StartSystem, tmp_path: Path
 ) -> None:

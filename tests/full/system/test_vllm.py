@@ -145,7 +145,7 @@ def of_adapter(client: RolloutClient, batch: int, adapter: str) -> list[Experien
 
 @pytest.mark.chaos
 @pytest.mark.parametrize(
-    "victims", [engine_core, *of_the_day([runner_and_coordinator, everything])], ids=lambda victims: victims.__name__
+    "victims", of_the_day([engine_core, runner_and_coordinator, everything]), ids=lambda victims: victims.__name__
 )
 def test_b2_i4_what_is_killed_while_it_generates_comes_back_with_weights_and_adapters_and_loses_nothing(
     client: RolloutClient, tiny: Path, tmp_path: Path, victims: Callable[[RolloutClient], list[psutil.Process]],

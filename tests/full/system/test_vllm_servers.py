@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.engines import largest_difference
+from tests.helpers.of_the_day import of_the_day
 from tests.helpers.real_engine import TOLERANCE
 from tests.helpers.servers import (
     EXTENSION,
@@ -128,7 +129,7 @@ def test_i3_four_servers_share_the_work_and_three_troubles_in_one_batch_lose_not
         assert {"runner-0", "runner-2", "runner-3", "runner-4"} == set(runs_by(client, 4))
 
 
-@pytest.mark.parametrize("server", ["real", "unlabelled"])
+@pytest.mark.parametrize("server", of_the_day(["real", "unlabelled"]))
 def test_logprobs_of_a_real_server_agree_with_torch_before_and_after_a_sync(
     start_system: StartSystem, tiny: Path, tmp_path: Path, server: str, request: pytest.FixtureRequest
 ) -> None:

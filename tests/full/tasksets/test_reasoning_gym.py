@@ -12,6 +12,7 @@ import pytest
 
 import trinity_es
 from tests.helpers.client_packages import ask
+from tests.helpers.of_the_day import EXAMPLES, by_turns
 from tests.helpers.reasoning_gym import play_example, rewards
 from tests.helpers.runs import finish
 from tests.helpers.taskset_reader import TasksetReader
@@ -102,6 +103,7 @@ def test_every_family_makes_its_tasks_and_is_scored_as_it_scores_itself(reasonin
     assert sum(ours == 1 for _, ours, _ in scores) > 300
 
 
+@by_turns(EXAMPLES[2], EXAMPLES)
 def test_j2_the_example_plays_both_families_scores_them_and_its_log_needs_no_package(
     reasoning_gym: dict[str, str], tmp_path: Path
 ) -> None:

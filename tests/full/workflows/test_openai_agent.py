@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import trinity_es
+from tests.helpers.of_the_day import EXAMPLES, by_turns
 from tests.helpers.paths import ROOT
 from trinity_es import Experience
 from trinity_es.events.store.experiences import read_experiences
@@ -20,6 +21,7 @@ from trinity_es.events.vocabulary import BatchFinalized
 from trinity_es.projections.reading.log_reader import Log
 
 
+@by_turns(EXAMPLES[0], EXAMPLES)
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(600)
