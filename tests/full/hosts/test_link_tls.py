@@ -82,8 +82,8 @@ def test_one_side_alone_that_speaks_tls_is_told_so(authority: Authority, caplog:
     with joined(plain, tls=of_host(authority.ca)) as host:
         wait_until(lambda: bool(host.downs), "a try", 20)
         assert "the head speaks no TLS" in host.downs[0]
+        wait_until(lambda: "refused who wanted to join from 127.0.0.1" in caplog.text, "a warning of the head", 20)
     assert head.hellos == plain.hellos == []
-    wait_until(lambda: "refused who wanted to join from 127.0.0.1" in caplog.text, "a warning", 20)
 
 
 def test_a_certificate_that_is_renewed_is_that_of_the_next_connection(authority: Authority) -> None:
