@@ -22,6 +22,11 @@ from trinity_es.testing import SleepWorkflow, wait_until
 NewId = Callable[[], int]
 
 
+@pytest.fixture
+def batch(new_id: NewId) -> int:
+    return new_id()
+
+
 class ExplodingOperator:
     """A pipeline operator that fails while a file exists."""
 
@@ -36,8 +41,7 @@ class ExplodingOperator:
         return experiences, {"seen": float(len(experiences))}
 
 
-def test_p26_a_train_batch_is_submitted_finalized_and_read(shared: RolloutClient, new_id: NewId) -> None:
-    batch = new_id()
+def test_p26_a_train_batch_is_submitted_finalized_and_read(shared: RolloutClient, batch: int) -> None:
     shared.submit_batch(batch_id=batch, tasks=sleepers(4, reward=0.25), batch_type="train")
     result = shared.finalize_train_batch(batch, timeout=30)
     assert (result["batch_id"], result["batch_type"], result["finished_task_count"]) == (batch, "train", 4)
@@ -48,17 +52,14 @@ def test_p26_a_train_batch_is_submitted_finalized_and_read(shared: RolloutClient
     assert all(e.advantages is not None for e in found)
 
 
-def test_p26_finalize_asked_again_gives_the_same_result(shared: RolloutClient, new_id: NewId) -> None:
-    batch = new_id()
+def test_p26_finalize_asked_again_gives_the_same_result(shared: RolloutClient, batch: int) -> None:
     shared.submit_batch(batch_id=batch, tasks=sleepers(2), batch_type="train")
     first = shared.finalize_train_batch(batch, timeout=30)
     assert canonical(shared.finalize_train_batch(batch)) == canonical(first)
 
 
-def test_p26_a_timeout_loses_nothing(shared: RolloutClient, new_id: NewId) -> None:
-    batch = new_id()
-    tasks = sleepers(3) + sleepers(1, seconds=1.5)
-    shared.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
+def test_p26_a_timeout_loses_nothing(shared: RolloutClient, batch: int) -> None:
+    shared.submit_batch(batch_id=batch, tasks=sleepers(3) + sleepers(1, seconds=1.5), batch_type="train")
     with pytest.raises(FinalizeTimeout, match="nothing is lost") as caught:
         shared.finalize_train_batch(batch, timeout=0.5)
     assert isinstance(caught.value, TimeoutError)
@@ -91,9 +92,8 @@ def test_p26_when_the_pipeline_fails_the_batch_runs_again(start_system: StartSys
 
 
 def test_p25_an_active_batch_id_is_refused_and_a_finished_one_may_be_used_again(
-    shared: RolloutClient, new_id: NewId
+    shared: RolloutClient, batch: int
 ) -> None:
-    batch = new_id()
     shared.submit_batch(batch_id=batch, tasks=sleepers(1, seconds=0.5), batch_type="train")
     with pytest.raises(BatchAlreadyActive, match="already active") as caught:
         shared.submit_batch(batch_id=batch, tasks=sleepers(1), batch_type="train")
@@ -104,8 +104,7 @@ def test_p25_an_active_batch_id_is_refused_and_a_finished_one_may_be_used_again(
     assert len(list(shared.experiences(batch))) == 3
 
 
-def test_p25_an_empty_batch_is_pending_until_it_is_finalized(shared: RolloutClient, new_id: NewId) -> None:
-    batch = new_id()
+def test_p25_an_empty_batch_is_pending_until_it_is_finalized(shared: RolloutClient, batch: int) -> None:
     shared.submit_batch(batch_id=batch, tasks=[], batch_type="train")
     assert shared.batch(batch).state is BatchLifecycleState.PENDING
     assert shared.finalize_train_batch(batch, timeout=30)["finished_task_count"] == 0
@@ -189,8 +188,7 @@ def test_p21_three_trainers_at_once_each_get_their_own(shared: RolloutClient) ->
     assert not any(t.is_alive() for t in threads)
 
 
-def test_a5_a_thousand_tasks_in_one_batch(shared: RolloutClient, new_id: NewId) -> None:
-    batch = new_id()
+def test_a5_a_thousand_tasks_in_one_batch(shared: RolloutClient, batch: int) -> None:
     tasks = [
         Task(workflow=SleepWorkflow, raw_task={"prompt": "x" * 500, "i": i}, repeat_times=2) for i in range(1000)
     ]
@@ -200,8 +198,7 @@ def test_a5_a_thousand_tasks_in_one_batch(shared: RolloutClient, new_id: NewId) 
     assert seen == {(task, run): 1 for task in range(1000) for run in range(2)}
 
 
-def test_a_task_larger_than_a_message_may_be_runs(shared: RolloutClient, new_id: NewId) -> None:
-    batch = new_id()
+def test_a_task_larger_than_a_message_may_be_runs(shared: RolloutClient, batch: int) -> None:
     task = Task(workflow=SleepWorkflow, raw_task={"document": "y" * 600_000})
     shared.submit_batch(batch_id=batch, tasks=[task], batch_type="train")
     assert shared.finalize_train_batch(batch, timeout=30)["finished_task_count"] == 1
