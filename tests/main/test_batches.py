@@ -204,30 +204,27 @@ def test_a_task_larger_than_a_message_may_be_runs(shared: RolloutClient, batch: 
     assert shared.finalize_train_batch(batch, timeout=30)["finished_task_count"] == 1
 
 
-def test_the_async_face_has_the_known_names(shared: RolloutClient, new_id: NewId) -> None:
-    async def scenario() -> None:
-        coordinator = await RolloutCoordinator.get_actor(shared.config)
-        await coordinator.prepare()
-        await coordinator.prepare()
-        ids = [new_id() for _ in range(3)]
-        for batch in ids:
-            await coordinator.submit_batch(batch_id=batch, tasks=sleepers(2), batch_type="train")
-        results = await asyncio.gather(*(coordinator.finalize_train_batch(b, timeout=30) for b in ids))
-        assert [r["batch_id"] for r in results] == ids
-        await coordinator.wait_ready(timeout=30)
-        position, seen = 0, []
-        while not set(ids) <= set(seen):  # in the order in which they ended
-            batch, position = await coordinator.next_batch(position, timeout=10)
-            seen.append(batch)
-        eid = EID(batch=ids[0], task=0, run=0)
-        mine = Experience(eid=eid, tokens=[1, 2], prompt_length=1, reward=1.0)
-        assert await coordinator.process_experiences([Experience.serialize_many([mine])])
-        [(_, delivered)] = await coordinator.processed_experiences(position)
-        assert [e.eid for e in delivered] == [eid]
-        await coordinator.shutdown()
-        await coordinator.shutdown()
-
-    asyncio.run(scenario())
+async def test_the_async_face_has_the_known_names(shared: RolloutClient, new_id: NewId) -> None:
+    coordinator = await RolloutCoordinator.get_actor(shared.config)
+    await coordinator.prepare()
+    await coordinator.prepare()
+    ids = [new_id() for _ in range(3)]
+    for batch in ids:
+        await coordinator.submit_batch(batch_id=batch, tasks=sleepers(2), batch_type="train")
+    results = await asyncio.gather(*(coordinator.finalize_train_batch(b, timeout=30) for b in ids))
+    assert [r["batch_id"] for r in results] == ids
+    await coordinator.wait_ready(timeout=30)
+    position, seen = 0, []
+    while not set(ids) <= set(seen):  # in the order in which they ended
+        batch, position = await coordinator.next_batch(position, timeout=10)
+        seen.append(batch)
+    eid = EID(batch=ids[0], task=0, run=0)
+    mine = Experience(eid=eid, tokens=[1, 2], prompt_length=1, reward=1.0)
+    assert await coordinator.process_experiences([Experience.serialize_many([mine])])
+    [(_, delivered)] = await coordinator.processed_experiences(position)
+    assert [e.eid for e in delivered] == [eid]
+    await coordinator.shutdown()
+    await coordinator.shutdown()
     assert shared.status()["runners"][0]["state"] == "ready"  # it was not this object's to end
 
 

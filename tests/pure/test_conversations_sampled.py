@@ -64,7 +64,6 @@ async def test_every_token_of_a_conversation_was_rendered_or_sampled(said: list[
         logprobs += [0.0] * len(read) + [-0.5 - n for n in range(len(sampled))]
     assert e.tokens.tolist() == expected
     assert e.prompt_length == mask.index(True)
-    assert e.action_mask is not None
     assert e.action_mask.tolist() == mask[e.prompt_length :]
     assert e.logprobs is not None
     np.testing.assert_array_equal(e.logprobs, np.array(logprobs[e.prompt_length :], np.float32))
@@ -83,7 +82,6 @@ async def test_a_template_that_drops_reasoning_forks_and_the_forks_are_counted()
     e = await model.experience_from_messages_async(messages)
     assert e.response_text == "cc$", "the last answer alone was sampled in the sequence that it is in"
     assert e.info["untrained_turns"] == [1, 3]
-    assert e.action_mask is not None
     assert e.action_mask.all()
     assert engine.logprobs_asked == 0
 

@@ -106,7 +106,6 @@ def test_runs_on_other_runners_at_another_time_are_the_same(tmp_path: Path) -> N
 
 def test_the_first_batch_that_differs_is_told_task_by_task(tmp_path: Path) -> None:
     found = compared(run(tmp_path / "one"), run(tmp_path / "two", prompt="b"))
-    assert found.first is not None
     assert (found.first.batch_id, [row.batch_id for row in found.same]) == (2, [0, 1])
     assert [(c.path, c.before, c.after) for c in found.first.changes] == [("task 0.asked.raw_task.prompt", "a", "b")]
     assert found.later == []
@@ -117,7 +116,6 @@ def test_settings_rewards_and_missing_batches_differ(tmp_path: Path, ended: bool
     one = run(tmp_path / "one", ended=ended)
     found = compared(one, run(tmp_path / "two", reward=0.25, batches=3, places=4, ended=ended))
     assert [(c.path, c.before, c.after) for c in found.settings] == [("explorer.max_concurrency", 8, 4)]
-    assert found.first is not None
     assert "task 0.run 0.reward" in [c.path for c in found.first.changes]
     assert [(d.batch_id, d.changes[0].after) for d in found.later] == [(3, diff.MISSING)]
 

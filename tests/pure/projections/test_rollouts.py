@@ -31,7 +31,6 @@ def test_each_run_knows_its_reward_attempt_runner_positions_and_payload(log_path
         events = {r.position: r for r in log.events(3)}
     assert [(r.task, r.run) for r in found.rows] == [(1, 0), (1, 1), (0, 0), (0, 1)]  # as they ended
     row = found.row(0, 1)
-    assert row is not None
     assert (row.outcome, row.attempt, row.runner, row.incarnation) == ("finished", 2, "runner-1", 1)
     assert row.reward == pytest.approx(0.1 + 1 / 3)
     assert (row.dispatched_version, row.model_version, row.model_version_end) == (5, 4, 5)
