@@ -131,7 +131,6 @@ def test_percentiles_are_of_what_was_measured() -> None:
 def test_a_system_has_no_part_in_who_adopted_it() -> None:
     starts = "import subprocess as s; print(s.Popen(['sleep', '60'], start_new_session=True).pid, flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", starts], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdin is not None
         [system] = family_of(int(other.stdout.readline()))  # who would rest it would stop `other`, too
         system.kill()
         other.stdin.write(b"\n")

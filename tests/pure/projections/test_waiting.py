@@ -290,14 +290,23 @@ def test_an_unknown_batch_is_an_error(story: Story) -> None:
 
 
 # --- the system as a whole ------------------------------------------------------------------------------------------
-def test_a_dead_system_is_said_first_with_its_last_event_and_the_way_out(one_left: Story) -> None:
-    told = one_left.why(100, system={"up": False, "pid": 4711, "host": "node-3"})
-    assert [w.cause for w in told.waiting] == ["no_system", "interrupted"]
-    assert "its processes are gone (coordinator pid 4711 on node-3)" in told.sentence
+@pytest.mark.parametrize(("system", "causes", "words", "stalled"), [
+    ({"up": False, "pid": 4711, "host": "node-3"}, ["no_system", "interrupted"],
+     r"its processes are gone \(coordinator pid 4711 on node-3\)", True),
+    ({"up": False, "released": True}, ["no_system", "interrupted"], r"it has ended \(guardian.log says why\)", True),
+    ({"up": True, "ends": "process 5, which had started it, has ended"}, ["ending", "interrupted"],
+     "^the actor system ends: process 5, which had started it, has ended$", True),
+    ({"up": False, "pid": 1, "kept": 42}, ["restarting", "interrupted"], r"keeper \(pid 42\)", False),
+], ids=["it died", "it was ended in order", "it ends with its owner", "its keeper starts it again"])
+def test_a_system_that_does_not_run_is_said_first_with_the_way_out_where_a_person_is_needed(
+    one_left: Story, system: dict[str, Any], causes: list[str], words: str, stalled: bool
+) -> None:
+    told = one_left.why(100, system=system)
+    assert [w.cause for w in told.waiting] == causes
+    assert re.search(words, told.sentence)
     assert told.waiting[0].since == T + 1
     assert told.waiting[1].text == "task 7, runs 0-3, attempt 1 of 3 was on runner-0 #1 when the system ended"
-    assert told.stalled
-    assert "trinity-es up CONFIG" in str(told)
+    assert (told.stalled, "trinity-es up CONFIG" in str(told)) == (stalled, stalled)
 
 
 def test_what_a_run_left_open_is_gone_on_with_by_resume(one_left: Story) -> None:
@@ -305,25 +314,6 @@ def test_what_a_run_left_open_is_gone_on_with_by_resume(one_left: Story) -> None
     told = str(one_left.why(100, system={"up": False}))
     assert "what to do: `trinity-es resume CONFIG` goes on with the run" in told
     assert "trinity-es up" not in told
-
-
-def test_a_system_that_ends_with_its_owner_is_neither_silent_nor_started_again(one_left: Story) -> None:
-    told = one_left.why(100, system={"up": True, "ends": "process 5, which had started it, has ended"})
-    assert [w.cause for w in told.waiting] == ["ending", "interrupted"]
-    assert told.sentence == "the actor system ends: process 5, which had started it, has ended"
-    assert told.stalled
-    assert "trinity-es up CONFIG" in str(told)
-
-
-def test_a_system_that_was_ended_in_order_is_told_from_one_that_died(one_left: Story) -> None:
-    assert "it has ended (guardian.log says why)" in one_left.why(100, system={"up": False, "released": True}).sentence
-
-
-def test_a_system_with_a_keeper_needs_no_person(one_left: Story) -> None:
-    told = one_left.why(100, system={"up": False, "pid": 1, "kept": 42})
-    assert told.cause == "restarting"
-    assert "keeper (pid 42)" in told.sentence
-    assert not told.stalled
 
 
 def test_a_system_without_a_coordinator_or_without_an_answer_is_named(one_left: Story) -> None:
