@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -135,16 +135,13 @@ def test_p27_p31_an_eval_has_its_metrics_and_keeps_no_experiences(shared: Rollou
 def test_p28_abort_ends_a_batch_and_frees_its_places(shared: RolloutClient, new_id: NewId) -> None:
     batch = new_id()
     shared.submit_batch(batch_id=batch, tasks=sleepers(2, seconds=60), batch_type="train")
-    answers: list[Any] = []
-    waiter = threading.Thread(target=lambda: answers.append(shared.finalize_train_batch(batch, timeout=30)))
-    waiter.start()
+    waiter = ThreadPoolExecutor(1).submit(shared.finalize_train_batch, batch, timeout=30)
     wait_until(lambda: shared.batch(batch).flights, "the tasks to run")
     shared.abort_batch(batch, reason="not needed")
-    waiter.join(timeout=10)
-    assert answers
-    assert answers[0]["finished_task_count"] == 0
+    answer = waiter.result(10)
+    assert answer["finished_task_count"] == 0
     state = shared.batch(batch)
-    assert (state.state, state.final_result) == (BatchLifecycleState.ABORTED, answers[0])
+    assert (state.state, state.final_result) == (BatchLifecycleState.ABORTED, answer)
     wait_until(lambda: shared.status()["runners"][0]["load"] == 0, "its places to be free", 10)
     shared.abort_batch(batch, reason="again")
     shared.abort_batch(new_id(), reason="unknown")
@@ -163,29 +160,20 @@ def test_p29_experiences_are_processed_outside_a_batch(shared: RolloutClient) ->
 
 
 def test_p21_three_trainers_at_once_each_get_their_own(shared: RolloutClient) -> None:
-    failures: list[BaseException] = []
+    def trainer(number: int) -> int:
+        with trinity_es.connect(shared.config) as client:
+            ids = [f"{i}/trainer-{number}" for i in range(100, 104)]
+            for batch in ids:
+                tasks = sleepers(5, seconds=0.05, reward=float(number))
+                client.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
+            for batch in reversed(ids):
+                result = client.finalize_train_batch(batch, timeout=60)
+                assert result["metrics"]["rollout/reward/mean"] == number
+                assert {e.eid.batch for e in client.experiences(batch)} == {batch}
+        return number
 
-    def trainer(number: int) -> None:
-        try:
-            with trinity_es.connect(shared.config) as client:
-                ids = [f"{i}/trainer-{number}" for i in range(100, 104)]
-                for batch in ids:
-                    tasks = sleepers(5, seconds=0.05, reward=float(number))
-                    client.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
-                for batch in reversed(ids):
-                    result = client.finalize_train_batch(batch, timeout=60)
-                    assert result["metrics"]["rollout/reward/mean"] == number
-                    assert {e.eid.batch for e in client.experiences(batch)} == {batch}
-        except BaseException as e:
-            failures.append(e)
-
-    threads = [threading.Thread(target=trainer, args=(n,)) for n in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=90)
-    assert not failures
-    assert not any(t.is_alive() for t in threads)
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(trainer, range(3), timeout=90)) == [0, 1, 2]
 
 
 def test_a5_a_thousand_tasks_in_one_batch(shared: RolloutClient, batch: int) -> None:
@@ -245,17 +233,14 @@ def test_next_batch_waits_for_the_next_finalized_train_batch(start_system: Start
     client = start_system()
     with pytest.raises(TimeoutError):
         client.next_batch(timeout=0.3)
-    found: list[Any] = []
-    waiter = threading.Thread(target=lambda: found.append(client.next_batch(timeout=20)))
-    waiter.start()
+    waiter = ThreadPoolExecutor(1).submit(client.next_batch, timeout=20)
     client.submit_batch(batch_id=4, tasks=sleepers(1), batch_type="train")
     client.finalize_train_batch(4, timeout=30)
-    waiter.join(timeout=10)
-    assert found
-    assert found[0][0] == 4
+    batch_id, position = waiter.result(10)
+    assert batch_id == 4
     client.acknowledge(4, step=4, metrics={"loss": 0.5})
     wait_until(lambda: client.batch(4).trained_step == 4, "the acknowledgement")
     started = time.monotonic()
     with pytest.raises(TimeoutError):
-        client.next_batch(after=found[0][1], timeout=0.3)
+        client.next_batch(after=position, timeout=0.3)
     assert time.monotonic() - started < 10

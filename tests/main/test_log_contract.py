@@ -8,6 +8,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 
 import pytest
@@ -204,16 +205,10 @@ class TestLease:
         assert log.read_lease("coordinator") == new
 
     def test_leases_taken_at_the_same_time_have_different_epochs(self, open_log: Open) -> None:
-        logs, epochs = [open_log() for _ in range(4)], []
-        threads = [
-            threading.Thread(target=lambda one=one: epochs.extend(one.acquire_lease("l", {}).epoch for _ in range(5)))
-            for one in logs
-        ]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join(60)
-        assert sorted(epochs) == list(range(1, 21))
+        logs = [open_log() for _ in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            epochs = pool.map(lambda log: [log.acquire_lease("l", {}).epoch for _ in range(5)], logs, timeout=60)
+        assert sorted(epoch for some in epochs for epoch in some) == list(range(1, 21))
 
 
 class TestOrder:
@@ -227,26 +222,16 @@ class TestOrder:
             assert go.wait(30)
 
         slow, fast, reader = open_log(projectors=[Counts(before=slowly)]), open_log(), open_log(read_only=True)
-        errors: list[BaseException] = []
-
-        def run(log: EventLog, stream: str) -> None:
-            try:
-                write(log, stream, 0, 1)
-            except BaseException as e:
-                errors.append(e)
-
-        first = threading.Thread(target=run, args=(slow, "slow"))
-        second = threading.Thread(target=run, args=(fast, "fast"))
-        first.start()
-        assert inside.wait(30)
-        second.start()
-        second.join(0.3)
-        seen = [r.stream for r in reader.read()]
-        assert seen == [], "an event became visible before one that was given its position earlier"
-        go.set()
-        first.join(30)
-        second.join(30)
-        assert not errors
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(write, slow, "slow", 0, 1)
+            assert inside.wait(30)
+            second = pool.submit(write, fast, "fast", 0, 1)
+            wait([second], timeout=0.3)
+            seen = [r.stream for r in reader.read()]
+            go.set()
+            assert seen == [], "an event became visible before one that was given its position earlier"
+            for done in (first, second):
+                done.result(30)
         assert [(r.position, r.stream) for r in reader.read()] == [(1, "slow"), (2, "fast")]
 
     def test_writers_in_threads_and_processes_leave_no_gap_and_a_reader_beside_them_sees_every_event_once(
@@ -354,21 +339,11 @@ class TestOpening:
             EventLog.open(store_url)
 
     def test_processes_that_create_it_at_the_same_time_all_get_the_same_one(self, store_url: str) -> None:
-        opened: list[EventLog] = []
-        errors: list[BaseException] = []
+        def create(_: int) -> EventLog:
+            return EventLog.open(store_url, create=True, durability="process")
 
-        def create() -> None:
-            try:
-                opened.append(EventLog.open(store_url, create=True, durability="process"))
-            except BaseException as e:
-                errors.append(e)
-
-        threads = [threading.Thread(target=create) for _ in range(4)]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join(60)
-        assert not errors
+        with ThreadPoolExecutor(4) as pool:
+            opened = list(pool.map(create, range(4), timeout=60))
         assert len({log.head().generation for log in opened}) == 1
         for log in opened:
             log.close()

@@ -202,10 +202,12 @@ class TestReopen:
 
 
 class TestOutcome:
+    def came(self, u: ev.Unit, **how: Any) -> Given:
+        """The only task's unit was dispatched, and this came of it."""
+        return given(submitted(1, u.runs), dispatched(u)).when(batches.outcome, "runner-0", 1, outcome(u, **how))
+
     def test_all_runs_done_finishes_the_task(self) -> None:
-        u = unit()
-        case = given(submitted(1), dispatched(u)).when(batches.outcome, "runner-0", 1, outcome(u)).then(finished())
-        assert state_of(case).is_complete
+        assert state_of(self.came(unit()).then(finished())).is_complete
 
     def test_p3_the_task_is_finished_when_its_last_unit_is(self) -> None:
         a, b = unit(base=0, runs=2), unit(base=2, runs=2)
@@ -232,18 +234,13 @@ class TestOutcome:
         case.when(batches.outcome, "b", 1, outcome(second)).then_types(ev.TaskFinished)
 
     def test_p11_only_the_failed_runs_are_attempted_again(self) -> None:
-        u = unit(runs=4)
-        case = given(submitted(1, 4), dispatched(u)).when(
-            batches.outcome, "runner-0", 1, outcome(u, ok=[0, 2], failed=[(1, "timeout", "t"), (3, "timeout", "t")])
-        )
+        case = self.came(unit(runs=4), ok=[0, 2], failed=[(1, "timeout", "t"), (3, "timeout", "t")])
         case.then_types(ev.RunsFinished, ev.AttemptFailed)
         assert list(state_of(case).pending.values()) == [unit(base=1, attempt=2), unit(base=3, attempt=2)]
 
     def test_after_its_last_attempt_a_task_is_settled_as_failed(self) -> None:
         u, again = unit(), unit(attempt=2)
-        case = given(submitted(1), dispatched(u)).when(
-            batches.outcome, "runner-0", 1, outcome(u, failed=[(0, "workflow", "first")])
-        )
+        case = self.came(u, failed=[(0, "workflow", "first")])
         case = given(submitted(1), dispatched(u), *(case.decided or []), dispatched(again)).when(
             batches.outcome, "runner-0", 1, outcome(again, failed=[(0, "workflow", "second")])
         )
@@ -271,11 +268,7 @@ class TestOutcome:
         assert (failed.kind, failed.retry, failed.blamed) == ("data", False, True)
 
     def test_bad_data_is_not_attempted_again(self) -> None:
-        u = unit()
-        case = given(submitted(1), dispatched(u)).when(
-            batches.outcome, "runner-0", 1, outcome(u, failed=[(0, "data", "no prompt")])
-        )
-        assert state_of(case).is_complete
+        assert state_of(self.came(unit(), failed=[(0, "data", "no prompt")])).is_complete
 
     def test_promise_8_a_failure_is_no_zero_reward(self) -> None:
         ok, bad = unit(0), unit(1)
