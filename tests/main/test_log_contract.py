@@ -257,15 +257,14 @@ class TestOrder:
             for i in range(40):
                 write(log, name, i, i)
 
-        threads = [threading.Thread(target=many, args=(f"thread/{n}",)) for n in range(2)]
-        for t in threads:
-            t.start()
+        pool = ThreadPoolExecutor(2)
+        writers = [pool.submit(many, f"thread/{n}") for n in range(2)]
         reader, seen = open_log(read_only=True), []
         deadline = time.monotonic() + 60
         while len(seen) < 160 and time.monotonic() < deadline:
             seen.extend((r.position, r.stream, r.version) for r in reader.read(after=len(seen)))
-        for t in threads:
-            t.join(60)
+        for writer in writers:
+            writer.result(60)
         assert [p.wait(60) for p in processes] == [0, 0]
         assert [p for p, _, _ in seen] == list(range(1, 161))
         of_stream: dict[str, list[int]] = defaultdict(list)

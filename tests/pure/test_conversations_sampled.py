@@ -227,22 +227,20 @@ def test_a_template_that_refuses_to_be_asked_leaves_marks_unknown() -> None:
     assert Model(Sampler([], Refusing())).marks() == Marks()
 
 
-class Special(Merging):
+class SpecialSampler(Sampler):
     """`!` is a special token: it is in no answer's text."""
 
-
-class SpecialSampler(Sampler):
     async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
         return [replace(c, text=c.text.replace("!", "")) for c in await super().generate(prompt, sampling)]
 
 
 @pytest.mark.parametrize("cut", [False, True])
 async def test_a_special_token_that_was_sampled_stays_though_no_message_has_it(cut: bool) -> None:
-    engine = SpecialSampler(["a!b", "!!", "cc"], Special(), cut)
+    engine = SpecialSampler(["a!b", "!!", "cc"], Merging(), cut)
     model = Model(engine)
     messages = await talk(model, ["a", "b", "c"])
     assert [m["content"] for m in messages if m["role"] == "assistant"] == ["ab", "", "cc"]
-    assert Special().decode(engine.asked[2][0]) == "U:a|A:a!b$\nU:b|A:!!$\nU:c|A:"
+    assert Merging().decode(engine.asked[2][0]) == "U:a|A:a!b$\nU:b|A:!!$\nU:c|A:"
     assert model.usage.forks == 0
     e = await model.experience_from_messages_async(messages)
     assert e.response_text == "a!b$\nU:b|A:!!$\nU:c|A:cc" + "$" * (not cut)

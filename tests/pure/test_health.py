@@ -21,6 +21,7 @@ from trinity_es.projections.tables.read_models import projectors
 from trinity_es.projections.why.answer import Waiting, Why
 
 URL = "http://gpu-7:8000"
+SERVER = {"runner": "runner-0", "url": URL, "wanted": True}
 AWAITED = f"{URL} does not answer (ConnectError)"
 
 
@@ -55,13 +56,9 @@ def wrong(found: dict[str, Any], live: dict[str, Any] | None = None, whys: Seque
     return list(health.problems(Config.model_validate({}), found, live, list(whys)))
 
 
-def server(*, wanted: bool = True) -> dict[str, Any]:
-    return {"runner": "runner-0", "url": URL, "wanted": wanted}
-
-
 def test_a_runner_that_was_let_go_is_not_hung_but_a_system_without_servers_needs_one() -> None:
     gone = {"state": "retired", "silent": 5.0, "seen": time.time() - 360.0}
-    assert problems(gone, [server(), server() | {"runner": "runner-1"}]) == []
+    assert problems(gone, [SERVER, SERVER | {"runner": "runner-1"}]) == []
     [only] = problems(gone, [])
     assert "there is no server" in only
     assert "`trinity-es scale CONFIG --add URL`" in only
@@ -70,7 +67,7 @@ def test_a_runner_that_was_let_go_is_not_hung_but_a_system_without_servers_needs
 @pytest.mark.parametrize(("waited", "told"), [(60.0, True), (1.0, False)])
 def test_an_engine_that_waits_for_its_server_is_a_problem_after_a_while(waited: float, told: bool) -> None:
     row = {"state": "started", "waits_for": AWAITED, "progressed": time.time() - waited}
-    found = problems(row, [server()], "started")
+    found = problems(row, [SERVER], "started")
     assert len(found) == told
     for line in found:
         assert f"runner-0 waits to start its engine: {AWAITED}; start the server {URL}, or take it away" in line
@@ -79,14 +76,14 @@ def test_an_engine_that_waits_for_its_server_is_a_problem_after_a_while(waited: 
 
 @pytest.mark.parametrize("state", ["failed", "quarantined"])
 def test_a_runner_of_a_server_is_brought_back_alone_or_its_server_is_taken_away(state: str) -> None:
-    [line] = problems({"state": state}, [server()], state)
+    [line] = problems({"state": state}, [SERVER], state)
     assert "`trinity-es restart-runner runner-0`" in line
     assert f"`trinity-es scale CONFIG --remove {URL}`" in line
     assert "down" not in line
 
 
 def test_a_runner_whose_engine_ended_after_it_had_served_needs_nobody() -> None:
-    [line] = problems({"state": "failed", "places": 4}, [server()], "failed")
+    [line] = problems({"state": "failed", "places": 4}, [SERVER], "failed")
     assert line.startswith("runner-0 failed: it broke; it is started again")
 
 
@@ -99,26 +96,26 @@ REFUSAL = f"{URL} takes no weights. Start it with VLLM_SERVER_DEV_MODE=1 in its 
 def test_a_runner_that_can_t_load_the_current_weights_is_a_problem_with_its_reason_and_a_way_out(
     row: dict[str, Any]
 ) -> None:
-    [line] = problems({"places": 4, "model_version": 0, "refused": REFUSAL} | row, [server()])
+    [line] = problems({"places": 4, "model_version": 0, "refused": REFUSAL} | row, [SERVER])
     assert REFUSAL in line
     assert "or publish a newer version: it tries again by itself; or take its server away" in line
     assert f"`trinity-es scale CONFIG --remove {URL}`" in line
     if row["state"] == "ready":
         assert line.startswith("runner-0 goes on with weights version 0: it can't load version")
-    assert problems(row | {"state": "ready", "refused": ""}, [server()]) == []
+    assert problems(row | {"state": "ready", "refused": ""}, [SERVER]) == []
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(3600.0, True), (30.0, False)])
 def test_an_engine_that_loads_weights_for_long_is_a_problem(seconds: float, told: bool) -> None:
     row = {"places": 4, "model_version": 0, "loading": 1, "loading_since": time.time() - seconds}
-    found = problems(row, [server()])
+    found = problems(row, [SERVER])
     assert len(found) == told
     for line in found:
         assert line.startswith("runner-0 has been loading weights version 1 for 60 min")
         assert f"see whether {URL} does something, else `trinity-es" in line
         assert "`trinity-es restart-runner runner-0`" in line
         assert f"`trinity-es scale CONFIG --remove {URL}`" in line
-    assert problems(row | {"loading": None, "loading_since": None}, [server()]) == []
+    assert problems(row | {"loading": None, "loading_since": None}, [SERVER]) == []
 
 
 def test_a_person_is_shown_since_when_weights_are_loaded() -> None:
@@ -298,6 +295,6 @@ def test_why_is_named_where_it_tells_more(cause: str, tells_more: bool) -> None:
 
 def test_what_runs_wait_for_outside_of_the_system_is_a_problem_while_they_do() -> None:
     outside = "2 of its runs wait for the OpenEnv server http://h:1: refused, for 12 s; it gives up in 48 s"
-    [line] = problems({"runs_wait": outside}, [server()])
+    [line] = problems({"runs_wait": outside}, [SERVER])
     assert line.startswith(f"runner-0 is up, and {outside}: see to that")
-    assert problems({"runs_wait": ""}, [server()]) == []
+    assert problems({"runs_wait": ""}, [SERVER]) == []

@@ -23,10 +23,6 @@ def batch_of(*events: ev.Event) -> BatchState:
     return found
 
 
-def state_of(case: Given) -> BatchState:
-    return case.state
-
-
 class TestSubmit:
     def test_a_new_batch_is_recorded(self) -> None:
         given().when(batches.submit, **SUBMIT).then(submitted())
@@ -47,7 +43,7 @@ class TestSubmit:
 
     def test_p25_an_empty_batch_stays_pending(self) -> None:
         case = given().when(batches.submit, **SUBMIT | {"repeat_times": [], "tasks": []})
-        assert state_of(case).state is BatchLifecycleState.PENDING
+        assert case.state.state is BatchLifecycleState.PENDING
 
     def test_a_task_without_runs_is_refused(self) -> None:
         given().when(batches.submit, **SUBMIT | {"repeat_times": [1, 0]}).then_raises(DataError, "task 1")
@@ -154,9 +150,9 @@ class TestReopen:
             batches.reopen, 1, [0], **REOPEN
         ).then(ev.TaskReopened(task=0, units=[unit(runs=2, attempt=2)], reason="its payload is lost", request="r1",
                                finished=True, experiences=2))
-        assert state_of(again).completed_task_count == 0
-        assert state_of(again).tasks[0].payloads == []
-        assert list(state_of(again).pending) == [(0, 0)]
+        assert again.state.completed_task_count == 0
+        assert again.state.tasks[0].payloads == []
+        assert list(again.state.pending) == [(0, 0)]
 
     def test_its_runs_are_units_as_those_of_a_new_task_are(self) -> None:
         given(submitted(runs=5), dispatched(unit(runs=5)), finished(runs=5)).when(
@@ -172,9 +168,9 @@ class TestReopen:
         again = given(submitted(), dispatched(unit()), failed, ev.TaskDropped(tasks=[1], reason="enough")).when(
             batches.reopen, 1, [0, 1], **REOPEN
         ).then_types(ev.TaskReopened, ev.TaskReopened)
-        assert state_of(again).dropped == {}
-        assert [u.attempt for u in state_of(again).pending.values()] == [2, 1]
-        assert state_of(again).strikes == {}
+        assert again.state.dropped == {}
+        assert [u.attempt for u in again.state.pending.values()] == [2, 1]
+        assert again.state.strikes == {}
 
     def test_the_same_request_again_changes_nothing(self) -> None:
         self.reopened_once().when(batches.reopen, 1, [0], **REOPEN).then()
@@ -207,15 +203,15 @@ class TestOutcome:
         return given(submitted(1, u.runs), dispatched(u)).when(batches.outcome, "runner-0", 1, outcome(u, **how))
 
     def test_all_runs_done_finishes_the_task(self) -> None:
-        assert state_of(self.came(unit()).then(finished())).is_complete
+        assert self.came(unit()).then(finished()).state.is_complete
 
     def test_p3_the_task_is_finished_when_its_last_unit_is(self) -> None:
         a, b = unit(base=0, runs=2), unit(base=2, runs=2)
         case = given(submitted(1, 4, runs_per_unit=2), dispatched(a, b))
         case.when(batches.outcome, "runner-0", 1, outcome(b)).then_types(ev.RunsFinished)
-        assert not state_of(case).is_complete
+        assert not case.state.is_complete
         case.when(batches.outcome, "runner-0", 1, outcome(a)).then_types(ev.TaskFinished)
-        assert state_of(case).statuses[0].completed_runs == 4
+        assert case.state.statuses[0].completed_runs == 4
 
     @pytest.mark.parametrize(("before", "submission"), [
         ([batches.outcome, "runner-0", 1, outcome(unit())], "s1"), ([lambda batch: []], "s0"),
@@ -236,7 +232,7 @@ class TestOutcome:
     def test_p11_only_the_failed_runs_are_attempted_again(self) -> None:
         case = self.came(unit(runs=4), ok=[0, 2], failed=[(1, "timeout", "t"), (3, "timeout", "t")])
         case.then_types(ev.RunsFinished, ev.AttemptFailed)
-        assert list(state_of(case).pending.values()) == [unit(base=1, attempt=2), unit(base=3, attempt=2)]
+        assert list(case.state.pending.values()) == [unit(base=1, attempt=2), unit(base=3, attempt=2)]
 
     def test_after_its_last_attempt_a_task_is_settled_as_failed(self) -> None:
         u, again = unit(), unit(attempt=2)
@@ -244,8 +240,8 @@ class TestOutcome:
         case = given(submitted(1), dispatched(u), *(case.decided or []), dispatched(again)).when(
             batches.outcome, "runner-0", 1, outcome(again, failed=[(0, "workflow", "second")])
         )
-        assert state_of(case).is_complete
-        status = state_of(case).statuses[0]
+        assert case.state.is_complete
+        status = case.state.statuses[0]
         assert (status.ok, status.completed_runs) == (False, 0)
         assert "first" in (status.message or "")
 
@@ -268,7 +264,7 @@ class TestOutcome:
         assert (failed.kind, failed.retry, failed.blamed) == ("data", False, True)
 
     def test_bad_data_is_not_attempted_again(self) -> None:
-        assert state_of(self.came(unit(), failed=[(0, "data", "no prompt")])).is_complete
+        assert self.came(unit(), failed=[(0, "data", "no prompt")]).state.is_complete
 
     def test_promise_8_a_failure_is_no_zero_reward(self) -> None:
         ok, bad = unit(0), unit(1)
@@ -276,8 +272,8 @@ class TestOutcome:
         case.when(batches.outcome, "runner-0", 1, outcome(ok))
         case.when(batches.outcome, "runner-0", 1, outcome(bad, failed=[(0, "infra", "engine died")]))
         case.when(batches.start_finalizing)
-        assert "infra: engine died" in (state_of(case).statuses[1].message or "")
-        [event] = batches.finalized(state_of(case), metrics={}, experiences=[], selected=1, dropped=0)
+        assert "infra: engine died" in (case.state.statuses[1].message or "")
+        [event] = batches.finalized(case.state, metrics={}, experiences=[], selected=1, dropped=0)
         assert isinstance(event, ev.BatchFinalized)
         assert event.result["metrics"]["rollout/reward/mean"] == 1.0
         assert event.result["metrics"]["rollout/failed_task_count"] == 1.0
@@ -288,16 +284,16 @@ class TestRunnerLost:
         a, b = unit(0), unit(1)
         case = given(submitted(2), dispatched(a, b), finished(0)).when(batches.runner_lost, "runner-0", 1, "killed")
         case.then_types(ev.AttemptFailed)
-        assert list(state_of(case).pending.values()) == [unit(1, attempt=2)]
-        assert 0 in state_of(case).statuses
+        assert list(case.state.pending.values()) == [unit(1, attempt=2)]
+        assert 0 in case.state.statuses
 
     def test_promise_10_a_task_that_kills_runners_is_failed_after_its_attempts(self) -> None:
         case = given(submitted(1), dispatched(unit()))
         case.when(batches.runner_lost, "runner-0", 1, "killed")
         case = given(submitted(1), dispatched(unit()), *(case.decided or []), dispatched(unit(attempt=2)))
         case.when(batches.runner_lost, "runner-0", 1, "killed")
-        assert state_of(case).is_complete
-        assert not state_of(case).statuses[0].ok
+        assert case.state.is_complete
+        assert not case.state.statuses[0].ok
 
 
 class TestEnd:
@@ -315,13 +311,13 @@ class TestEnd:
         case.when(batches.start_finalizing).then(
             ev.TaskDropped(tasks=[1, 2], reason="finalized with 1 tasks, enough"), ev.BatchFinalizing()
         )
-        assert (state_of(case).flights, state_of(case).pending) == ({}, {})
+        assert (case.state.flights, case.state.pending) == ({}, {})
 
     def test_p26_after_a_failed_pipeline_the_batch_runs_again_with_all_it_has(self) -> None:
         case = given(submitted(1), dispatched(unit()), finished(0), ev.BatchFinalizing())
         case.when(batches.finalize_failed, "boom").then(ev.FinalizeFailed(error="boom"))
-        assert state_of(case).state is BatchLifecycleState.RUNNING
-        assert state_of(case).is_complete
+        assert case.state.state is BatchLifecycleState.RUNNING
+        assert case.state.is_complete
 
     def test_a_task_is_dropped_once_however_often_its_batch_is_finalized(self) -> None:
         dropped = ev.TaskDropped(tasks=[1], reason="finalized with 1 tasks, enough")
@@ -334,15 +330,15 @@ class TestEnd:
         case = given(submitted(1, batch_id="3/letters", batch_type="eval"), dispatched(unit()),
                      finished(0, payload=None))
         case.when(batches.start_finalizing).then_types(ev.BatchFinalized)
-        assert state_of(case).final_result["metrics"]["eval/letters/reward/mean@1"] == 1.0
+        assert case.state.final_result["metrics"]["eval/letters/reward/mean@1"] == 1.0
 
     def test_p28_abort_keeps_a_result_of_what_was_done(self) -> None:
         case = given(submitted(2), dispatched(unit(0), unit(1)), finished(0)).when(
             batches.abort, reason="enough", keep_partial_results=False
         )
         case.then_types(ev.TaskDropped, ev.BatchAborted)
-        assert state_of(case).state is BatchLifecycleState.ABORTED
-        assert state_of(case).final_result["finished_task_count"] == 1
+        assert case.state.state is BatchLifecycleState.ABORTED
+        assert case.state.final_result["finished_task_count"] == 1
 
     def test_p28_abort_of_an_unknown_or_ended_batch_changes_nothing(self) -> None:
         given().when(batches.abort, reason="x", keep_partial_results=False).then()
@@ -367,8 +363,8 @@ class TestRecovery:
         assert (redo.decision, redo.units) == ("redo", [unit(1)])
         assert "runner-0 #1" in redo.reason
         assert (failed.task, failed.kind, failed.retry, failed.blamed) == (1, "runner_lost", True, False)
-        assert list(state_of(case).pending.values()) == [unit(1, attempt=2)]
-        assert list(state_of(case).flights) == [(2, 0)]
+        assert list(case.state.pending.values()) == [unit(1, attempt=2)]
+        assert list(case.state.flights) == [(2, 0)]
 
     @pytest.mark.parametrize(("incarnation", "then"), [
         (2, [ev.RecoveryDecided, ev.RecoveryDecided, ev.AttemptFailed]), (1, [ev.RecoveryDecided]),
@@ -397,7 +393,7 @@ class TestRecovery:
         assert "weights 0, the current ones are 3; explorer.max_staleness is 2" in case.decided[0].reason
         assert case.decided[2].reason == f"stale: {case.decided[0].reason}"
         assert case.decided[2].result["finished_task_count"] == 1
-        assert state_of(case).state is BatchLifecycleState.ABORTED
+        assert case.state.state is BatchLifecycleState.ABORTED
 
     def test_the_bound_itself_is_not_too_old_and_an_eval_is_never(self) -> None:
         assert self.stale(2, {}).state.state is BatchLifecycleState.RUNNING
