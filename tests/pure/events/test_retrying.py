@@ -26,13 +26,13 @@ def of_postgres(state: str | None, said: str = "said") -> psycopg.Error:
 
 
 @pytest.mark.parametrize("error", [
-    *map(of_postgres, [
+    *(of_postgres(state, state) for state in (
         "08006", "08000",  # connection lost
         "57P01", "57P02", "57P03",  # the server ends, crashed, starts
         "53300",  # too many connections
         "40001", "40P01", "40003",  # run it again; deadlock; who knows whether it was done
         "55P03", "57014", "25P03",  # a lock, a statement, a transaction that took too long
-    ]),
+    )),
     *(of_postgres(None, said) for said in (
         "server closed the connection unexpectedly", "the database system is starting up",
         'connection to server on socket "/tmp/x" failed: No such file or directory', "Connection refused",
