@@ -16,7 +16,6 @@ import psutil
 import pytest
 
 import trinity_es
-from tests.helpers.handmade import cli
 from tests.helpers.systems import StartSystem, end, scripted
 from trinity_es.actors import system_key
 from trinity_es.actors.commands import GetStatus
@@ -358,12 +357,6 @@ def test_two_systems_with_keys_of_their_own_are_used_from_one_process(
     works(other, new_id())
     works(shared, new_id())
     works(other, new_id())
-
-
-def test_the_command_line_finds_the_key_by_the_config(shared: RolloutClient) -> None:
-    done = cli("status", "--log", shared.config.store.url)
-    assert "runner-0" in done.stdout, done.stderr
-    assert "ready" in done.stdout
 
 
 def test_no_process_holds_a_connection_of_another(start_system: StartSystem, tmp_path: Path) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -133,52 +131,6 @@ class NoEngine:
 
     def __init__(self, config: Any) -> None:
         raise RuntimeError("no GPU of that kind")
-
-
-def test_a_runner_that_loads_its_engine(start_system: StartSystem) -> None:
-    client = start_system(explorer={"rollout_model": {"script": {"load_seconds": 4.0}}}, wait=False)
-    client.submit_batch(batch_id=1, tasks=[sleep(0.0)], batch_type="train")
-    why = wait_for(client, 1, "loading")
-    assert "runner-0 #1 is loading its engine" in why.sentence
-    assert not why.stalled
-    assert told(client, "status")[0] == 0
-
-
-def test_a_quarantined_runner(start_system: StartSystem) -> None:
-    client = start_system(system={"restarts": 0})
-    pid = pid_of(client, "runner-0")
-    os.kill(pid, signal.SIGKILL)
-    client.submit_batch(batch_id=1, tasks=[sleep(0.0)], batch_type="train")
-    why = wait_for(client, 1, "quarantined")
-    assert f"process {pid} ended" in why.sentence
-    assert why.stalled
-    code, found = told(client, "status")
-    assert code == 1
-    says = "trinity-es restart-runner runner-0"
-    assert any(p.startswith("runner-0 is quarantined") and says in p for p in found["problems"])
-
-
-def test_a_weight_sync(start_system: StartSystem, tmp_path: Path) -> None:
-    client = start_system(explorer={"rollout_model": {"script": {"load_seconds": 3.0}}})
-    weights = tmp_path / "checkpoint"
-    weights.mkdir()
-    syncing = threading.Thread(target=lambda: client.sync_weights(7, weights))
-    syncing.start()
-    wait_until(lambda: [r for r in client.log.events() if r.type == "WeightsPublished"], "the weights to be published")
-    client.submit_batch(batch_id=1, tasks=[sleep(0.0)], batch_type="train")
-    why = wait_for(client, 1, "weights")
-    assert "runner-0 #1 is loading weights version 7, published " in why.sentence
-    assert "it has version 0" in why.sentence
-    syncing.join(30)
-    wait_for(client, 1, "finalize")
-
-
-def test_a_batch_behind_another_one(start_system: StartSystem) -> None:
-    client = start_system(explorer={"max_concurrency": 2})
-    client.submit_batch(batch_id=1, tasks=[sleep(5.0)] * 3, batch_type="train")
-    client.submit_batch(batch_id=2, tasks=[sleep(0.0)], batch_type="eval")
-    why = wait_for(client, 2, "places")
-    assert why.sentence.endswith("without a place: all 2 places of 1 runner are taken (batch 1: 2)")
 
 
 # --- a dead system --------------------------------------------------------------------------------------------------
