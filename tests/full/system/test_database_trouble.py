@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.helpers.database_trouble import TASKS, births, coordinator_pid, judge, on, text_log, unnoticed
+from tests.helpers.database_trouble import TASKS, births, judge, on, text_log, unnoticed
 from tests.helpers.faults import Server, Wire, lines
-from tests.helpers.systems import StartSystem, sleepers
+from tests.helpers.systems import StartSystem, pid_of, sleepers
 from trinity_es.client.rollout_client import RolloutClient
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
@@ -102,7 +102,7 @@ def test_a_coordinator_that_starts_while_the_database_is_away_waits_for_it(
 
     def kill_and_cut() -> None:
         wire.cut()
-        psutil.Process(coordinator_pid(client)).kill()
+        psutil.Process(pid_of(client, "coordinator")).kill()
         time.sleep(6)
         wire.join()
 

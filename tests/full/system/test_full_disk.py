@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.helpers.database_trouble import births, coordinator_pid
-from tests.helpers.systems import StartSystem, limit_file_size, sleepers
+from tests.helpers.database_trouble import births
+from tests.helpers.systems import StartSystem, limit_file_size, pid_of, sleepers
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogReplaced, LogRewound, LogUnavailable
@@ -126,9 +126,9 @@ def test_a_coordinator_that_starts_on_a_full_disk_says_so(start_system: StartSys
     client = start_system(**on(disk))
     client.submit_batch(batch_id=1, tasks=sleepers(8, seconds=0.2), batch_type="train")
     filler = fill(disk)
-    first = coordinator_pid(client)
+    first = pid_of(client, "coordinator")
     psutil.Process(first).kill()
-    wait_until(lambda: coordinator_pid(client) not in (0, first), "another coordinator")
+    wait_until(lambda: pid_of(client, "coordinator") != first, "another coordinator")
     wait_until(lambda: "trouble" in client.status(), "its word")
     everything_is_answered(client, f"the disk of {disk} is full")
     filler.unlink()
@@ -182,9 +182,9 @@ def test_a_deleted_log_is_not_begun_again_by_the_next_coordinator(start_system: 
     path = Path(client.config.store.url.removeprefix("sqlite:///"))
     os.link(path, tmp_path / "kept")
     path.unlink()
-    first = coordinator_pid(client)
+    first = pid_of(client, "coordinator")
     psutil.Process(first).kill()
-    wait_until(lambda: coordinator_pid(client) not in (0, first), "another coordinator")
+    wait_until(lambda: pid_of(client, "coordinator") != first, "another coordinator")
     found, seconds = timed(lambda: client.submit_batch(batch_id=2, tasks=sleepers(2), batch_type="train"))
     assert isinstance(found, LogRewound), found
     assert seconds < SOON

@@ -50,11 +50,6 @@ class FailsAtLength(Workflow):
         raise RuntimeError("so long " * 1000)
 
 
-def coordinator_pid(client: RolloutClient) -> int:
-    children = client._link.where().status["children"]
-    return next(int(c["pid"]) for c in children if c["name"] == "coordinator")
-
-
 MISTAKES: dict[str, Call] = {
     "a timeout that is text": lambda c, b: c.finalize_train_batch(b, timeout="abc"),  # type: ignore[arg-type]
     "a timeout that is no number": lambda c, b: c.finalize_train_batch(b, timeout=float("nan")),
@@ -88,11 +83,11 @@ def test_a_mistake_is_refused_before_it_is_sent(mistake: str, shared: RolloutCli
     batch = new_id()
     new_id()
     submit(shared, batch)
-    pid = coordinator_pid(shared)
+    pid = pid_of(shared, "coordinator")
     with pytest.raises(DataError):
         MISTAKES[mistake](shared, batch)
     assert shared.finalize_train_batch(batch, timeout=float("inf"))["finished_task_count"] == 1
-    assert coordinator_pid(shared) == pid
+    assert pid_of(shared, "coordinator") == pid
 
 
 def test_a_workflow_that_fails_at_length_fails_alone(shared: RolloutClient, new_id: NewId) -> None:

@@ -15,7 +15,8 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.helpers.systems import StartSystem
+from tests.helpers.parity_rows import recorded
+from tests.helpers.systems import StartSystem, pid_of
 from trinity_es import MultiTurnWorkflow, Task, Workflow
 from trinity_es.actors.base import process_start_time
 from trinity_es.actors.engines.interface import EngineConfig, Sampling
@@ -74,18 +75,6 @@ def attempts(note: Path | str) -> list[int]:
     return [int(line) for line in Path(note).read_text().split()] if Path(note).exists() else []
 
 
-def failures(client: RolloutClient, batch: int) -> list[AttemptFailed]:
-    return [r.event for r in client.log.events(batch) if isinstance(r.event, AttemptFailed)]
-
-
-def child(client: RolloutClient, name: str = "runner-0") -> psutil.Process:
-    def look() -> int:
-        children = client._link.where().status.get("children", [])
-        return next((int(c["pid"]) for c in children if c["name"] == name and c["pid"]), 0)
-
-    return psutil.Process(wait_until(look, f"the pid of {name}"))
-
-
 def workers(runner: psutil.Process) -> list[psutil.Process]:
     found = []
     for process in runner.children(recursive=True):
@@ -118,21 +107,21 @@ def system(system_for: StartSystem) -> RolloutClient:
 def test_p12_what_a_sync_workflow_does_to_its_process_fails_its_task_only(
     system: RolloutClient, new_id: NewId, tmp_path: Path, how: str, kind: str, says: str
 ) -> None:
-    runner, batch, note = child(system), new_id(), tmp_path / "note"
+    runner, batch, note = psutil.Process(pid_of(system, "runner-0")), new_id(), tmp_path / "note"
     bad = Task(workflow=Misbehaves, workflow_args={"note": str(note), "how": how})
     good = [Task(workflow=Misbehaves, workflow_args={"note": str(tmp_path / "good"), "how": ""}) for _ in range(4)]
     system.submit_batch(batch_id=batch, tasks=[bad, *good, Task(workflow=SleepWorkflow)], batch_type="train")
     assert system.finalize_train_batch(batch, timeout=60)["finished_task_count"] == 6
     statuses = system.batch(batch).statuses
     assert [statuses[i].ok for i in range(6)] == [False, *[True] * 5]
-    failed = failures(system, batch)
+    failed = recorded(system, batch, AttemptFailed)
     assert [(f.task, f.kind) for f in failed] == [(0, kind)] * 2
     assert says in failed[0].message
     assert says in (statuses[0].message or "")
     pids = attempts(note)
     assert len(pids) == 2, "it was attempted again"
     wait_until(lambda: gone(pids), "the end of the workers that misbehaved", 5)
-    assert child(system) == runner
+    assert pid_of(system, "runner-0") == runner.pid
     assert runner.is_running()
     assert len(workers(runner)) <= 3
     log = Path(system.config.system.log_dir) / "runner-0.log"
@@ -178,7 +167,7 @@ def test_no_worker_outlives_its_runner(start_system: StartSystem, tmp_path: Path
     tasks = [Task(workflow=Misbehaves, workflow_args={"note": str(n), "how": how}) for how, n in notes.items()]
     client.submit_batch(batch_id=1, tasks=tasks, batch_type="train")
     wait_until(lambda: all(attempts(note) for note in notes.values()), "all to hang")
-    runner = child(client)
+    runner = psutil.Process(pid_of(client, "runner-0"))
     pids = [attempts(note)[0] for note in notes.values()]
     assert sorted(pids) == sorted(p.pid for p in workers(runner))
     runner.kill()
@@ -244,7 +233,7 @@ def test_n6_what_workflows_print_is_kept_to_its_end_and_stays_small(system: Roll
     said = folder / "guardian.log"  # once, when all files have been looked at
     wait_until(lambda: said.read_text().count("runner-0.log grew too long") == 1, "the guardian to say that it cut")
     found = leftovers(system.config)  # which are known by the file that they print to
-    assert {p.pid for p in workers(child(system))} <= {p.pid for p in found}
+    assert {p.pid for p in workers(psutil.Process(pid_of(system, "runner-0")))} <= {p.pid for p in found}
 
 
 def test_a_runner_imports_the_workflows_of_its_config_before_the_first_task(
