@@ -139,7 +139,7 @@ def test_a_coordinator_that_starts_on_a_full_disk_says_so(start_system: StartSys
 def test_a_limit_of_file_sizes_is_answered_like_a_full_disk(start_system: StartSystem) -> None:
     """As a quota is: there is room on the disk, and this process may not have it."""
     client = start_system()
-    client.submit_batch(batch_id=1, tasks=sleepers(16, seconds=0.2), batch_type="train")
+    client.submit_batch(batch_id=1, tasks=sleepers(16, seconds=2.0), batch_type="train")
     wal = Path(client.config.store.url.removeprefix("sqlite:///") + "-wal")
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(client.finalize_train_batch, 1)
