@@ -10,7 +10,7 @@ from tests.helpers.faults import lines
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 
-__all__ = ["TASKS", "births", "coordinator_pid", "judge", "on", "text_log", "unnoticed"]
+__all__ = ["TASKS", "births", "judge", "on", "text_log", "unnoticed"]
 
 
 TASKS = 48
@@ -19,10 +19,6 @@ TASKS = 48
 
 def on(url: str) -> dict[str, Any]:
     return {"store": {"url": url.replace("postgresql://", "postgresql+psycopg://"), "durability": "process"}}
-
-
-def coordinator_pid(client: RolloutClient) -> int:
-    return int(next(c["pid"] for c in client._link.where().status["children"] if c["name"] == "coordinator"))
 
 
 def text_log(client: RolloutClient, name: str) -> Path:

@@ -14,7 +14,7 @@ import numpy as np
 from trinity_es import EID, Experience, Task, Workflow
 from trinity_es.client.rollout_client import RolloutClient
 
-__all__ = ["AsyncDummy", "Dummy", "NewId", "OneRun", "dummies", "load", "sleepers"]
+__all__ = ["AsyncDummy", "Dummy", "NewId", "OneRun", "dummies", "load"]
 
 
 def experience(run: int, step: int, **info: Any) -> Experience:
@@ -86,11 +86,6 @@ def dummies(
         Task(workflow=workflow, raw_task={"error_type": e}, repeat_times=repeat_times, workflow_args=args)
         for e in errors
     ]
-
-
-def sleepers(n: int, seconds: float = 0.0, **args: Any) -> list[Task]:
-    return [Task(workflow="trinity_es.testing:SleepWorkflow", workflow_args={"seconds": seconds, **args})
-            for _ in range(n)]
 
 
 NewId = Callable[[], int]

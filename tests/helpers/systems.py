@@ -138,7 +138,8 @@ def finalize_in_thread(
     return thread, answers
 
 
-def sleepers(n: int, **args: Any) -> list[Task]:
+def sleepers(n: int, seconds: float = 0.0, **args: Any) -> list[Task]:
+    args = {"seconds": seconds, **args}
     return [Task(workflow=SleepWorkflow, workflow_args=args, raw_task={"i": i}) for i in range(n)]
 
 

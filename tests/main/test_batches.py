@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -20,6 +20,11 @@ from trinity_es.projections.reading.log_reader import canonical
 from trinity_es.testing import SleepWorkflow, wait_until
 
 NewId = Callable[[], int]
+
+
+@pytest.fixture
+def batch(new_id: NewId) -> int:
+    return new_id()
 
 
 class ExplodingOperator:
@@ -36,8 +41,7 @@ class ExplodingOperator:
         return experiences, {"seen": float(len(experiences))}
 
 
-def test_p26_a_train_batch_is_submitted_finalized_and_read(shared: RolloutClient, new_id: NewId) -> None:
-    batch = new_id()
+def test_p26_a_train_batch_is_submitted_finalized_and_read(shared: RolloutClient, batch: int) -> None:
     shared.submit_batch(batch_id=batch, tasks=sleepers(4, reward=0.25), batch_type="train")
     result = shared.finalize_train_batch(batch, timeout=30)
     assert (result["batch_id"], result["batch_type"], result["finished_task_count"]) == (batch, "train", 4)
@@ -48,17 +52,14 @@ def test_p26_a_train_batch_is_submitted_finalized_and_read(shared: RolloutClient
     assert all(e.advantages is not None for e in found)
 
 
-def test_p26_finalize_asked_again_gives_the_same_result(shared: RolloutClient, new_id: NewId) -> None:
-    batch = new_id()
+def test_p26_finalize_asked_again_gives_the_same_result(shared: RolloutClient, batch: int) -> None:
     shared.submit_batch(batch_id=batch, tasks=sleepers(2), batch_type="train")
     first = shared.finalize_train_batch(batch, timeout=30)
     assert canonical(shared.finalize_train_batch(batch)) == canonical(first)
 
 
-def test_p26_a_timeout_loses_nothing(shared: RolloutClient, new_id: NewId) -> None:
-    batch = new_id()
-    tasks = sleepers(3) + sleepers(1, seconds=1.5)
-    shared.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
+def test_p26_a_timeout_loses_nothing(shared: RolloutClient, batch: int) -> None:
+    shared.submit_batch(batch_id=batch, tasks=sleepers(3) + sleepers(1, seconds=1.5), batch_type="train")
     with pytest.raises(FinalizeTimeout, match="nothing is lost") as caught:
         shared.finalize_train_batch(batch, timeout=0.5)
     assert isinstance(caught.value, TimeoutError)
@@ -91,9 +92,8 @@ def test_p26_when_the_pipeline_fails_the_batch_runs_again(start_system: StartSys
 
 
 def test_p25_an_active_batch_id_is_refused_and_a_finished_one_may_be_used_again(
-    shared: RolloutClient, new_id: NewId
+    shared: RolloutClient, batch: int
 ) -> None:
-    batch = new_id()
     shared.submit_batch(batch_id=batch, tasks=sleepers(1, seconds=0.5), batch_type="train")
     with pytest.raises(BatchAlreadyActive, match="already active") as caught:
         shared.submit_batch(batch_id=batch, tasks=sleepers(1), batch_type="train")
@@ -104,8 +104,7 @@ def test_p25_an_active_batch_id_is_refused_and_a_finished_one_may_be_used_again(
     assert len(list(shared.experiences(batch))) == 3
 
 
-def test_p25_an_empty_batch_is_pending_until_it_is_finalized(shared: RolloutClient, new_id: NewId) -> None:
-    batch = new_id()
+def test_p25_an_empty_batch_is_pending_until_it_is_finalized(shared: RolloutClient, batch: int) -> None:
     shared.submit_batch(batch_id=batch, tasks=[], batch_type="train")
     assert shared.batch(batch).state is BatchLifecycleState.PENDING
     assert shared.finalize_train_batch(batch, timeout=30)["finished_task_count"] == 0
@@ -136,16 +135,13 @@ def test_p27_p31_an_eval_has_its_metrics_and_keeps_no_experiences(shared: Rollou
 def test_p28_abort_ends_a_batch_and_frees_its_places(shared: RolloutClient, new_id: NewId) -> None:
     batch = new_id()
     shared.submit_batch(batch_id=batch, tasks=sleepers(2, seconds=60), batch_type="train")
-    answers: list[Any] = []
-    waiter = threading.Thread(target=lambda: answers.append(shared.finalize_train_batch(batch, timeout=30)))
-    waiter.start()
+    waiter = ThreadPoolExecutor(1).submit(shared.finalize_train_batch, batch, timeout=30)
     wait_until(lambda: shared.batch(batch).flights, "the tasks to run")
     shared.abort_batch(batch, reason="not needed")
-    waiter.join(timeout=10)
-    assert answers
-    assert answers[0]["finished_task_count"] == 0
+    answer = waiter.result(10)
+    assert answer["finished_task_count"] == 0
     state = shared.batch(batch)
-    assert (state.state, state.final_result) == (BatchLifecycleState.ABORTED, answers[0])
+    assert (state.state, state.final_result) == (BatchLifecycleState.ABORTED, answer)
     wait_until(lambda: shared.status()["runners"][0]["load"] == 0, "its places to be free", 10)
     shared.abort_batch(batch, reason="again")
     shared.abort_batch(new_id(), reason="unknown")
@@ -164,33 +160,23 @@ def test_p29_experiences_are_processed_outside_a_batch(shared: RolloutClient) ->
 
 
 def test_p21_three_trainers_at_once_each_get_their_own(shared: RolloutClient) -> None:
-    failures: list[BaseException] = []
+    def trainer(number: int) -> int:
+        with trinity_es.connect(shared.config) as client:
+            ids = [f"{i}/trainer-{number}" for i in range(100, 104)]
+            for batch in ids:
+                tasks = sleepers(5, seconds=0.05, reward=float(number))
+                client.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
+            for batch in reversed(ids):
+                result = client.finalize_train_batch(batch, timeout=60)
+                assert result["metrics"]["rollout/reward/mean"] == number
+                assert {e.eid.batch for e in client.experiences(batch)} == {batch}
+        return number
 
-    def trainer(number: int) -> None:
-        try:
-            with trinity_es.connect(shared.config) as client:
-                ids = [f"{i}/trainer-{number}" for i in range(100, 104)]
-                for batch in ids:
-                    tasks = sleepers(5, seconds=0.05, reward=float(number))
-                    client.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
-                for batch in reversed(ids):
-                    result = client.finalize_train_batch(batch, timeout=60)
-                    assert result["metrics"]["rollout/reward/mean"] == number
-                    assert {e.eid.batch for e in client.experiences(batch)} == {batch}
-        except BaseException as e:
-            failures.append(e)
-
-    threads = [threading.Thread(target=trainer, args=(n,)) for n in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=90)
-    assert not failures
-    assert not any(t.is_alive() for t in threads)
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(trainer, range(3), timeout=90)) == [0, 1, 2]
 
 
-def test_a5_a_thousand_tasks_in_one_batch(shared: RolloutClient, new_id: NewId) -> None:
-    batch = new_id()
+def test_a5_a_thousand_tasks_in_one_batch(shared: RolloutClient, batch: int) -> None:
     tasks = [
         Task(workflow=SleepWorkflow, raw_task={"prompt": "x" * 500, "i": i}, repeat_times=2) for i in range(1000)
     ]
@@ -200,37 +186,33 @@ def test_a5_a_thousand_tasks_in_one_batch(shared: RolloutClient, new_id: NewId) 
     assert seen == {(task, run): 1 for task in range(1000) for run in range(2)}
 
 
-def test_a_task_larger_than_a_message_may_be_runs(shared: RolloutClient, new_id: NewId) -> None:
-    batch = new_id()
+def test_a_task_larger_than_a_message_may_be_runs(shared: RolloutClient, batch: int) -> None:
     task = Task(workflow=SleepWorkflow, raw_task={"document": "y" * 600_000})
     shared.submit_batch(batch_id=batch, tasks=[task], batch_type="train")
     assert shared.finalize_train_batch(batch, timeout=30)["finished_task_count"] == 1
 
 
-def test_the_async_face_has_the_known_names(shared: RolloutClient, new_id: NewId) -> None:
-    async def scenario() -> None:
-        coordinator = await RolloutCoordinator.get_actor(shared.config)
-        await coordinator.prepare()
-        await coordinator.prepare()
-        ids = [new_id() for _ in range(3)]
-        for batch in ids:
-            await coordinator.submit_batch(batch_id=batch, tasks=sleepers(2), batch_type="train")
-        results = await asyncio.gather(*(coordinator.finalize_train_batch(b, timeout=30) for b in ids))
-        assert [r["batch_id"] for r in results] == ids
-        await coordinator.wait_ready(timeout=30)
-        position, seen = 0, []
-        while not set(ids) <= set(seen):  # in the order in which they ended
-            batch, position = await coordinator.next_batch(position, timeout=10)
-            seen.append(batch)
-        eid = EID(batch=ids[0], task=0, run=0)
-        mine = Experience(eid=eid, tokens=[1, 2], prompt_length=1, reward=1.0)
-        assert await coordinator.process_experiences([Experience.serialize_many([mine])])
-        [(_, delivered)] = await coordinator.processed_experiences(position)
-        assert [e.eid for e in delivered] == [eid]
-        await coordinator.shutdown()
-        await coordinator.shutdown()
-
-    asyncio.run(scenario())
+async def test_the_async_face_has_the_known_names(shared: RolloutClient, new_id: NewId) -> None:
+    coordinator = await RolloutCoordinator.get_actor(shared.config)
+    await coordinator.prepare()
+    await coordinator.prepare()
+    ids = [new_id() for _ in range(3)]
+    for batch in ids:
+        await coordinator.submit_batch(batch_id=batch, tasks=sleepers(2), batch_type="train")
+    results = await asyncio.gather(*(coordinator.finalize_train_batch(b, timeout=30) for b in ids))
+    assert [r["batch_id"] for r in results] == ids
+    await coordinator.wait_ready(timeout=30)
+    position, seen = 0, []
+    while not set(ids) <= set(seen):  # in the order in which they ended
+        batch, position = await coordinator.next_batch(position, timeout=10)
+        seen.append(batch)
+    eid = EID(batch=ids[0], task=0, run=0)
+    mine = Experience(eid=eid, tokens=[1, 2], prompt_length=1, reward=1.0)
+    assert await coordinator.process_experiences([Experience.serialize_many([mine])])
+    [(_, delivered)] = await coordinator.processed_experiences(position)
+    assert [e.eid for e in delivered] == [eid]
+    await coordinator.shutdown()
+    await coordinator.shutdown()
     assert shared.status()["runners"][0]["state"] == "ready"  # it was not this object's to end
 
 
@@ -251,17 +233,14 @@ def test_next_batch_waits_for_the_next_finalized_train_batch(start_system: Start
     client = start_system()
     with pytest.raises(TimeoutError):
         client.next_batch(timeout=0.3)
-    found: list[Any] = []
-    waiter = threading.Thread(target=lambda: found.append(client.next_batch(timeout=20)))
-    waiter.start()
+    waiter = ThreadPoolExecutor(1).submit(client.next_batch, timeout=20)
     client.submit_batch(batch_id=4, tasks=sleepers(1), batch_type="train")
     client.finalize_train_batch(4, timeout=30)
-    waiter.join(timeout=10)
-    assert found
-    assert found[0][0] == 4
+    batch_id, position = waiter.result(10)
+    assert batch_id == 4
     client.acknowledge(4, step=4, metrics={"loss": 0.5})
     wait_until(lambda: client.batch(4).trained_step == 4, "the acknowledgement")
     started = time.monotonic()
     with pytest.raises(TimeoutError):
-        client.next_batch(after=found[0][1], timeout=0.3)
+        client.next_batch(after=position, timeout=0.3)
     assert time.monotonic() - started < 10

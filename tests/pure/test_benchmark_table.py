@@ -60,7 +60,6 @@ def test_what_could_not_be_compared_is_not_reached() -> None:
 def test_a_ratio_is_the_median_of_the_pairs() -> None:
     """Not the ratio of the medians: the machine was slow for one pair, which is slow for both."""
     row = pairs("a", "events/s", [1.0, 100.0, 90.0], "that", [1.0, 200.0, 100.0])
-    assert row.ratio is not None
     assert (row.ratio.median, row.ratio.min, row.ratio.max, row.ratio.times) == (0.9, 0.5, 1.0, 3)
     with pytest.raises(ValueError, match="argument 2 is shorter"):
         pairs("a", "events/s", [1.0, 2.0], "that", [1.0])
@@ -132,8 +131,6 @@ def test_percentiles_are_of_what_was_measured() -> None:
 def test_a_system_has_no_part_in_who_adopted_it() -> None:
     starts = "import subprocess as s; print(s.Popen(['sleep', '60'], start_new_session=True).pid, flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", starts], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdin is not None
-        assert other.stdout is not None
         [system] = family_of(int(other.stdout.readline()))  # who would rest it would stop `other`, too
         system.kill()
         other.stdin.write(b"\n")

@@ -25,9 +25,10 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def problems(folder: Path, text: str, *overrides: str) -> list[str]:
-    with pytest.raises(ConfigError) as e:
-        load_config(write(folder, text), overrides)
+def problems(folder: Path, text: str) -> list[str]:
+    """What is wrong with a file, and with what it names."""
+    with pytest.raises((ConfigError, UnknownWorkflow)) as e:
+        load_config(write(folder, text)).check()
     return [p.replace(str(folder) + os.sep, "") for p in e.value.details["problems"]]
 
 
@@ -171,23 +172,17 @@ def test_engines_of_others_are_refused_what_they_can_not_do(more: dict[str, Any]
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------
-def test_an_unknown_key_names_the_key_the_file_its_line_and_the_nearest_known_key(tmp_path: Path) -> None:
-    text = "name: r\nexplorer:\n  max_timeot: 3\n"
-    assert refused(tmp_path, text) == (
-        "run.yaml line 3: unknown key explorer.max_timeot; did you mean explorer.max_timeout?"
-    )
-
-
-def test_an_unknown_key_of_an_override_names_the_override(tmp_path: Path) -> None:
-    assert refused(tmp_path, "", "explorer.max_concurency=1") == (
-        "--set explorer.max_concurency: unknown key explorer.max_concurency; did you mean explorer.max_concurrency?"
-    )
-
-
-def test_a_key_in_the_wrong_section_is_pointed_to_its_own(tmp_path: Path) -> None:
-    assert refused(tmp_path, "batch_size: 3\n") == (
-        "run.yaml line 1: unknown key batch_size; did you mean buffer.batch_size?"
-    )
+@pytest.mark.parametrize(("text", "overrides", "message"), [
+    ("name: r\nexplorer:\n  max_timeot: 3\n", [],
+     "run.yaml line 3: unknown key explorer.max_timeot; did you mean explorer.max_timeout?"),
+    ("", ["explorer.max_concurency=1"], "--set explorer.max_concurency: unknown key explorer.max_concurency; did you "
+     "mean explorer.max_concurrency?"),
+    ("batch_size: 3\n", [], "run.yaml line 1: unknown key batch_size; did you mean buffer.batch_size?"),
+], ids=["of the file", "of an override", "of another section"])
+def test_an_unknown_key_is_named_with_its_place_and_the_nearest_known_key(
+    tmp_path: Path, text: str, overrides: list[str], message: str
+) -> None:
+    assert refused(tmp_path, text, *overrides) == message
 
 
 def test_keys_of_the_known_system_are_pointed_to_what_replaces_them(tmp_path: Path) -> None:
@@ -249,13 +244,22 @@ def test_arguments_that_could_not_be_recorded_are_refused(value: Any) -> None:
         Config.from_dict({"trainer": {"args": {"x": value}}})
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("a: [", "run.yaml line 1: not usable YAML"),
-    ("name: a\nname: b\n", "run.yaml line 2: not usable YAML: the key 'name' stands here a second time"),
-    ("- a\n", "run.yaml: must be a mapping of keys, such as `name: run`, not a list"),
+TEXT = "{name: r, buffer: {explorer_input: {tasksets: []}}}"
+
+
+@pytest.mark.parametrize(("text", "overrides", "message"), [
+    ("a: [", [], "run.yaml line 1: not usable YAML"),
+    ("name: a\nname: b\n", [], "run.yaml line 2: not usable YAML: the key 'name' stands here a second time"),
+    ("- a\n", [], "run.yaml: must be a mapping of keys, such as `name: run`, not a list"),
+    (TEXT, ["a.b"], "--set a.b: write it as a.b=c"),
+    (TEXT, ["a..b=1"], "--set a..b: write it as a.b=c"),
+    (TEXT, ["name.x=1"], "--set name.x: name is 'r', so 'x' can't be in it"),
+    (TEXT, ["name=["], "--set name: '[' is not usable YAML"),
+    (TEXT, ["buffer.explorer_input.tasksets.0.name=1"], "--set buffer.explorer_input.tasksets.0.name: "
+     "buffer.explorer_input.tasksets is a list of 0"),
 ])
-def test_what_is_not_a_mapping_in_yaml_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    assert refused(tmp_path, text).startswith(message)
+def test_what_can_not_be_read_is_refused(tmp_path: Path, text: str, overrides: list[str], message: str) -> None:
+    assert refused(tmp_path, text, *overrides).startswith(message)
 
 
 def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path: Path) -> None:
@@ -264,19 +268,6 @@ def test_a_file_that_is_not_there_or_not_text_is_refused(tmp_path: Path) -> None
     (tmp_path / "run.yaml").write_bytes(b"name: \xff")
     with pytest.raises(ConfigError, match="not UTF-8"):
         load_config(tmp_path / "run.yaml")
-
-
-@pytest.mark.parametrize(("override", "message"), [
-    ("a.b", "--set a.b: write it as a.b=c"),
-    ("a..b=1", "--set a..b: write it as a.b=c"),
-    ("name.x=1", "--set name.x: name is 'r', so 'x' can't be in it"),
-    ("name=[", "--set name: '[' is not usable YAML"),
-    ("buffer.explorer_input.tasksets.0.name=1", "--set buffer.explorer_input.tasksets.0.name: "
-     "buffer.explorer_input.tasksets is a list of 0"),
-])
-def test_an_override_that_can_not_be_read_is_refused(tmp_path: Path, override: str, message: str) -> None:
-    text = "{name: r, buffer: {explorer_input: {tasksets: []}}}"
-    assert refused(tmp_path, text, override).startswith(message)
 
 
 @pytest.mark.parametrize(("url", "message"), [
@@ -304,18 +295,12 @@ def test_the_password_of_the_store_is_in_no_text_but_the_dict(tmp_path: Path) ->
 
 
 # --- check ----------------------------------------------------------------------------------------------------------
-def checked(folder: Path, text: str) -> list[str]:
-    with pytest.raises((ConfigError, UnknownWorkflow)) as e:
-        load_config(write(folder, text)).check()
-    return [p.replace(str(folder) + os.sep, "") for p in e.value.details["problems"]]
-
-
 SCRIPTED = "explorer: {rollout_model: {engine_type: scripted}}\n"
 
 
 def test_check_finds_what_is_not_on_this_machine(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    assert checked(tmp_path, """
+    assert problems(tmp_path, """
         model: {model_path: ./none}
         buffer:
           explorer_input:
@@ -343,7 +328,7 @@ buffer:
 
 
 def test_check_wants_a_model_for_vllm_but_lets_a_hub_id_be(tmp_path: Path) -> None:
-    assert checked(tmp_path, "") == [
+    assert problems(tmp_path, "") == [
         "model.model_path is not set: give a folder or a hub id (or engine_type: scripted)"
     ]
     load_config(write(tmp_path, "model: {model_path: Qwen/Qwen2.5-0.5B}")).check()
@@ -358,12 +343,12 @@ def test_check_imports_the_users_modules_from_the_folder_of_the_config(tmp_path:
     load_config(write(tmp_path, text % "W.Inner")).check()
     assert sys.path == before
     key = "buffer.explorer_input.tasksets[0].workflow"
-    assert checked(tmp_path, text % "X") == [
+    assert problems(tmp_path, text % "X") == [
         f"{key}: check_ok_module:X: check_ok_module (check_ok_module.py) has no X"
     ]
     with pytest.raises(UnknownWorkflow):
         load_config(tmp_path / "run.yaml").check()
-    assert checked(tmp_path, text % "W.Iner") == [
+    assert problems(tmp_path, text % "W.Iner") == [
         f"{key}: check_ok_module:W.Iner: check_ok_module (check_ok_module.py) has no Iner; did you mean Inner?"
     ]
 
@@ -371,7 +356,7 @@ def test_check_imports_the_users_modules_from_the_folder_of_the_config(tmp_path:
 def test_check_quotes_the_error_of_a_module_that_does_not_import(tmp_path: Path) -> None:
     (tmp_path / "check_bad_module.py").write_text("raise SystemExit('bad day')")
     text = SCRIPTED + "trainer: {class: 'check_bad_module:T'}\nbuffer: {pipeline: {operators: [{name: 'nowhere_m:f'}]}}"
-    [operator, trainer] = checked(tmp_path, text)
+    [operator, trainer] = problems(tmp_path, text)
     assert operator.startswith(
         "buffer.pipeline.operators[0].name: nowhere_m:f: importing nowhere_m failed (ModuleNotFoundError: No module"
     )
@@ -385,15 +370,15 @@ def test_check_refuses_names_that_nobody_registered(tmp_path: Path) -> None:
     text = SCRIPTED + """buffer:
       explorer_input: {tasksets: [{name: a, path: a.jsonl, workflow: singel_turn}]}
       pipeline: {operators: [{name: grpoo}]}"""
-    [operator, workflow] = checked(tmp_path, text)
+    [operator, workflow] = problems(tmp_path, text)
     assert operator.startswith("buffer.pipeline.operators[0].name: there is no 'grpoo' (known: ")
     assert workflow.startswith("buffer.explorer_input.tasksets[0].workflow: there is no 'singel_turn' (known: ")
     assert "grpo" in operator
     assert workflow.endswith("; did you mean single_turn?")
     key = "buffer.explorer_input.tasksets[0].reward_fn"
     named = text.replace("singel_turn", "single_turn, reward_fn: math_rewrad")
-    assert checked(tmp_path, named)[0].startswith(f"{key}: there is no 'math_rewrad' (known: accuracy_reward, ")
-    assert len(checked(tmp_path, named.replace("rewrad", "reward"))) == 1
+    assert problems(tmp_path, named)[0].startswith(f"{key}: there is no 'math_rewrad' (known: accuracy_reward, ")
+    assert len(problems(tmp_path, named.replace("rewrad", "reward"))) == 1
 
 
 def test_check_tells_what_to_install_for_the_reward_that_a_workflow_brings(
@@ -408,8 +393,8 @@ def test_check_tells_what_to_install_for_the_reward_that_a_workflow_brings(
         load_config(write(tmp_path, config)).check()
     monkeypatch.setattr(_Math, "needs", ("not_installed_here", "math"))
     says = "needs the package not_installed_here: pip install \"trinity-es[math]\""
-    assert checked(tmp_path, brought) == [f"buffer.explorer_input.tasksets[0]: math_reward {says}"]
-    assert checked(tmp_path, named) == [f"buffer.explorer_input.tasksets[0]: gsm8k_reward {says}"]
+    assert problems(tmp_path, brought) == [f"buffer.explorer_input.tasksets[0]: math_reward {says}"]
+    assert problems(tmp_path, named) == [f"buffer.explorer_input.tasksets[0]: gsm8k_reward {says}"]
     load_config(write(tmp_path, own)).check()
 
 
@@ -432,7 +417,7 @@ def test_p15_an_auxiliary_model_is_by_default_the_model_and_is_checked_like_it(t
     same, other = load_config(write(tmp_path, text)).explorer.auxiliary_models
     assert same.model_path == str(tmp_path / "m")
     assert other.model_path == str(tmp_path / "n")
-    [folder, engine] = checked(tmp_path, text)
+    [folder, engine] = problems(tmp_path, text)
     assert folder == "explorer.auxiliary_models[1].model_path: no folder n"
     assert engine.startswith("explorer.auxiliary_models[1].engine_type: no_such:E: importing no_such failed")
 

@@ -79,17 +79,19 @@ def test_an_argument_that_a_workflow_does_not_take_is_refused(
     assert problem.startswith(f"{TASKSET}.workflow_args.{list(args)[-1]}: {says}")
 
 
-@pytest.mark.parametrize(("workflow", "args"), [
-    ("math_boxed_workflow", {"with_think": True, "format_score_coef": 0.2, "use_base": True}),
-    (f"{__name__}:Mine", {"whatever": 1}), (f"{__name__}:MineThatSays", {"weight": 2.0}),
-    ("openenv", {"url": "http://h:1", "observe": "json:dumps", "parser": None}),
-    ("react_workflow", {"tools": ["json:dumps", "json:loads"], "max_turns": 3}),
-    ("trinity_es.testing:SleepWorkflow", {"seconds": 1, "mine": 2}),
+@pytest.mark.parametrize(("key", "name", "args"), [
+    ("workflow", "math_boxed_workflow", {"with_think": True, "format_score_coef": 0.2, "use_base": True}),
+    ("workflow", f"{__name__}:Mine", {"whatever": 1}), ("workflow", f"{__name__}:MineThatSays", {"weight": 2.0}),
+    ("workflow", "openenv", {"url": "http://h:1", "observe": "json:dumps", "parser": None}),
+    ("workflow", "react_workflow", {"tools": ["json:dumps", "json:loads"], "max_turns": 3}),
+    ("workflow", "trinity_es.testing:SleepWorkflow", {"seconds": 1, "mine": 2}),
+    ("reward_fn", f"{__name__}:near", {"within": 2.0, "grader_timeout": 3.0}),
+    ("reward_fn", f"{__name__}:Share", {"scale": 2.0}), ("reward_fn", f"{__name__}:Takes", {"whatever": 1}),
 ])
-def test_arguments_that_a_workflow_takes_are_fine_and_so_are_any_of_a_user_s_own(
-    tmp_path: Path, workflow: str, args: dict[str, Any]
+def test_arguments_that_a_workflow_or_a_reward_takes_are_fine_and_so_are_any_of_a_user_s_own(
+    tmp_path: Path, key: str, name: str, args: dict[str, Any]
 ) -> None:
-    assert problems(tmp_path, {"workflow": workflow, "workflow_args": args}) == []
+    assert problems(tmp_path, {key: name, f"{key}_args": args}) == []
 
 
 def test_every_registered_workflow_says_what_it_takes() -> None:
@@ -143,13 +145,6 @@ def test_all_that_is_wrong_with_a_taskset_is_told_at_once(tmp_path: Path) -> Non
     wrong = {"workflow": "openenv", "workflow_args": {"observ": "json:dumps"}, "reward_fn": f"{__name__}:near",
              "reward_fn_args": {"answer_tag": None}}
     assert len(problems(tmp_path, wrong)) == 2
-
-
-@pytest.mark.parametrize(("reward", "args"), [
-    ("near", {"within": 2.0, "grader_timeout": 3.0}), ("Share", {"scale": 2.0}), ("Takes", {"whatever": 1}),
-])
-def test_arguments_that_a_reward_takes_are_fine(tmp_path: Path, reward: str, args: dict[str, Any]) -> None:
-    assert problems(tmp_path, {"reward_fn": f"{__name__}:{reward}", "reward_fn_args": args}) == []
 
 
 def test_an_argument_that_a_trainer_does_not_take_is_refused(tmp_path: Path) -> None:

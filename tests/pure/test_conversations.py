@@ -42,7 +42,6 @@ def acted(tokenizer: ByteTokenizer) -> tuple[str, str]:
     engine.tokenizer = tokenizer
     e = Model(engine).tokenized(TALK)
     response = e.tokens[e.prompt_length :].tolist()
-    assert e.action_mask is not None
     assert len(e.action_mask) == len(response)
     shown = "".join(
         tokenizer.decode([t]) if m else "." * len(tokenizer.decode([t]))
@@ -151,7 +150,6 @@ async def test_a_conversation_gets_the_logprobs_of_its_response() -> None:
     engine = Recorder()
     engine.tokenizer = Marked()
     e = await Model(engine).experience_from_messages_async(TALK)
-    assert e.logprobs is not None
     assert len(e.logprobs) == len(e.tokens) - e.prompt_length
     whole = await engine.logprobs(e.tokens.tolist())
     np.testing.assert_allclose(e.logprobs, whole[e.prompt_length - 1 :], rtol=1e-6)

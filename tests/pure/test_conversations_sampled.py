@@ -32,6 +32,15 @@ class Forgetful(Merging):
         return super().apply_chat_template(shown, **kwargs)
 
 
+async def talked(
+    texts: list[str], asks: str, tokenizer: Merging | None = None, cut: bool = False
+) -> tuple[Sampler, Model, list[dict[str, Any]]]:
+    """A conversation in which a letter was asked at a time, of an engine with these answers."""
+    engine = Sampler(texts, tokenizer or Merging(), cut)
+    model = Model(engine)
+    return engine, model, await talk(model, list(asks))
+
+
 WORDS = st.text("ab", min_size=1, max_size=6)
 
 
@@ -55,7 +64,6 @@ async def test_every_token_of_a_conversation_was_rendered_or_sampled(said: list[
         logprobs += [0.0] * len(read) + [-0.5 - n for n in range(len(sampled))]
     assert e.tokens.tolist() == expected
     assert e.prompt_length == mask.index(True)
-    assert e.action_mask is not None
     assert e.action_mask.tolist() == mask[e.prompt_length :]
     assert e.logprobs is not None
     np.testing.assert_array_equal(e.logprobs, np.array(logprobs[e.prompt_length :], np.float32))
@@ -66,9 +74,7 @@ async def test_every_token_of_a_conversation_was_rendered_or_sampled(said: list[
 
 
 async def test_a_template_that_drops_reasoning_forks_and_the_forks_are_counted() -> None:
-    engine = Sampler(["(why)aa", "(so)bb", "cc"], Forgetful())
-    model = Model(engine)
-    messages = await talk(model, ["a", "b", "c"])
+    engine, model, messages = await talked(["(why)aa", "(so)bb", "cc"], "abc", Forgetful())
     assert model.usage.forks == 2
     assert [Forgetful().decode(prompt) for prompt, _ in engine.asked] == [
         "U:a|A:", "U:a|A:aa$\nU:b|A:", "U:a|A:aa$\nU:b|A:bb$\nU:c|A:",
@@ -76,15 +82,12 @@ async def test_a_template_that_drops_reasoning_forks_and_the_forks_are_counted()
     e = await model.experience_from_messages_async(messages)
     assert e.response_text == "cc$", "the last answer alone was sampled in the sequence that it is in"
     assert e.info["untrained_turns"] == [1, 3]
-    assert e.action_mask is not None
     assert e.action_mask.all()
     assert engine.logprobs_asked == 0
 
 
 async def test_answers_that_were_changed_or_written_by_others_are_not_learned_from() -> None:
-    engine = Sampler(["aa", "bb"], Merging())
-    model = Model(engine)
-    messages = await talk(model, ["a", "b"])
+    engine, model, messages = await talked(["aa", "bb"], "ab")
     changed = [*messages[:-1], {"role": "assistant", "content": "bbb"}]
     longer = [*messages, {"role": "user", "content": "c"}, {"role": "assistant", "content": "c"}]
     for said, untrained, sampled in ((changed, [3], "aa$"), (longer, [5], "aa$bb$")):
@@ -98,9 +101,7 @@ async def test_answers_that_were_changed_or_written_by_others_are_not_learned_fr
 
 
 async def test_a_conversation_with_no_answer_as_it_was_sampled_is_refused_unless_its_text_is_wanted() -> None:
-    engine = Sampler(["aa", "bb"], Merging())
-    model = Model(engine)
-    messages = await talk(model, ["a", "b"])
+    engine, model, messages = await talked(["aa", "bb"], "ab")
     edited = [messages[0], {"role": "assistant", "content": "mine"}, *messages[2:]]
     with pytest.raises(WorkflowError, match=r"no answer of this conversation is in it as it was sampled.*as_text=True"):
         await model.experience_from_messages_async(edited)
@@ -134,18 +135,14 @@ async def test_a_conversation_with_tools_is_found_whether_or_not_they_are_named_
 
 
 async def test_an_answer_behind_a_prompt_that_it_was_not_sampled_for_is_refused() -> None:
-    engine = Sampler(["aa"], Merging())
-    model = Model(engine)
-    [asked, answer] = await talk(model, ["a"])
+    engine, model, [asked, answer] = await talked(["aa"], "a")
     with pytest.raises(WorkflowError, match="after the prompt that it was sampled for"):
         await model.experience_from_messages_async([{**asked, "content": "another"}, answer])
     assert engine.logprobs_asked == 0
 
 
 async def test_a_conversation_that_others_had_is_tokenized_anew() -> None:
-    engine = Sampler(["aa"], Merging())
-    model = Model(engine)
-    await talk(model, ["a"])
+    engine, model, _ = await talked(["aa"], "a")
     others = [{"role": "user", "content": "other"}, {"role": "assistant", "content": "bb"}]
     e = await model.experience_from_messages_async(others)
     assert e.tokens.tolist() == Merging().encode(Merging().decode(e.tokens.tolist()))
@@ -153,8 +150,7 @@ async def test_a_conversation_that_others_had_is_tokenized_anew() -> None:
 
 
 async def test_what_follows_the_last_answer_is_left_out() -> None:
-    model = Model(Sampler(["aa"], Merging()))
-    messages = await talk(model, ["a"])
+    _, model, messages = await talked(["aa"], "a")
     e = await model.experience_from_messages_async([*messages, {"role": "user", "content": "bye"}])
     assert e.response_text == "aa$"
 
@@ -171,13 +167,10 @@ async def test_each_of_several_answers_can_be_gone_on_from() -> None:
 async def test_logprobs_at_another_temperature_are_asked_for_the_very_ids(
     temperature: float | None, asked: int
 ) -> None:
-    engine = Sampler(["aa"], Merging())
-    model = Model(engine)
-    messages = await talk(model, ["a"])
+    engine, model, messages = await talked(["aa"], "a")
     e = await model.experience_from_messages_async(messages, temperature=temperature)
     assert engine.logprobs_asked == asked
     assert e.tokens.tolist()[-3:] == [ord("a"), ord("a"), ord("$")]
-    assert e.logprobs is not None
     assert len(e.logprobs) == 3
 
 
@@ -185,18 +178,14 @@ async def test_logprobs_at_another_temperature_are_asked_for_the_very_ids(
 async def test_a_conversation_that_fills_the_context_says_so_unless_it_ended_there(
     cut: bool, status: str | None
 ) -> None:
-    engine = Sampler(["aa"], Merging(), cut)
-    model = Model(engine)
-    messages = await talk(model, ["a"])
+    engine, model, messages = await talked(["aa"], "a", cut=cut)
     assert (await model.experience_from_messages_async(messages)).truncate_status is None
     engine.max_model_len = len(engine.asked[0][0]) + 2 + (not cut)
     assert (await model.experience_from_messages_async(messages)).truncate_status == status
 
 
 async def test_what_was_sampled_stays_where_the_whole_text_would_merge_over_its_end() -> None:
-    engine = Sampler(["a$", "bb"], Merging(), cut=True)
-    model = Model(engine)
-    await talk(model, ["a", "b"])
+    engine, model, _ = await talked(["a$", "bb"], "ab", cut=True)
     assert engine.asked[1][0] == [*engine.asked[0][0], *map(ord, "a$"), *Merging().encode("$\nU:b|A:")]
     assert Merging().encode("a$$") == [ord("a"), 1000 + ord("$")], "else the text has one token there"
     assert model.usage.forks == 0
@@ -222,8 +211,7 @@ class Spaced(Merging):
 
 
 async def test_what_a_template_writes_around_answers_is_found_by_asking_it() -> None:
-    model = Model(Sampler(["aa", "bb"], Spaced()))
-    messages = await talk(model, ["a", "b"])
+    _, model, messages = await talked(["aa", "bb"], "ab", Spaced())
     marks = model.marks()
     assert (marks.opens, marks.closes, marks.ends) == (" ", " $\n", " $\n%")
     assert model.usage.forks == 0
@@ -239,25 +227,28 @@ def test_a_template_that_refuses_to_be_asked_leaves_marks_unknown() -> None:
     assert Model(Sampler([], Refusing())).marks() == Marks()
 
 
-class Special(Merging):
+class SpecialSampler(Sampler):
     """`!` is a special token: it is in no answer's text."""
 
-
-class SpecialSampler(Sampler):
     async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
         return [replace(c, text=c.text.replace("!", "")) for c in await super().generate(prompt, sampling)]
 
 
 @pytest.mark.parametrize("cut", [False, True])
 async def test_a_special_token_that_was_sampled_stays_though_no_message_has_it(cut: bool) -> None:
-    engine = SpecialSampler(["a!b", "!!", "cc"], Special(), cut)
+    engine = SpecialSampler(["a!b", "!!", "cc"], Merging(), cut)
     model = Model(engine)
     messages = await talk(model, ["a", "b", "c"])
     assert [m["content"] for m in messages if m["role"] == "assistant"] == ["ab", "", "cc"]
-    assert Special().decode(engine.asked[2][0]) == "U:a|A:a!b$\nU:b|A:!!$\nU:c|A:"
+    assert Merging().decode(engine.asked[2][0]) == "U:a|A:a!b$\nU:b|A:!!$\nU:c|A:"
     assert model.usage.forks == 0
     e = await model.experience_from_messages_async(messages)
     assert e.response_text == "a!b$\nU:b|A:!!$\nU:c|A:cc" + "$" * (not cut)
+
+
+def calling(arguments: str) -> dict[str, Any]:
+    call = {"function": {"name": "w", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def numbers(e: Any) -> list[tuple[int, float]]:
@@ -267,9 +258,7 @@ def numbers(e: Any) -> list[tuple[int, float]]:
 
 
 async def test_p46_a_conversation_is_one_experience_and_unrelated_prompts_are_one_each() -> None:
-    engine = Sampler(["aa", "xx", "bb", "aa"], Merging())
-    model = Model(engine)
-    messages = await talk(model, ["a"])
+    _, model, messages = await talked(["aa", "xx", "bb", "aa"], "a")
     [other] = await model.chat_async([{"role": "user", "content": "x"}])
     messages.append({"role": "user", "content": "b"})
     [last] = await model.chat_async(messages)
@@ -289,8 +278,7 @@ async def test_p46_a_conversation_is_one_experience_and_unrelated_prompts_are_on
 
 
 async def test_p46_each_answer_is_an_experience_of_its_own_where_that_is_asked_for() -> None:
-    model = Model(Sampler(["aa", "bb"], Merging()))
-    await talk(model, ["a", "b"])
+    _, model, _ = await talked(["aa", "bb"], "ab")
     found = model.extract_experience_from_history(clear_history=False, per_request=True)
     assert [e.response_text for e in found] == ["aa", "bb"]
     [whole] = model.extract_experience_from_history()
@@ -298,8 +286,7 @@ async def test_p46_each_answer_is_an_experience_of_its_own_where_that_is_asked_f
 
 
 async def test_p46_what_was_given_out_is_not_learned_from_again() -> None:
-    model = Model(Sampler(["aa", "bb"], Merging()))
-    messages = await talk(model, ["a"])
+    _, model, messages = await talked(["aa", "bb"], "a")
     [first] = model.extract_experience_from_history()
     await model.chat_async([*messages, {"role": "user", "content": "b"}])
     [second] = model.extract_experience_from_history()
@@ -321,8 +308,7 @@ async def test_p46_an_answer_with_a_reward_of_its_own_stays_one() -> None:
 
 
 async def test_an_answer_that_two_conversations_go_on_from_is_learned_from_once() -> None:
-    model = Model(Sampler(["aa", "bb", "cc"], Merging()))
-    messages = await talk(model, ["a"])
+    _, model, messages = await talked(["aa", "bb", "cc"], "a")
     for ask in ("b", "c"):
         await model.chat_async([*messages, {"role": "user", "content": ask}])
     first, second = model.extract_experience_from_history()
@@ -358,8 +344,7 @@ async def test_a_tool_call_is_known_again_by_what_it_says(city: str) -> None:
     model = Model(engine)
     asked = [{"role": "user", "content": "a"}]
     await model.chat_async(asked)
-    call = {"function": {"name": "w", "arguments": f'{{"city": "{city}", "n": 1}}'}}
-    said = [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    said = [*asked, calling(f'{{"city": "{city}", "n": 1}}')]
     if city == "c":
         with pytest.raises(WorkflowError, match="as it was sampled"):
             await model.experience_from_messages_async(said)
@@ -392,9 +377,7 @@ async def test_of_several_tool_calls_each_conversation_has_its_own_tokens(pair: 
     texts = [f'<call>{{"name":"w", "arguments":{arguments}}}' for arguments in pair]
     model, asked = await of_several(texts)
     for text, arguments in zip(texts, pair, strict=True):
-        call = {"function": {"name": "w", "arguments": arguments}}
-        said = [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
-        e = await model.experience_from_messages_async(said)
+        e = await model.experience_from_messages_async([*asked, calling(arguments)])
         assert e.response_text == f"{text}$"
 
 
@@ -421,15 +404,12 @@ async def test_equal_answers_are_given_out_once_each() -> None:
 @pytest.mark.parametrize("arguments", ['{"x":"c", "y":"b"}', '{"x":"b"}', "{}", '{"x":"b", "y":"cc"}'])
 async def test_a_tool_call_that_somebody_changed_is_not_learned_from(arguments: str) -> None:
     model, asked = await of_several(['<call>{"name":"w", "arguments":{"x":"b", "y":"c"}}'])
-    call = {"function": {"name": "w", "arguments": arguments}}
     with pytest.raises(WorkflowError, match="as it was sampled"):
-        await model.experience_from_messages_async([*asked, {"role": "assistant", "content": "", "tool_calls": [call]}])
+        await model.experience_from_messages_async([*asked, calling(arguments)])
 
 
 async def test_a_conversation_as_long_as_the_context_is_cut_where_its_logprobs_are_asked_for() -> None:
-    engine = Sampler(["aa", "bb"], Merging(), cut=True)
-    model = Model(engine)
-    messages = await talk(model, ["a", "b"])
+    engine, model, messages = await talked(["aa", "bb"], "ab", cut=True)
     engine.max_model_len = len(engine.asked[1][0]) + 2
     e = await model.experience_from_messages_async(messages, temperature=0.5)
     assert len(e.tokens) == engine.max_model_len - 1

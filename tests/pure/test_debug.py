@@ -81,10 +81,15 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
+def played(*args: object) -> dict[str, Any]:
+    done = cli("debug", *args, "--json")
+    assert done.exit_code == 0, (done.stdout, done.stderr)
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
+
+
 def test_p38_a_task_is_played_shown_and_kept_without_an_actor_system(config: Path) -> None:
-    done = cli("debug", config, "--taskset", "second", "--index", 7, "--runs", 3, "--json")
-    assert done.exit_code == 0, done.stderr
-    told = json.loads(done.stdout)
+    told = played(config, "--taskset", "second", "--index", 7, "--runs", 3)
     assert (told["taskset"], told["index"], told["runs"], told["completed_runs"]) == ("second", 7, 3, 3)
     assert [e["eid"]["run"] for e in told["experiences"]] == [0, 1, 2]
     assert {e["prompt_text"] for e in told["experiences"]} == {"q7\n"}
@@ -120,24 +125,18 @@ def test_p38_an_error_is_shown_with_its_whole_traceback(config: Path) -> None:
 
 
 def test_p38_another_workflow_and_an_eval_taskset_may_be_chosen(config: Path) -> None:
-    done = cli("debug", config, "--taskset", "check", "--workflow", "tests.pure.test_debug:Asking", "--json")
-    assert done.exit_code == 0, done.stderr
-    told = json.loads(done.stdout)
+    told = played(config, "--taskset", "check", "--workflow", "tests.pure.test_debug:Asking")
     assert [(e["reward"], e["response_length"]) for e in told["experiences"]] == [(2.0, 3)]
 
 
 def test_p38_a_workflow_finds_its_auxiliary_models(config: Path) -> None:
     judge = '{name: judge, engine_type: scripted, script: {response: good}}'
-    done = cli("debug", config, "--workflow", "tests.pure.test_debug:Judged", "--json",
-               "--set", f"explorer.auxiliary_models=[{judge}]")
-    assert done.exit_code == 0, done.stdout
-    assert [e["reward"] for e in json.loads(done.stdout)["experiences"]] == [1.0, 1.0]
+    told = played(config, "--workflow", "tests.pure.test_debug:Judged", "--set", f"explorer.auxiliary_models=[{judge}]")
+    assert [e["reward"] for e in told["experiences"]] == [1.0, 1.0]
 
 
 def test_p38_a_workflow_asks_by_its_openai_client(config: Path) -> None:
-    done = cli("debug", config, "--workflow", "tests.pure.test_debug:ByClient", "--json")
-    assert done.exit_code == 0, done.stdout
-    told = json.loads(done.stdout)["experiences"]
+    told = played(config, "--workflow", "tests.pure.test_debug:ByClient")["experiences"]
     assert {(e["reward"], e["response_length"]) for e in told} == {(3.0, 4)}
 
 
@@ -153,8 +152,7 @@ def test_p38_what_is_not_there_is_named(config: Path) -> None:
 
 
 def test_p9_reply_prefix_is_the_beginning_of_the_answer(config: Path) -> None:
-    done = cli("debug", config, "--json", "--set", "buffer.explorer_input.tasksets.0.format.reply_prefix=<think>")
-    assert done.exit_code == 0, done.stderr
-    first = json.loads(done.stdout)["experiences"][0]
+    told = played(config, "--set", "buffer.explorer_input.tasksets.0.format.reply_prefix=<think>")
+    first = told["experiences"][0]
     assert "<think>" in first["prompt_text"]
     assert "<think>" not in first["response_text"]

@@ -61,21 +61,17 @@ def test_a_typed_error_has_its_kind(episode: dict[str, Any], traces: list[dict[s
     assert classify(error_from_dict(error_to_dict(failure)))[0] == kind
 
 
-def test_an_episode_that_is_complete_is_no_failure_but_for_a_time_limit() -> None:
-    assert failure_of({**part(), "complete": True, "traces": [part()]}) is None
-    tolerated = failure_of({**part(), "complete": True, "traces": [part("SandboxError")]})
-    assert tolerated is None  # the environment says so itself
-    cut = failure_of({**part(), "complete": True, "traces": [part(timeout=True)]})
-    assert cut is not None
-    assert classify(cut)[0] == "timeout"
-
-
-def test_a_call_that_the_engine_failed_at_is_no_end_that_an_agent_may_take_for_one() -> None:
-    swallowed = failure_of({**part(), "complete": True, "traces": [part(), part(unanswered=["ProviderError"])]})
-    assert swallowed is not None
-    assert classify(swallowed)[0] == "infra"
-    tolerated = part("ProviderError", unanswered=["ProviderError"])
-    assert failure_of({**part(), "complete": True, "traces": [part(), tolerated]}) is None
+@pytest.mark.parametrize(("traces", "kind"), [
+    ([part()], None), ([part("SandboxError")], None),  # the environment says so itself
+    ([part(timeout=True)], "timeout"),
+    ([part(), part(unanswered=["ProviderError"])], "infra"),  # the engine failed: no end that an agent may take for one
+    ([part(), part("ProviderError", unanswered=["ProviderError"])], None),
+])
+def test_an_episode_that_is_complete_is_no_failure_but_for_a_time_limit_and_a_call_that_the_engine_failed_at(
+    traces: list[dict[str, Any]], kind: str | None
+) -> None:
+    failure = failure_of({**part(), "complete": True, "traces": traces})
+    assert (None if failure is None else classify(failure)[0]) == kind
 
 
 def call(begin: float, end: float, status: int | None = 200, kind: str = "ProviderError") -> Any:
@@ -293,17 +289,16 @@ def test_an_environment_is_found_by_any_spelling_and_one_that_is_not_there_says_
     assert not (folder / "gsm8k-v1").exists()
 
 
-@pytest.mark.parametrize("package", ["a b", "--index-url=x", "/no/such/folder", ""])
-def test_what_is_no_package_is_refused_before_anything_is_made(folder: Path, package: str) -> None:
-    with pytest.raises(ConfigError, match="is no package"):
-        installed.install(package)
-    assert sorted(p.name for p in folder.iterdir()) == ["gsm8k-v1", "unfinished"]
-
-
-@pytest.mark.parametrize("name", ["../gsm8k-v1", "a/b", "..", "/tmp/x", "-a", ".", "a b", "ä"])
-def test_a_name_that_is_no_folder_of_its_own_is_refused_before_anything_is_made(folder: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="is no name of an environment"):
-        installed.install("gsm8k-v1", name=name)
+@pytest.mark.parametrize(("package", "name", "said"), [
+    *((package, None, "is no package") for package in ("a b", "--index-url=x", "/no/such/folder", "")),
+    *(("gsm8k-v1", name, "is no name of an environment")
+      for name in ("../gsm8k-v1", "a/b", "..", "/tmp/x", "-a", ".", "a b", "ä")),
+])
+def test_what_is_no_package_or_no_folder_of_its_own_is_refused_before_anything_is_made(
+    folder: Path, package: str, name: str | None, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        installed.install(package, name=name)
     assert sorted(p.name for p in folder.iterdir()) == ["gsm8k-v1", "unfinished"]
 
 
@@ -353,25 +348,28 @@ def test_an_environment_is_asked_for_by_its_package_whatever_it_is_called_here(t
     assert id_of("mine", "verifiers", id="textarena") == "textarena"
 
 
+def config_of(*tasksets: dict[str, Any]) -> Config:
+    return Config.from_dict({
+        "name": "x", "explorer": {"rollout_model": {"engine_type": "scripted"}},
+        "buffer": {"explorer_input": {"tasksets": list(tasksets)}},
+    })
+
+
 def test_one_line_names_an_environment_as_its_taskset(folder: Path, tmp_path: Path) -> None:
-    told = {"name": "x", "explorer": {"rollout_model": {"engine_type": "scripted"}}}
     line = {"name": "math", "path": "verifiers:gsm8k-v1"}
-    config = Config.from_dict({**told, "buffer": {"explorer_input": {"tasksets": [line]}}})
+    config = config_of(line)
     config.check()
     [taskset] = config.buffer.explorer_input.tasksets
     assert (taskset.workflow, taskset.workflow_args) == ("verifiers", {"env": "gsm8k-v1"})
     assert taskset.path == "verifiers:gsm8k-v1"
-    missing = Config.from_dict(
-        {**told, "buffer": {"explorer_input": {"tasksets": [{**line, "path": "verifiers:wordle"}]}}})
     with pytest.raises(ConfigError, match="trinity-es env install wordle"):
-        missing.check()
+        config_of({**line, "path": "verifiers:wordle"}).check()
 
 
 def test_a_check_plays_an_environment_as_its_config_says_however_that_spells_it(folder: Path) -> None:
-    told = {"name": "x", "explorer": {"rollout_model": {"engine_type": "scripted"}}}
     for path in ("verifiers:gsm8k-v1", "verifiers:GSM8K_v1"):
-        lines = [{"name": "other", "path": "rows.jsonl"}, {"name": "math", "path": path, "workflow_args": {"tasks": 7}}]
-        config = Config.from_dict({**told, "buffer": {"explorer_input": {"tasksets": lines}}})
+        math = {"name": "math", "path": path, "workflow_args": {"tasks": 7}}
+        config = config_of({"name": "other", "path": "rows.jsonl"}, math)
         [mine] = env._with_environment(config, "gsm8k-v1").buffer.explorer_input.tasksets
         assert (mine.path, mine.workflow_args["tasks"]) == (path, 7)
     [none] = env._with_environment(config, "gsm8k-v2").buffer.explorer_input.tasksets

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,24 +22,16 @@ def calling(*calls: tuple[str, Any], **more: Any) -> dict[str, Any]:
     ]}
 
 
-def hermes(name: str, arguments: Any) -> str:
-    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+def as_json(text: str) -> Callable[[str, Any], str]:
+    """Return what writes a call as its name and its arguments in JSON."""
+    return lambda name, arguments: text.replace("NAME", name).replace("ARGUMENTS", json.dumps(arguments))
 
 
-def mistral(name: str, arguments: Any) -> str:
-    return f'[TOOL_CALLS] [{{"name": "{name}", "arguments": {json.dumps(arguments)}, "id": "abcdefghi"}}]'
-
-
-def llama(name: str, arguments: Any) -> str:
-    return f'<|python_tag|>{{"name": "{name}", "parameters": {json.dumps(arguments)}}}'
-
-
-def deepseek(name: str, arguments: Any) -> str:
-    return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}\n```"
-
-
-def kimi(name: str, arguments: Any) -> str:
-    return f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{json.dumps(arguments)}<|tool_call_end|>"
+hermes = as_json('<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>')
+mistral = as_json('[TOOL_CALLS] [{"name": "NAME", "arguments": ARGUMENTS, "id": "abcdefghi"}]')
+llama = as_json('<|python_tag|>{"name": "NAME", "parameters": ARGUMENTS}')
+deepseek = as_json("<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```")
+kimi = as_json("<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>")
 
 
 def coder(name: str, arguments: Any) -> str:
@@ -55,7 +48,8 @@ def pythonic(name: str, arguments: Any) -> str:
     return f"[{name}({', '.join(f'{n}={v!r}' for n, v in arguments.items())})]"
 
 
-FORMS = pytest.mark.parametrize("form", [hermes, mistral, llama, deepseek, kimi, coder, glm, pythonic])
+FORMS = pytest.mark.parametrize("form", [hermes, mistral, llama, deepseek, kimi, coder, glm, pythonic], ids=[
+    "hermes", "mistral", "llama", "deepseek", "kimi", "coder", "glm", "pythonic"])
 
 
 @FORMS

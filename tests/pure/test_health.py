@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from trinity_es.projections.tables.read_models import projectors
 from trinity_es.projections.why.answer import Waiting, Why
 
 URL = "http://gpu-7:8000"
+SERVER = {"runner": "runner-0", "url": URL, "wanted": True}
 AWAITED = f"{URL} does not answer (ConnectError)"
 
 
@@ -38,23 +40,25 @@ def problems(row: dict[str, Any], servers: list[dict[str, Any]], child: str | No
     return list(health.problems(config, out, live, []))
 
 
-def shown(rows: list[dict[str, Any]], *problems: str) -> str:
-    found = {
-        "store": "s", "up": True, "admin": {"pid": 1}, "coordinator": None, "runners": rows, "batches": [],
-        "problems": problems,
-    }
+DOWN: dict[str, Any] = {
+    "up": False, "keeper": None, "coordinator": None, "runners": [], "batches": [], "store": "s", "problems": [],
+}
+UP = DOWN | {"up": True, "admin": {"pid": 1}}
+
+
+def shown(found: dict[str, Any]) -> str:
     out = io.StringIO()
     health.show(Console(file=out, width=200), found)
     return out.getvalue()
 
 
-def server(*, wanted: bool = True) -> dict[str, Any]:
-    return {"runner": "runner-0", "url": URL, "wanted": wanted}
+def wrong(found: dict[str, Any], live: dict[str, Any] | None = None, whys: Sequence[Why] = ()) -> list[str]:
+    return list(health.problems(Config.model_validate({}), found, live, list(whys)))
 
 
 def test_a_runner_that_was_let_go_is_not_hung_but_a_system_without_servers_needs_one() -> None:
     gone = {"state": "retired", "silent": 5.0, "seen": time.time() - 360.0}
-    assert problems(gone, [server(), server() | {"runner": "runner-1"}]) == []
+    assert problems(gone, [SERVER, SERVER | {"runner": "runner-1"}]) == []
     [only] = problems(gone, [])
     assert "there is no server" in only
     assert "`trinity-es scale CONFIG --add URL`" in only
@@ -63,7 +67,7 @@ def test_a_runner_that_was_let_go_is_not_hung_but_a_system_without_servers_needs
 @pytest.mark.parametrize(("waited", "told"), [(60.0, True), (1.0, False)])
 def test_an_engine_that_waits_for_its_server_is_a_problem_after_a_while(waited: float, told: bool) -> None:
     row = {"state": "started", "waits_for": AWAITED, "progressed": time.time() - waited}
-    found = problems(row, [server()], "started")
+    found = problems(row, [SERVER], "started")
     assert len(found) == told
     for line in found:
         assert f"runner-0 waits to start its engine: {AWAITED}; start the server {URL}, or take it away" in line
@@ -72,14 +76,14 @@ def test_an_engine_that_waits_for_its_server_is_a_problem_after_a_while(waited: 
 
 @pytest.mark.parametrize("state", ["failed", "quarantined"])
 def test_a_runner_of_a_server_is_brought_back_alone_or_its_server_is_taken_away(state: str) -> None:
-    [line] = problems({"state": state}, [server()], state)
+    [line] = problems({"state": state}, [SERVER], state)
     assert "`trinity-es restart-runner runner-0`" in line
     assert f"`trinity-es scale CONFIG --remove {URL}`" in line
     assert "down" not in line
 
 
 def test_a_runner_whose_engine_ended_after_it_had_served_needs_nobody() -> None:
-    [line] = problems({"state": "failed", "places": 4}, [server()], "failed")
+    [line] = problems({"state": "failed", "places": 4}, [SERVER], "failed")
     assert line.startswith("runner-0 failed: it broke; it is started again")
 
 
@@ -92,31 +96,32 @@ REFUSAL = f"{URL} takes no weights. Start it with VLLM_SERVER_DEV_MODE=1 in its 
 def test_a_runner_that_can_t_load_the_current_weights_is_a_problem_with_its_reason_and_a_way_out(
     row: dict[str, Any]
 ) -> None:
-    [line] = problems({"places": 4, "model_version": 0, "refused": REFUSAL} | row, [server()])
+    [line] = problems({"places": 4, "model_version": 0, "refused": REFUSAL} | row, [SERVER])
     assert REFUSAL in line
     assert "or publish a newer version: it tries again by itself; or take its server away" in line
     assert f"`trinity-es scale CONFIG --remove {URL}`" in line
     if row["state"] == "ready":
         assert line.startswith("runner-0 goes on with weights version 0: it can't load version")
-    assert problems(row | {"state": "ready", "refused": ""}, [server()]) == []
+    assert problems(row | {"state": "ready", "refused": ""}, [SERVER]) == []
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(3600.0, True), (30.0, False)])
 def test_an_engine_that_loads_weights_for_long_is_a_problem(seconds: float, told: bool) -> None:
     row = {"places": 4, "model_version": 0, "loading": 1, "loading_since": time.time() - seconds}
-    found = problems(row, [server()])
+    found = problems(row, [SERVER])
     assert len(found) == told
     for line in found:
         assert line.startswith("runner-0 has been loading weights version 1 for 60 min")
         assert f"see whether {URL} does something, else `trinity-es" in line
         assert "`trinity-es restart-runner runner-0`" in line
         assert f"`trinity-es scale CONFIG --remove {URL}`" in line
-    assert problems(row | {"loading": None, "loading_since": None}, [server()]) == []
+    assert problems(row | {"loading": None, "loading_since": None}, [SERVER]) == []
 
 
 def test_a_person_is_shown_since_when_weights_are_loaded() -> None:
     rows = [{"runner": "runner-0", "state": "ready", "pid": 2, "loading": 1, "loading_since": 1e9}]
-    assert f"loading weights version 1 since {time.strftime('%H:%M:%S', time.localtime(1e9))}, pid 2" in shown(rows)
+    since = time.strftime("%H:%M:%S", time.localtime(1e9))
+    assert f"loading weights version 1 since {since}, pid 2" in shown(UP | {"runners": rows})
 
 
 @pytest.mark.parametrize(("load", "said"), [
@@ -124,19 +129,14 @@ def test_a_person_is_shown_since_when_weights_are_loaded() -> None:
 ])
 def test_no_more_places_are_taken_than_there_are(load: int, said: str) -> None:
     rows = [{"runner": "runner-0", "state": "ready", "pid": 2, "load": load, "places": 64}]
-    assert f", {said}\n" in shown(rows)
+    assert f", {said}\n" in shown(UP | {"runners": rows})
 
 
 def test_a_person_is_shown_what_a_runner_waits_for() -> None:
     rows = [{"runner": "runner-0", "state": "started", "pid": 2, "waits_for": AWAITED}]
-    text = shown(rows, "something")
+    text = shown(UP | {"runners": rows, "problems": ["something"]})
     assert f"waits to start its engine: {AWAITED}, pid 2" in text
     assert "all is well" not in text
-
-
-DOWN: dict[str, Any] = {
-    "up": False, "keeper": None, "coordinator": None, "runners": [], "batches": [], "store": "s", "problems": [],
-}
 
 
 @pytest.mark.parametrize(("run", "said"), [
@@ -148,9 +148,7 @@ DOWN: dict[str, Any] = {
      "the run's last step is 5, and `trinity-es resume s` goes on with it, or says that it is complete"),
 ])
 def test_of_a_run_of_which_nothing_runs_is_told_how_far_it_is(run: dict[str, Any] | None, said: str) -> None:
-    out = io.StringIO()
-    health.show(Console(file=out, width=200), DOWN | {"run": run})
-    assert out.getvalue().endswith(f"{said}\n")
+    assert shown(DOWN | {"run": run}).endswith(f"{said}\n")
 
 
 @pytest.mark.parametrize(("run", "told"), [
@@ -161,7 +159,7 @@ def test_a_system_that_ends_with_its_owner_is_a_problem_where_something_is_left(
     run: dict[str, Any] | None, told: int
 ) -> None:
     ends = "process 5, which had started it, has ended"
-    found = list(health.problems(Config.model_validate({}), DOWN | {"ends": ends, "run": run}, None, []))
+    found = wrong(DOWN | {"ends": ends, "run": run})
     assert len(found) == told
     for line in found:
         assert line.startswith(f"the actor system ends: {ends}; `trinity-es resume s` goes on with the run")
@@ -175,12 +173,11 @@ def test_a_system_that_ends_with_its_owner_is_a_problem_where_something_is_left(
 def test_a_trainer_that_was_killed_between_two_batches_is_told(run: dict[str, Any] | None, way: str | None) -> None:
     found = DOWN | {"store": "sqlite:////runs/log.sqlite", "run": run, "killed": {"trainer": 7}}
     said = "the run was not ended in order: its trainer (pid 7) ended in the middle of it; "
-    told = list(health.problems(Config.model_validate({}), found, None, []))
-    assert told == ([] if way is None else [said + way])
-    assert list(health.problems(Config.model_validate({}), found | {"killed": {}}, None, [])) == []
+    assert wrong(found) == ([] if way is None else [said + way])
+    assert wrong(found | {"killed": {}}) == []
     for killed, who in (({"explorer": 7, "trainer": 7}, "its explorer and trainer (pid 7)"),
                         ({"explorer": 7, "trainer": 8}, "its explorer (pid 7) and its trainer (pid 8)")):
-        for line in health.problems(Config.model_validate({}), found | {"killed": killed}, None, []):
+        for line in wrong(found | {"killed": killed}):
             assert f": {who} ended in the middle of it; " in line
 
 
@@ -188,10 +185,8 @@ def test_a_trainer_that_was_killed_between_two_batches_is_told(run: dict[str, An
 def test_since_when_nobody_asks_for_anything_is_told(step: int | None, said: str) -> None:
     last = {"batch_id": 7, "batch_type": "train", "state": "finalized", "ended_at": time.time() - 200.5,
             "trained_step": step}
-    found = DOWN | {"up": True, "admin": {"pid": 1}, "runners": [{"runner": "runner-0", "state": "ready", "pid": 2}]}
-    out = io.StringIO()
-    health.show(Console(file=out, width=200), found | {"last_batch": last})
-    assert out.getvalue().endswith(
+    found = UP | {"runners": [{"runner": "runner-0", "state": "ready", "pid": 2}], "last_batch": last}
+    assert shown(found).endswith(
         f"nothing is wrong here, and no batch is open: the last, 7, was finalized 3 min 20 s ago{said}\n")
 
 
@@ -241,9 +236,7 @@ def test_batches_are_told_as_the_log_has_them_which_is_read_last(
                "pending_units": 0, "failed_attempts": 0, "waited_for": 0} for n in (1, 2)]
     live = {"system": {"children": []}, "weights_version": 0, "batches": before, "runners": []}
     monkeypatch.setattr(health, "facts", lambda config: (live, {"up": True}))
-    out = io.StringIO()
-    health.show(Console(file=out, width=200), health.look(config))
-    told = out.getvalue()
+    told = shown(health.look(config))
     assert "open batches 2\n" in told
     assert "  2: running, 1 of 2 tasks, 0 units running, 1 waiting, 1 failed attempts\n" in told
     assert "  3: running, 0 of 2 tasks, 0 units running, 2 waiting\n" in told
@@ -254,7 +247,7 @@ def test_batches_are_told_as_the_log_has_them_which_is_read_last(
     ("ready", "all is well"), ("starting", "nothing is wrong, and no engine is ready yet"),
 ])
 def test_all_is_well_where_an_engine_serves(state: str, says: str) -> None:
-    assert shown([{"runner": "runner-0", "state": state, "pid": 2}]).endswith(f"{says}\n")
+    assert shown(UP | {"runners": [{"runner": "runner-0", "state": state, "pid": 2}]}).endswith(f"{says}\n")
 
 
 @pytest.mark.parametrize(("run", "way"), [
@@ -265,23 +258,21 @@ def test_all_is_well_where_an_engine_serves(state: str, says: str) -> None:
 ])
 def test_a_last_batch_of_which_every_run_failed_is_a_problem(run: dict[str, Any] | None, way: str) -> None:
     last = {"batch_id": 3, "failed_whole": True}
-    [line] = health.problems(Config.model_validate({}), DOWN | {"run": run, "last_batch": last}, None, [])
+    [line] = wrong(DOWN | {"run": run, "last_batch": last})
     assert line == ("batch 3, the last, gave nothing: each of its runs failed; `trinity-es why 3` tells how: mend "
                     f"that, then {way}")
     for other in (DOWN | {"last_batch": last | {"failed_whole": False}}, DOWN | {"last_batch": last, "batches": [{}]}):
-        assert list(health.problems(Config.model_validate({}), other | {"run": run}, None, [])) == []
+        assert wrong(other | {"run": run}) == []
 
 
 def test_a_host_that_is_away_or_lost_is_a_problem() -> None:
-    config = Config.model_validate({})
     host = {"host": "b", "state": "joined", "connected": True, "reason": "", "away_for": None, "why_away": "",
             "lost_after": 15.0}
 
     def told(**changes: Any) -> list[str]:
         live = {"system": {"children": []}, "runners": [], "batches": [], "weights_version": 0}
         live["hosts"] = [host | changes]
-        up = DOWN | {"up": True, "admin": {"pid": 1}, "coordinator": {"pid": 2, "epoch": 1}}
-        return list(health.problems(config, up, live, []))
+        return wrong(UP | {"coordinator": {"pid": 2, "epoch": 1}}, live)
 
     assert told() == []
     [away] = told(connected=False, away_for=3.0, why_away="it ended the connection")
@@ -297,14 +288,13 @@ def test_why_is_named_where_it_tells_more(cause: str, tells_more: bool) -> None:
         failed_attempts=0, moved_at=0.0, now=1.0, stalled=True,
         waiting=(Waiting(cause=cause, what="runner-0 #1", text="runner-0 #1 is loading its engine"),))
     live = {"system": {}, "weights_version": 0, "runners": []}
-    up = DOWN | {"up": True, "coordinator": {"pid": 1}}
-    [line] = health.problems(Config.model_validate({}), up, live, [told])
+    [line] = wrong(DOWN | {"up": True, "coordinator": {"pid": 1}}, live, [told])
     assert line.endswith("; `trinity-es why 4` tells more") == tells_more
     assert any("its runner's text log in system.log_dir" in s for s in told.sentences()) == tells_more
 
 
 def test_what_runs_wait_for_outside_of_the_system_is_a_problem_while_they_do() -> None:
     outside = "2 of its runs wait for the OpenEnv server http://h:1: refused, for 12 s; it gives up in 48 s"
-    [line] = problems({"runs_wait": outside}, [server()])
+    [line] = problems({"runs_wait": outside}, [SERVER])
     assert line.startswith(f"runner-0 is up, and {outside}: see to that")
-    assert problems({"runs_wait": ""}, [server()]) == []
+    assert problems({"runs_wait": ""}, [SERVER]) == []

@@ -24,10 +24,8 @@ async def test_a_chat_gives_an_experience_that_lacks_only_its_reward() -> None:
     assert e.tokens.tolist() == list(b"hi\nyes")
     assert e.tokens.dtype == np.int32
     assert e.prompt_length == 3
-    assert e.logprobs is not None
     assert e.logprobs.dtype == np.float32
     assert len(e.logprobs) == 3
-    assert e.action_mask is not None
     assert e.action_mask.tolist() == [True, True, True]
     assert (e.prompt_text, e.response_text, e.truncate_status, e.reward) == ("hi\n", "yes", None, None)
     assert e.messages == [*HELLO, {"role": "assistant", "content": "yes"}]

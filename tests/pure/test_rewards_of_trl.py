@@ -67,7 +67,6 @@ def test_a_reward_of_trl_is_called_as_trl_calls_it(
     status, found = played(workflow, reward, **fields)
     assert status.ok, status.message
     assert [e.reward for e in found] == [expected, expected]
-    assert found[0].metrics is not None
     assert found[0].metrics["reward"] == expected
 
 
@@ -85,26 +84,17 @@ def test_a_reward_gets_the_ids_of_its_completion(workflow: type[Any]) -> None:
     assert seen == [e.tokens[e.prompt_length :].tolist() for e in found]
 
 
-def nothing(completions: list[str], **kwargs: Any) -> list[float | None]:
-    return [None]
-
-
-def two(completions: list[str], **kwargs: Any) -> list[float]:
-    return [1.0, 2.0]
-
-
-def a_number(completions: list[str], **kwargs: Any) -> float:
-    return 1.0
-
-
 @pytest.mark.parametrize("workflow", WORKFLOWS)
-@pytest.mark.parametrize(("reward", "said"), [
-    (nothing, "the reward nothing gave None: it does not apply to this task"),
-    (two, r"the reward two gave \[1.0, 2.0\] for one completion: give a list of one number"),
-    (a_number, r"the reward a_number gave 1.0 for one completion"),
+@pytest.mark.parametrize(("value", "said"), [
+    ([None], "the reward judge gave None: it does not apply to this task"),
+    ([1.0, 2.0], r"the reward judge gave \[1.0, 2.0\] for one completion: give a list of one number"),
+    (1.0, r"the reward judge gave 1.0 for one completion"),
 ])
-def test_what_is_no_reward_is_no_zero(workflow: type[Any], reward: Any, said: str) -> None:
-    status, found = played(workflow, reward)
+def test_what_is_no_reward_is_no_zero(workflow: type[Any], value: Any, said: str) -> None:
+    def judge(completions: list[str], **kwargs: Any) -> Any:
+        return value
+
+    status, found = played(workflow, judge)
     assert not status.ok
     assert found == []
     assert re.search(said, status.message)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import httpx
 import pytest
 
@@ -15,12 +13,9 @@ from trinity_es.events.errors import EngineError
     ("wrong", "THEIR_KEY", r"http://a:1 refuses the key in THEIR_KEY \(401\)"),
     ("", "THEIR_KEY", r"http://a:1 wants a key \(401\), and there is none: put it into .* variable THEIR_KEY"),
 ])
-def test_a_wrong_key_is_told_from_none(key: str, variable: str, said: str) -> None:
-    async def main() -> None:
-        refuses = httpx.MockTransport(lambda request: httpx.Response(401, text="Unauthorized"))
-        server = VLLMServer("http://a:1", key=key, key_variable=variable, transport=refuses)
-        with pytest.raises(EngineError, match=said):
-            await server.facts()
-        await server.close()
-
-    asyncio.run(main())
+async def test_a_wrong_key_is_told_from_none(key: str, variable: str, said: str) -> None:
+    refuses = httpx.MockTransport(lambda request: httpx.Response(401, text="Unauthorized"))
+    server = VLLMServer("http://a:1", key=key, key_variable=variable, transport=refuses)
+    with pytest.raises(EngineError, match=said):
+        await server.facts()
+    await server.close()

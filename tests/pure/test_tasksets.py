@@ -28,6 +28,11 @@ def taskset(path: Path, text: str | bytes, **keys: Any) -> Taskset:
     return Taskset(TasksetConfig(name="t", path=str(path), **keys))
 
 
+def refused(path: Path, said: str, **keys: Any) -> None:
+    with pytest.raises(TasksetError, match=said):
+        Taskset(TasksetConfig(name="t", path=str(path), **keys))
+
+
 def rows(n: int) -> str:
     return "".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(n))
 
@@ -136,8 +141,7 @@ def test_an_eval_set_is_read_whole(tmp_path: Path) -> None:
 def test_a_split_chooses_a_file_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "test.jsonl").write_text(rows(2))
     assert len(Taskset(TasksetConfig(name="t", path=str(tmp_path), split="test"))) == 2
-    with pytest.raises(TasksetError, match=r"choose <split>.jsonl"):
-        Taskset(TasksetConfig(name="t", path=str(tmp_path)))
+    refused(tmp_path, r"choose <split>.jsonl")
 
 
 # --- the file -------------------------------------------------------------------------------------------------------
@@ -185,8 +189,7 @@ def test_an_empty_file_is_refused(tmp_path: Path, text: bytes) -> None:
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TasksetError, match=r"taskset t: .*none.jsonl can't be read \(No such file"):
-        Taskset(TasksetConfig(name="t", path=str(tmp_path / "none.jsonl")))
+    refused(tmp_path / "none.jsonl", r"taskset t: .*none.jsonl can't be read \(No such file")
 
 
 def test_a_file_that_changed_in_use_is_refused(tmp_path: Path) -> None:
@@ -284,16 +287,14 @@ def test_p33_bad_columns_are_named_before_anything_runs(tmp_path: Path, kind: st
 
 def test_p33_an_empty_parquet_file_is_refused(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "none.parquet")
-    with pytest.raises(TasksetError, match="is empty"):
-        Taskset(TasksetConfig(name="t", path=str(tmp_path / "none.parquet")))
+    refused(tmp_path / "none.parquet", "is empty")
 
 
 def test_p33_a_dataset_of_splits_needs_one_chosen(tmp_path: Path) -> None:
     write_dataset(tmp_path / "all/train")
     write_dataset(tmp_path / "all/test", SAMPLES[:4])
     (tmp_path / "all/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(TasksetError, match="holds the splits train, test: choose one with split"):
-        Taskset(TasksetConfig(name="t", path=str(tmp_path / "all")))
+    refused(tmp_path / "all", "holds the splits train, test: choose one with split")
     assert len(Taskset(TasksetConfig(name="t", path=str(tmp_path / "all"), split="test"))) == 4
     write_parquet(tmp_path / "validation.parquet", SAMPLES[:3])
     assert len(Taskset(TasksetConfig(name="t", path=str(tmp_path), split="validation"))) == 3
@@ -301,21 +302,17 @@ def test_p33_a_dataset_of_splits_needs_one_chosen(tmp_path: Path) -> None:
 
 def test_p33_what_is_no_such_file_says_so(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_text("no parquet")
-    with pytest.raises(TasksetError, match=r"a\.parquet is no parquet file"):
-        Taskset(TasksetConfig(name="t", path=str(tmp_path / "a.parquet")))
+    refused(tmp_path / "a.parquet", r"a\.parquet is no parquet file")
     old = write_dataset(tmp_path / "old", _indices_data_files=[{"filename": "indices.arrow"}])
-    with pytest.raises(TasksetError, match="flatten_indices"):
-        Taskset(TasksetConfig(name="t", path=str(old)))
+    refused(old, "flatten_indices")
     (old / "state.json").write_text('{"_data_files": [{"filename": "state.json"}]}')
-    with pytest.raises(TasksetError, match="is no Arrow stream"):
-        Taskset(TasksetConfig(name="t", path=str(old)))
+    refused(old, "is no Arrow stream")
 
 
 def test_p33_without_pyarrow_the_way_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_parquet(tmp_path / "a.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(TasksetError, match=r"pip install 'trinity-es\[parquet\]'"):
-        Taskset(TasksetConfig(name="t", path=str(tmp_path / "a.parquet")))
+    refused(tmp_path / "a.parquet", r"pip install 'trinity-es\[parquet\]'")
     assert len(taskset(tmp_path / "a.jsonl", rows(2))) == 2
 
 

@@ -403,6 +403,8 @@ def test_a_reward_that_its_module_does_not_have_is_told_apart_from_a_module_that
         rollouts(tmp_path, reward_fn=f"{__name__}:exakt")
     assert wrong.value.message == (
         f"reward '{__name__}:exakt': {__name__} ({__file__}) has no exakt; did you mean exact?")
+    rollouts(tmp_path, reward_fn="examples.grpo.reward:letter_share")
+    assert caplog.text == ""
     rollouts(tmp_path, reward_fn="nowhere_to_be_found:exact")  # runners may have it
     assert "reward 'nowhere_to_be_found:exact' can't be imported: ModuleNotFoundError" in caplog.text
 
@@ -453,12 +455,3 @@ def test_a_trainer_that_was_killed_after_its_last_step_takes_no_step_more_and_on
     resume(trainer)
     assert did == ["train from None", f"{'train from' if trains else 'load'} {tmp_path}/checkpoint-10"]
     assert getattr(trainer.state, "global_step", None) == (None if trains else 10)
-
-
-def test_a_reward_that_is_not_found_is_told_before_engines_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    rollouts(tmp_path, reward_fn="examples.grpo.reward:letter_share")
-    assert caplog.text == ""
-    rollouts(tmp_path, reward_fn="rewards:lettres")
-    assert "rewards:lettres" in caplog.text

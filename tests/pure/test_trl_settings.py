@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from dataclasses import fields
@@ -72,19 +71,15 @@ def trl_tokens(of: PreTrainedTokenizerFast, prompt: Any, **template: Any) -> lis
 @pytest.mark.parametrize(("prompt", "template"), [
     ("c=", {}), ("c=", {"thinking": False}), (CHAT, {}), (CHAT, {"thinking": False}),
 ], ids=["text", "text, no thinking", "chat", "chat, no thinking"])
-def test_a_prompt_has_the_tokens_that_trl_gives_it(workflow: Any, prompt: Any, template: dict[str, Any]) -> None:
+async def test_a_prompt_has_the_tokens_that_trl_gives_it(workflow: Any, prompt: Any, template: dict[str, Any]) -> None:
     engine, own = ScriptedEngine(EngineConfig(model_path="", options={"tokens": 2})), tokenizer()
     engine.tokenizer = own  # type: ignore[assignment]
-
-    async def played() -> Any:
-        args = {"chat_template_kwargs": template} if template else {}
-        task = Task(raw_task={"prompt": prompt, "answer": "c"}, workflow_args=args,
-                    reward_fn="tests.helpers.trl_rewards:vowels")
-        made = workflow(task=task, model=Model(engine))
-        made.set_repeat_times(3, 4)
-        return await made.run_async()
-
-    found = asyncio.run(played())
+    args = {"chat_template_kwargs": template} if template else {}
+    task = Task(raw_task={"prompt": prompt, "answer": "c"}, workflow_args=args,
+                reward_fn="tests.helpers.trl_rewards:vowels")
+    made = workflow(task=task, model=Model(engine))
+    made.set_repeat_times(3, 4)
+    found = await made.run_async()
     wanted = trl_tokens(own, prompt, **template)
     assert [e.tokens[: e.prompt_length].tolist() for e in found] == [wanted] * 3
     assert [e.eid.run for e in found] == [4, 5, 6]

@@ -22,6 +22,11 @@ def said(turns: Turns, rendered: str, text: str, end: str = "$") -> Turn:
     return turns.answered(rendered, prompt, ids, None, text, before=turns.before(prompt))
 
 
+def goes_on(turns: Turns, rendered: str, sampled: str, rest: str) -> None:
+    """A prompt has the ids of the first prompt, those that were sampled for it, and those of the rest."""
+    assert turns.prompt(rendered) == [*turns.encode("U:a|A:"), *map(ord, sampled), *turns.encode(rest)]
+
+
 def test_a_first_prompt_and_a_fork_have_no_ids_of_their_own() -> None:
     turns = of_texts()
     assert turns.prompt("U:a|A:") is None
@@ -31,8 +36,7 @@ def test_a_first_prompt_and_a_fork_have_no_ids_of_their_own() -> None:
     for _ in range(2):  # asked again it is the same fork
         assert turns.prompt("U:a|A:aa$\nU:b|A:") is None
         assert turns.forks == 1
-    assert turns.prompt("U:a|A:(why)aa$\nU:b|A:") == [
-        *turns.encode("U:a|A:"), *map(ord, "(why)aa$"), *turns.encode("\nU:b|A:")]
+    goes_on(turns, "U:a|A:(why)aa$\nU:b|A:", "(why)aa$", "\nU:b|A:")
     assert turns.forks == 1
 
 
@@ -69,17 +73,15 @@ def test_the_same_prompt_again_goes_on_from_the_same_turn() -> None:
 def test_white_space_around_an_answer_breaks_no_conversation(text: str, again: str) -> None:
     turns = of_texts(Marks(asks="A:", opens=" ", closes="$\n", ends="$\n"))
     said(turns, "U:a|A:", text)
-    assert turns.prompt(f"U:a|A:{again}$\nU:b|A:") == [
-        *turns.encode("U:a|A:"), *map(ord, f"{text}$"), *turns.encode("\nU:b|A:")]
+    goes_on(turns, f"U:a|A:{again}$\nU:b|A:", f"{text}$", "\nU:b|A:")
     assert turns.prompt(f"U:a|A:{again}x$\nU:b|A:") is None
 
 
 def test_an_answer_that_was_cut_is_ended_by_the_template_and_may_be_gone_on_with() -> None:
     turns = of_texts()
     said(turns, "U:a|A:", "ab", end="")
-    start = [*turns.encode("U:a|A:"), *map(ord, "ab")]
-    assert turns.prompt("U:a|A:ab$\nU:b|A:") == [*start, *turns.encode("$\nU:b|A:")]
-    assert turns.prompt("U:a|A:ab") == start
+    goes_on(turns, "U:a|A:ab$\nU:b|A:", "ab", "$\nU:b|A:")
+    goes_on(turns, "U:a|A:ab", "ab", "")
     whole = of_texts()
     said(whole, "U:a|A:", "ab")
     assert whole.prompt("U:a|A:ab") is None, "this answer had ended"
@@ -89,8 +91,7 @@ def test_a_special_token_may_be_written_by_the_template_though_no_client_got_it(
     turns = of_texts()
     turns.answered("U:a|A:", turns.encode("U:a|A:"), [*map(ord, "!f(x)$")], None, "f(x)")
     for again in ("f(x)", "!f(x)"):  # as it was got, and as a parsed tool call is rendered
-        assert turns.prompt(f"U:a|A:{again}$\nU:b|A:") == [
-            *turns.encode("U:a|A:"), *map(ord, "!f(x)$"), *turns.encode("\nU:b|A:")]
+        goes_on(turns, f"U:a|A:{again}$\nU:b|A:", "!f(x)$", "\nU:b|A:")
 
 
 def test_the_same_prompt_again_is_not_gone_on_with_an_answer_of_nothing() -> None:
@@ -102,14 +103,13 @@ def test_the_same_prompt_again_is_not_gone_on_with_an_answer_of_nothing() -> Non
 def test_a_template_with_white_space_before_the_end_of_a_turn_ends_it_as_it_was_sampled() -> None:
     turns = of_texts(Marks(asks="A:", opens=" ", closes=" $", ends=" $"))
     said(turns, "U:a|A:", "ab")
-    assert turns.prompt("U:a|A: ab $U:b|A:") == [*turns.encode("U:a|A:"), *map(ord, "ab$"), *turns.encode("U:b|A:")]
+    goes_on(turns, "U:a|A: ab $U:b|A:", "ab$", "U:b|A:")
 
 
 def test_with_no_marks_known_only_the_token_that_was_sampled_ends_a_turn() -> None:
     turns = of_texts(Marks())
     said(turns, "U:a|A:", "ab")
-    assert turns.prompt("U:a|A:ab$\nU:b|A:") == [
-        *turns.encode("U:a|A:"), *map(ord, "ab$"), *turns.encode("\nU:b|A:")]
+    goes_on(turns, "U:a|A:ab$\nU:b|A:", "ab$", "\nU:b|A:")
     said(turns, "U:b|A:", "ab", end="")
     assert turns.prompt("U:b|A:ab$\nU:b|A:") is None
 
@@ -127,30 +127,26 @@ def test_a_fork_is_one_too_where_an_older_answer_is_gone_on_from() -> None:
     turns = of_texts()
     said(turns, "U:a|A:", "aa")
     said(turns, "U:a|A:aa$\nU:b|A:", "(so)bb")
-    rewritten = "U:a|A:aa$\nU:b|A:bb$\nU:c|A:"
-    assert turns.prompt(rewritten) == [
-        *turns.encode("U:a|A:"), *map(ord, "aa$"), *turns.encode("\nU:b|A:bb$\nU:c|A:")]
+    goes_on(turns, "U:a|A:aa$\nU:b|A:bb$\nU:c|A:", "aa$", "\nU:b|A:bb$\nU:c|A:")
     assert turns.forks == 1
-
-
-def stopped(turns: Turns, text: str, stop: str) -> Turn:
-    """Have a prompt answered by a text that ends with a stop text, which the client does not get."""
-    prompt = turns.encode("U:a|A:")
-    return turns.answered("U:a|A:", prompt, [ord(c) for c in text + stop], None, text)
 
 
 def test_the_end_of_a_turn_is_not_dropped_for_a_stop_text_that_is_in_what_the_template_writes_there() -> None:
     turns = of_texts()
-    stopped(turns, "4", "\n")
-    assert turns.prompt("U:a|A:4$\nU:b|A:") == [*turns.encode("U:a|A:"), *map(ord, "4\n"), *turns.encode("$\nU:b|A:")]
+    said(turns, "U:a|A:", "4", end="\n")
+    goes_on(turns, "U:a|A:4$\nU:b|A:", "4\n", "$\nU:b|A:")
     plain = of_texts(Marks(asks="A:", closes="\n", ends="\n"))
-    stopped(plain, "4", "\n")
-    assert plain.prompt("U:a|A:4\nU:b|A:") == [*plain.encode("U:a|A:"), *map(ord, "4\n"), *plain.encode("U:b|A:")]
+    said(plain, "U:a|A:", "4", end="\n")
+    goes_on(plain, "U:a|A:4\nU:b|A:", "4\n", "U:b|A:")
+
+
+def of_bytes() -> Turns:
+    return Turns(lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors="replace"), lambda: MARKS)
 
 
 @pytest.mark.parametrize(("count", "text"), [(4, "a好"), (3, "a\ufffd"), (3, "a"), (2, "a\ufffd"), (2, "a")])
 def test_an_answer_that_was_cut_at_a_character_of_several_tokens_is_gone_on_with(count: int, text: str) -> None:
-    turns = Turns(lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors="replace"), lambda: MARKS)
+    turns = of_bytes()
     sampled = list("a好".encode())[:count]
     turns.answered("U:a|A:", turns.encode("U:a|A:"), sampled, None, text, cut=True)
     assert turns.prompt(f"U:a|A:{text}") == [*turns.encode("U:a|A:"), *sampled]
@@ -159,7 +155,7 @@ def test_an_answer_that_was_cut_at_a_character_of_several_tokens_is_gone_on_with
 
 
 def test_an_answer_ends_with_no_part_of_a_character() -> None:
-    turns = Turns(lambda text: list(text.encode()), lambda ids: bytes(ids).decode(errors="replace"), lambda: MARKS)
+    turns = of_bytes()
     turn = turns.answered("U:a|A:", turns.encode("U:a|A:"), list("好".encode()), None, "好")
     assert turns.end_of(turn) == ""
     ended = turns.answered("U:b|A:", turns.encode("U:b|A:"), list("好$".encode()), None, "好")

@@ -177,31 +177,6 @@ def test_a_runner_that_is_killed_comes_back_with_its_adapters_before_its_first_a
     assert client.log.verify() == []
 
 
-def test_one_that_can_not_have_an_adapter_any_more_serves_nothing_and_says_why(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
-    client = system(start_system, engines=1)
-    folder = make_adapter(tmp_path / "math")
-    client.sync_adapter("math", 1, folder)
-    make_adapter(folder, seed=9)  # as a trainer does that saves every version to one folder
-    os.kill(pid_of(client, "runner-0"), signal.SIGKILL)
-    [failed] = wait_until(lambda: events(client, ev.RunnerFailed)[:1], "the runner to fail")
-    assert "it could not load version 1 of adapter 'math'" in failed.reason
-    assert "changed since they were published" in failed.reason
-    client.submit_batch(batch_id=1, tasks=questions("math"), batch_type="train")
-    assert "changed since they were published" in wait_until(lambda: client.why(1), "a reason")
-    os.kill(pid_of(client, "coordinator"), signal.SIGKILL)
-    wait_until(lambda: len(events(client, ev.RunnerFailed)) == 3, "the next coordinator to know it too")
-    assert events(client, ev.RunnerFailed)[-1] == failed, "once that it lacks it, then why"
-    [runner] = client.status()["runners"]
-    assert (runner["state"], runner["reason"]) == ("failed", failed.reason)
-    assert client.sync_adapter("math", 2, folder)["runners"] == ["runner-0"], "it is ordered at once, and waited for"
-    client.finalize_train_batch(1, timeout=60)
-    second = [e for e in events(client, ev.RunnerReady) if e.incarnation == 2]
-    assert [e.adapters for e in second] == [{}, {"math": 2}], "it was not ready in between"
-    assert spans(list(client.experiences(1))) == {("math", 2): 4}
-
-
 def test_a_takeover_and_a_restart_keep_the_adapters(start_system: StartSystem, tmp_path: Path) -> None:
     client = system(start_system, engines=1)
     client.sync_adapter("math", 7, make_adapter(tmp_path / "math"))
@@ -220,21 +195,6 @@ def test_a_takeover_and_a_restart_keep_the_adapters(start_system: StartSystem, t
         assert spans(answers(again, 2, questions("math"))) == {("math", 7): 4}
         assert again.status()["adapters"] == {"math": 7}
         assert again.log.verify() == []
-
-
-def test_an_adapter_that_no_engine_can_load_is_waited_for_by_none_after_a_takeover(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
-    client = system(start_system, engines=1)
-    client.sync_adapter("math", 1, make_adapter(tmp_path / "math"))
-    with pytest.raises(SyncError, match="no adapter at"):
-        client.sync_adapter("code", 1, make_adapter(tmp_path / "bad"))
-    os.kill(pid_of(client, "coordinator"), signal.SIGKILL)
-    wait_until(lambda: len(events(client, ev.CoordinatorStarted)) == 2, "the next coordinator")
-    assert spans(answers(client, 1, questions("math"))) == {("math", 1): 4}
-    os.kill(pid_of(client, "runner-0"), signal.SIGKILL)
-    assert spans(answers(client, 2, questions("math"))) == {("math", 1): 4}
-    assert events(client, ev.RunnerFailed) == []
 
 
 class AsksUntil(Workflow):
@@ -289,9 +249,3 @@ def test_who_waits_for_a_runner_that_dies_waits_no_more(start_system: StartSyste
     assert done == [{"adapter": "math", "version": 1, "runners": ["runner-0"]}]
     loaded = lambda: {e.runner for e in events(client, ev.AdapterLoaded)} == {"runner-0", "runner-1"}  # noqa: E731
     wait_until(loaded, "the next life to load it")
-
-
-def test_without_room_for_adapters_there_are_none(shared: RolloutClient, tmp_path: Path) -> None:
-    with pytest.raises(SyncError, match=r"engines serve no adapters; set explorer\.rollout_model\.lora"):
-        shared.sync_adapter("math", 1, make_adapter(tmp_path / "math"))
-    assert events(shared, ev.AdapterPublished) == []

@@ -106,13 +106,6 @@ def test_a_runner_that_is_started_again_begins_as_every_runner_does(start_system
     assert play(client, tmp_path, 2, 70) <= START
 
 
-def test_a_number_stays_what_it_is(start_system: StartSystem, tmp_path: Path) -> None:
-    client = start(start_system, tmp_path, 5)
-    assert play(client, tmp_path, 1, 60) <= 5
-    assert events(client, ev.ConcurrencyChanged) == []
-    assert places(client) == 5
-
-
 def test_an_engine_that_tells_nothing_keeps_what_it_begins_with(start_system: StartSystem) -> None:
     client = start_system(explorer={"max_concurrency": "auto"})
     tasks = [Task(workflow="single_turn", raw_task={"prompt": "a"}, rollout_args={"max_tokens": 4},

@@ -12,13 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.helpers.database_trouble import TASKS, births, coordinator_pid, judge, on, text_log, unnoticed
-from tests.helpers.faults import Server, Wire, lines, rewind
-from tests.helpers.systems import StartSystem, limit_file_size, sleepers
-from trinity_es.client import accept_rewind
+from tests.helpers.database_trouble import TASKS, births, judge, on, text_log, unnoticed
+from tests.helpers.faults import Server, Wire, lines
+from tests.helpers.systems import StartSystem, pid_of, sleepers
 from trinity_es.client.rollout_client import RolloutClient
-from trinity_es.events.errors import LogRewound, LogUnavailable
-from trinity_es.events.store.log import EventLog
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
 
@@ -105,7 +102,7 @@ def test_a_coordinator_that_starts_while_the_database_is_away_waits_for_it(
 
     def kill_and_cut() -> None:
         wire.cut()
-        psutil.Process(coordinator_pid(client)).kill()
+        psutil.Process(pid_of(client, "coordinator")).kill()
         time.sleep(6)
         wire.join()
 
@@ -145,42 +142,3 @@ def test_a_file_that_another_process_locks_is_a_pause(start_system: StartSystem)
 
     judge(client, 1, run_through(client, lock))
     assert unnoticed(client)
-
-
-def test_while_a_disk_stays_full_who_asks_is_told_and_it_is_not_tried_all_the_time(start_system: StartSystem) -> None:
-    client = start_system()
-    client.submit_batch(batch_id=1, tasks=sleepers(TASKS, seconds=0.2), batch_type="train")
-    limit_file_size(client, 1024)
-    for batch in range(2, 6):
-        with pytest.raises(LogUnavailable):
-            client.submit_batch(batch_id=batch, tasks=sleepers(2), batch_type="train")
-        time.sleep(1.0)
-    assert lines(text_log(client, "coordinator"), "log not written") == 1
-    limit_file_size(client, psutil.RLIM_INFINITY)
-    judge(client, 1, client.finalize_train_batch(1, timeout=90))
-    assert [b.batch_id for b in client.log.batches()] == [1]
-    assert births(client) == 1
-
-
-def test_a_log_that_lost_what_was_acknowledged_ends_the_work_until_somebody_accepts_it(
-    start_system: StartSystem,
-) -> None:
-    client = start_system()
-    client.submit_batch(batch_id=1, tasks=sleepers(4), batch_type="train")
-    client.finalize_train_batch(1, timeout=40)
-    with EventLog.open(client.config.store.url) as log:
-        rewind(log, log.head().position - 3)
-        left = log.head().position
-    for batch in range(2, 5):
-        with pytest.raises(LogRewound, match="restored from an older copy, or its server lost commits"):
-            client.submit_batch(batch_id=batch, tasks=sleepers(2), batch_type="train")
-    with pytest.raises(LogRewound):
-        client.status()
-    assert client.log.head().position == left
-    client.shutdown()
-    with pytest.raises(LogRewound):
-        start_system()
-    assert accept_rewind.accept(client.config, "a test") is not None
-    again = start_system()
-    assert again.finalize_train_batch(1, timeout=60)["finished_task_count"] == 4
-    assert again.log.verify() == []

@@ -16,8 +16,7 @@ import psutil
 import pytest
 
 import trinity_es
-from tests.helpers.handmade import cli
-from tests.helpers.systems import StartSystem, end, scripted
+from tests.helpers.systems import StartSystem, end, pid_of, scripted
 from trinity_es.actors import system_key
 from trinity_es.actors.commands import GetStatus
 from trinity_es.actors.frames import frame
@@ -223,7 +222,7 @@ def closed(s: socket.socket) -> bool:
 
 def test_connections_that_say_nothing_or_a_byte_at_a_time_keep_nobody_out(system_for: StartSystem) -> None:
     client = system_for()
-    (port,) = {port for port, pid in ports(client).items() if pid == coordinator(client)}
+    (port,) = {port for port, pid in ports(client).items() if pid == pid_of(client, "coordinator")}
     with contextlib.ExitStack() as stack:
         strangers = []
         began = time.monotonic()
@@ -239,11 +238,7 @@ def test_connections_that_say_nothing_or_a_byte_at_a_time_keep_nobody_out(system
             assert time.monotonic() - asked < 3.0
         assert len(strangers) >= 40
         wait_until(lambda: all(closed(s) for s in strangers), "all of them to be dropped", timeout=20)
-    assert coordinator(client) == ports(client)[port]
-
-
-def coordinator(client: RolloutClient) -> int:
-    return next(int(c["pid"]) for c in client.status()["system"]["children"] if c["name"] == "coordinator")
+    assert pid_of(client, "coordinator") == ports(client)[port]
 
 
 def test_a_system_of_another_version_is_told_apart_from_one_with_another_key(
@@ -358,12 +353,6 @@ def test_two_systems_with_keys_of_their_own_are_used_from_one_process(
     works(other, new_id())
     works(shared, new_id())
     works(other, new_id())
-
-
-def test_the_command_line_finds_the_key_by_the_config(shared: RolloutClient) -> None:
-    done = cli("status", "--log", shared.config.store.url)
-    assert "runner-0" in done.stdout, done.stderr
-    assert "ready" in done.stdout
 
 
 def test_no_process_holds_a_connection_of_another(start_system: StartSystem, tmp_path: Path) -> None:

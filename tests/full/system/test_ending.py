@@ -191,7 +191,8 @@ def test_running_ends_what_it_started_and_leaves_what_it_joined(
             assert "runs already: it is joined" in caplog.messages[3]
             other.submit_batch(batch_id=1, tasks=[Task(workflow=SleepWorkflow)], batch_type="train")
         assert client.finalize_train_batch(1, timeout=30)["finished_task_count"] == 1
-    assert leftovers.leftovers(config) == []
+    assert ended(config)
+    assert running_system.find(config) is None
     with pytest.raises(ZeroDivisionError), trinity_es.running(config):
         raise ZeroDivisionError
     assert leftovers.leftovers(config) == []

@@ -16,15 +16,14 @@ import pytest
 
 import trinity_es
 from tests.helpers.of_the_day import of_the_day
-from tests.helpers.systems import StartSystem, finalize_in_thread, pid_of
-from trinity_es import Task
+from tests.helpers.systems import StartSystem, finalize_in_thread, pid_of, sleepers
 from trinity_es.actors.commands import GetStatus
 from trinity_es.client import connection
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import FinalizeTimeout, NotRunning
 from trinity_es.system import keeper_lock, running_system
-from trinity_es.testing import SleepWorkflow, wait_until
+from trinity_es.testing import wait_until
 
 NEVER = {"heartbeat_timeout": 600.0}
 """Nobody is ended for being silent while a test looks at what the silence does to others."""
@@ -63,10 +62,6 @@ def calling(call: Any, threads: int) -> Iterator[None]:
             thread.join(timeout=20)
 
 
-def sleeps(n: int, seconds: float) -> list[Task]:
-    return [Task(workflow=SleepWorkflow, workflow_args={"seconds": seconds}) for _ in range(n)]
-
-
 def slowest_status(client: RolloutClient, seconds: float) -> float:
     """The longest time that `status` takes while one asks it for so long."""
     slowest, until = 0.0, time.monotonic() + seconds
@@ -80,7 +75,7 @@ def slowest_status(client: RolloutClient, seconds: float) -> float:
 
 def test_one_frozen_runner_keeps_no_answer_and_no_work_from_the_others(start_system: StartSystem) -> None:
     client = start_system(explorer={"max_concurrency": 4, "rollout_model": {"engine_num": 2}}, system=NEVER)
-    client.submit_batch(batch_id=1, tasks=sleeps(600, 0.2), batch_type="train")
+    client.submit_batch(batch_id=1, tasks=sleepers(600, 0.2), batch_type="train")
     wait_until(lambda: client.batch(1).completed_task_count >= 8, "eight tasks")
     with frozen(pid_of(client, "runner-0")), calling(client.get_all_state, 6):
         assert slowest_status(client, 4.0) < 1.0
@@ -96,7 +91,7 @@ MANY_CALLS = """
 import sys, threading
 from pathlib import Path
 import trinity_es
-from tests.helpers.systems import scripted
+from tests.helpers.systems import scripted, sleepers
 clients = [trinity_es.connect(scripted(Path(sys.argv[1]))) for _ in range(30)]
 def ask(client):
     while True:
@@ -113,7 +108,7 @@ def test_thirty_frozen_clients_with_answers_under_way_keep_none_from_the_others(
 ) -> None:
     client = start_system(explorer={"max_concurrency": 8}, system=NEVER)
     for batch in range(10, 110):  # so that the answer to `status` is large
-        client.submit_batch(batch_id=batch, tasks=sleeps(1, 600.0), batch_type="train")
+        client.submit_batch(batch_id=batch, tasks=sleepers(1, 600.0), batch_type="train")
 
     def all_wait() -> bool:
         return any(b["batch_id"] == 10 and b["waited_for"] == 30 for b in client.status()["batches"])
@@ -152,15 +147,15 @@ def test_a_stopped_guardian_keeps_no_answer_of_the_coordinator_and_every_deadlin
     start_system: StartSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = start_system(system=NEVER)
-    client.submit_batch(batch_id=1, tasks=sleeps(4, 7.0), batch_type="train")
-    client.submit_batch(batch_id=2, tasks=sleeps(4, 600.0), batch_type="train")
+    client.submit_batch(batch_id=1, tasks=sleepers(4, 7.0), batch_type="train")
+    client.submit_batch(batch_id=2, tasks=sleepers(4, 600.0), batch_type="train")
     coordinator = pid_of(client, "coordinator")
     family = running_system.processes(client._link.admin)
     with frozen(*guardian(client)):
         # longer than a client waits before it asks the guardian where the coordinator is
         assert took(lambda: client.finalize_train_batch(1, timeout=15)) < 12
         assert took(lambda: client.finalize_train_batch(2, timeout=2), FinalizeTimeout) < 4
-        assert took(lambda: client.submit_batch(batch_id=3, tasks=sleeps(1, 0), batch_type="train")) < 2
+        assert took(lambda: client.submit_batch(batch_id=3, tasks=sleepers(1, 0), batch_type="train")) < 2
         assert took(lambda: client._link.where(1.0)) < 2
         assert took(lambda: client.status(3.0)) < 5
         with frozen(coordinator):
@@ -181,7 +176,7 @@ def test_a_guardian_or_admin_that_is_stopped_is_ended_and_the_waiting_client_get
     victims: Callable[[RolloutClient], list[int]], start_system: StartSystem
 ) -> None:
     client = start_system(system={"keeper": True, "heartbeat_timeout": 4.0})
-    client.submit_batch(batch_id=1, tasks=sleeps(4, 0.1) + sleeps(4, 6.0), batch_type="train")
+    client.submit_batch(batch_id=1, tasks=sleepers(4, 0.1) + sleepers(4, 6.0), batch_type="train")
     wait_until(lambda: client.batch(1).completed_task_count >= 4, "four tasks")
     before, family = client._link.admin, running_system.processes(client._link.admin)
     thread, answers = finalize_in_thread(client, 1)
@@ -200,7 +195,7 @@ def test_a_guardian_or_admin_that_is_stopped_is_ended_and_the_waiting_client_get
 def test_when_everything_stood_still_nobody_is_ended_for_it(start_system: StartSystem) -> None:
     quick = {"heartbeat_timeout": 4.0, "hang_timeout": 3.0}
     client = start_system(explorer={"rollout_model": {"engine_num": 2}}, system={"keeper": True, **quick})
-    client.submit_batch(batch_id=1, tasks=sleeps(16, 3.0), batch_type="train")
+    client.submit_batch(batch_id=1, tasks=sleepers(16, 3.0), batch_type="train")
     wait_until(lambda: client.status()["batches"][0]["running_units"] > 0, "units to run")
     kept = wait_until(lambda: keeper_lock.running(client.config), "the keeper")
     before, family = client._link.admin, [p.pid for p in running_system.processes(client._link.admin)]

@@ -17,7 +17,6 @@ from tests.helpers.of_the_day import of_the_day
 from tests.helpers.systems import StartSystem, sleepers
 from trinity_es.actors.messages import Parcel
 from trinity_es.events.errors import DataError, RequestRefused, TrinityError
-from trinity_es.testing import wait_until
 
 DATABASES = ["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)]
 
@@ -183,27 +182,3 @@ def test_a_request_that_ends_coordinators_is_refused_and_named(
     assert client.finalize_train_batch(2, timeout=60)["finished_task_count"] == 2
     armed.unlink()
     assert len(client.take_experiences(2, timeout=20)) == 2, "another request of the same command"
-
-
-def test_a_request_that_was_there_when_a_coordinator_was_killed_is_answered_by_the_next(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
-    """One death says little: somebody may have killed it."""
-    armed = tmp_path / "armed"
-    client = start_system(
-        system={"restart_pause": 0.1},
-        buffer={"queue": {"priority_fn": f"{__name__}:Deadly", "priority_fn_args": {"armed": str(armed)}}},
-    )
-    client.submit_batch(batch_id=1, tasks=sleepers(4), batch_type="train")
-    client.finalize_train_batch(1, timeout=60)
-    armed.touch()
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(client.take_experiences, 3, timeout=60)
-        wait_until(lambda: armed.exists() and armed.read_text(), "a coordinator to die of it", 20)
-        armed.unlink()
-        assert len(waiting.result()) == 3
-    armed.touch()
-    with pytest.raises(RequestRefused):
-        client.take_experiences(1, timeout=60)
-    assert len(armed.read_text()) == 2
-    armed.unlink()

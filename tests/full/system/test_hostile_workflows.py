@@ -16,8 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.helpers.database_trouble import coordinator_pid
-from tests.helpers.systems import StartSystem
+from tests.helpers.systems import StartSystem, pid_of
 from trinity_es import Task, Workflow
 from trinity_es.actors.guardian.supervision import CHECK_SECONDS
 from trinity_es.client.rollout_client import RolloutClient
@@ -241,7 +240,7 @@ def test_s2_who_can_not_be_ended_costs_a_life_of_the_runner_and_is_blamed_alone(
     client.submit_batch(batch_id=1, tasks=tasks, batch_type="train")
     if how == "blocks the loop":  # a coordinator that is slow to answer changes nothing about who is blamed
         wait_until(lambda: all((tmp_path / str(i)).exists() for i in range(3)), "the others to begin")
-        coordinator = psutil.Process(coordinator_pid(client))
+        coordinator = psutil.Process(pid_of(client, "coordinator"))
         log = Path(client.config.system.log_dir, "runner-0.log")
         coordinator.suspend()
         try:

@@ -18,7 +18,7 @@ from tests.helpers.systems import (
     tasks,
 )
 from trinity_es.events.errors import NotRunning, StartupError
-from trinity_es.system import keeper_lock, leftovers, lifecycle, running_system
+from trinity_es.system import keeper_lock, leftovers, lifecycle
 from trinity_es.testing import wait_until
 
 
@@ -55,15 +55,6 @@ def test_threads_that_call_while_everything_dies_get_their_answers(
         for thread in threads:
             thread.join(timeout=30)
     assert not errors, repr(errors[0])
-
-
-def test_an_orderly_end_is_the_end_of_the_keeper_too(start_system: StartSystem) -> None:
-    client = start_system(system={"keeper": True})
-    pid = wait_until(lambda: keeper_lock.running(client.config), "the keeper")
-    client.shutdown()
-    assert keeper_lock.running(client.config) is None
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    assert running_system.find(client.config) is None
 
 
 def test_without_a_keeper_a_client_is_told_at_once_what_to_do(start_system: StartSystem) -> None:

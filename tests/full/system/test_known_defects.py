@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from tests.helpers.scheduling import AsyncDummy, NewId, dummies, sleepers
-from tests.helpers.systems import StartSystem, pid_of
+from tests.helpers.scheduling import AsyncDummy, NewId, dummies
+from tests.helpers.systems import StartSystem, pid_of, sleepers
 from trinity_es import BatchLifecycleState, Scheduler, Status
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev

@@ -20,7 +20,7 @@ from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import EngineError, StartupError
 from trinity_es.events.experience import Experience
-from trinity_es.events.vocabulary import AttemptFailed, TaskFinished
+from trinity_es.events.vocabulary import TaskFinished
 from trinity_es.system import running_system
 from trinity_es.testing import ScriptedEngine, wait_until
 
@@ -73,24 +73,6 @@ class AsksForMuch(Workflow):
         [other] = self.auxiliary["judge"].chat(messages, max_tokens=4, presence_penalty=0.5, top_logprobs=2)
         assert other.info["sampling"]["presence_penalty"] == 0.5
         return rewarded(self.model.extract_experience_from_history(), None)
-
-
-class Nosy(Workflow):
-    """Tells where its session is, by its reward's text: the address goes to a file."""
-
-    def run(self) -> list[Experience]:
-        ask = self.model.get_openai_client()
-        Path(self.task.workflow_args["file"]).write_text(str(ask.base_url))
-        ask.completions.create(model=ask.model_path, prompt="x", max_tokens=2)
-        return rewarded(self.model.extract_experience_from_history(), None)
-
-
-class Refuses(Workflow):
-    """Asks what the engine has an error for."""
-
-    def run(self) -> list[Experience]:
-        self.model.get_openai_client().completions.create(model=self.model.model_name, prompt="burn")
-        return []
 
 
 def rewarded(experiences: list[Experience], texts: list[str] | None) -> list[Experience]:
@@ -169,29 +151,6 @@ def test_p15_the_endpoint_is_in_the_status_and_asks_for_the_token(shared: Rollou
     assert httpx.get(endpoint + "/health").status_code == 200
 
 
-def test_a_session_ends_with_its_run(shared: RolloutClient, new_id: NewId, tmp_path: Path) -> None:
-    batch, file = new_id(), tmp_path / "address"
-    shared.submit_batch(
-        batch_id=batch, tasks=[Task(workflow=Nosy, workflow_args={"file": str(file)})], batch_type="train"
-    )
-    assert shared.finalize_train_batch(batch, timeout=60)["finished_task_count"] == 1
-    assert [len(e.tokens) for e in shared.experiences(batch)] == [3]
-    head = {"Authorization": f"Bearer {token(shared)}"}
-    answer = httpx.post(file.read_text() + "completions", headers=head, json={"prompt": "x"})
-    assert answer.status_code == 404
-    assert "its run is over" in answer.json()["error"]["message"]
-
-
-def test_an_engines_error_is_no_workflows(start_system: StartSystem) -> None:
-    rules = [{"prompt": "burn", "error": "it burns", "times": 1}]
-    client = start_system(explorer={"max_retry_times": 1, "rollout_model": {"script": {"rules": rules}}})
-    client.submit_batch(batch_id=1, tasks=[Task(workflow=Refuses)], batch_type="train")
-    client.finalize_train_batch(1, timeout=60)
-    failed = [r.event for r in client.log.events(1) if isinstance(r.event, AttemptFailed)]
-    assert [(f.kind, "it burns" in f.message) for f in failed][:1] == [("infra", True)]
-    assert failed[1].kind == "workflow"  # it had its answer, and returned nothing
-
-
 class Unservable(ScriptedEngine):
     """Its runner can't serve it; tells when it is stopped."""
 
@@ -235,13 +194,3 @@ def test_an_engine_that_a_request_finds_dead_is_replaced(start_system: StartSyst
     answer = httpx.post(before["endpoint"] + "/v1/completions", headers=head, json={"prompt": "die"})
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, "it is gone")
     wait_until(lambda: runner(client)["incarnation"] > before["incarnation"], "the next runner", 60)
-
-
-def test_a_new_life_of_a_runner_has_its_own_endpoint(start_system: StartSystem, new_id: NewId) -> None:
-    client = start_system(system={"restart_pause": 0.1})
-    before = runner(client)
-    os.kill(before["pid"], 9)
-    wait_until(lambda: runner(client)["endpoint"] not in ("", before["endpoint"]), "the next runner's endpoint", 60)
-    batch = new_id()
-    client.submit_batch(batch_id=batch, tasks=[Task(workflow=Asks)], batch_type="train")
-    assert client.finalize_train_batch(batch, timeout=60)["finished_task_count"] == 1

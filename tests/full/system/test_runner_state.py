@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.helpers.systems import StartSystem, child, events, finalize_in_thread, pid_of
+from tests.helpers.systems import StartSystem, child, events, finalize_in_thread, pid_of, sleepers
 from trinity_es import Task
 from trinity_es.actors.commands import RestartRunner
 from trinity_es.cli import app
@@ -20,12 +20,8 @@ from trinity_es.client.coordinator import RolloutCoordinator
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import RunnerNotFound
-from trinity_es.testing import SleepWorkflow, wait_until
+from trinity_es.testing import wait_until
 from trinity_es.workflows.workflow import Workflow
-
-
-def sleep(n: int, seconds: float) -> list[Task]:
-    return [Task(workflow=SleepWorkflow, workflow_args={"seconds": seconds}) for _ in range(n)]
 
 
 class Sleeps(Workflow):
@@ -49,7 +45,7 @@ def test_p13_a_restarted_runner_loses_nothing_and_nothing_is_blamed(start_system
     # No retries: an attempt that was blamed for its runner's end would be the last.
     client = start_system(explorer={"max_concurrency": 4, "max_retry_times": 0, "rollout_model": {"engine_num": 2}})
     before = child(client, "runner-0")
-    client.submit_batch(batch_id=1, tasks=sleep(12, 0.5), batch_type="train")
+    client.submit_batch(batch_id=1, tasks=sleepers(12, 0.5), batch_type="train")
     thread, answers = finalize_in_thread(client, 1)
     busy(client, 8)
     done = client.restart_runner("runner-0", reason="its fan is loud")
@@ -71,7 +67,7 @@ def test_p13_a_restarted_runner_loses_nothing_and_nothing_is_blamed(start_system
     # The next task does not notice, and the slot's slate is clean.
     wait_until(lambda: child(client, "runner-0")["state"] == "ready", "the new life to serve")
     assert child(client, "runner-0")["deaths"] == 0
-    client.submit_batch(batch_id=2, tasks=sleep(16, 0.05), batch_type="train")
+    client.submit_batch(batch_id=2, tasks=sleepers(16, 0.05), batch_type="train")
     assert client.finalize_train_batch(2, timeout=30)["finished_task_count"] == 16
     assert client.batch(2).failed_attempts == 0
 
@@ -111,7 +107,7 @@ def test_p13_a_runner_that_hangs_and_one_that_was_given_up_are_started_again(sta
     last = events(client, ev.RunnerLost)[-1]
     assert last.runner == "runner-1"
     assert last.reason.endswith(": mended")
-    client.submit_batch(batch_id=1, tasks=sleep(32, 0.1), batch_type="train")
+    client.submit_batch(batch_id=1, tasks=sleepers(32, 0.1), batch_type="train")
     client.finalize_train_batch(1, timeout=30)
     given = {r.event.runner for r in client.log.events(1) if isinstance(r.event, ev.TasksDispatched)}
     assert given == {"runner-0", "runner-1"}
@@ -132,7 +128,7 @@ async def test_p14_every_runner_tells_what_it_plays(start_system: StartSystem) -
         ("rollout", "ready", None, 0, True), ("judge", "ready", None, 0, True),
     }
     started = time.time()
-    given = [*sleep(3, 30.0), Task(workflow=Sleeps, workflow_args={"seconds": 30.0})]
+    given = [*sleepers(3, 30.0), Task(workflow=Sleeps, workflow_args={"seconds": 30.0})]
     client.submit_batch(batch_id="7/mine", tasks=given, batch_type="eval")
     busy(client, 4)
     states = client.get_all_state()
@@ -172,7 +168,7 @@ def test_p14_a_runner_that_does_not_answer_is_told_as_it_is_known(
     system_for: StartSystem, new_id: Callable[[], int]
 ) -> None:
     client, batch = system_for(explorer=REPORTING), new_id()
-    client.submit_batch(batch_id=batch, tasks=sleep(4, 30.0), batch_type="train")
+    client.submit_batch(batch_id=batch, tasks=sleepers(4, 30.0), batch_type="train")
     busy(client, 4)
     pid = pid_of(client, "runner-0")
     os.kill(pid, signal.SIGSTOP)
@@ -188,7 +184,7 @@ def test_p14_a_runner_that_does_not_answer_is_told_as_it_is_known(
 
 def test_p14_the_coordinators_log_has_a_table_of_it(system_for: StartSystem, new_id: Callable[[], int]) -> None:
     client, batch = system_for(explorer=REPORTING), new_id()
-    client.submit_batch(batch_id=batch, tasks=sleep(1, 30.0), batch_type="train")
+    client.submit_batch(batch_id=batch, tasks=sleepers(1, 30.0), batch_type="train")
     log = Path(client.config.system.log_dir) / "coordinator.log"
     wait_until(lambda: f"{batch}/0/0" in log.read_text(), "the run in the table")
     line = next(line for line in log.read_text().splitlines() if f"{batch}/0/0" in line)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.of_the_day import of_the_day
-from tests.helpers.scheduling import AsyncDummy, Dummy, NewId, OneRun, dummies, load, sleepers
-from tests.helpers.systems import StartSystem
+from tests.helpers.scheduling import AsyncDummy, Dummy, NewId, OneRun, dummies, load
+from tests.helpers.systems import StartSystem, sleepers
 from trinity_es import Scheduler, Task
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev

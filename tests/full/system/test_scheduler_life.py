@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.scheduling import AsyncDummy, NewId, dummies, load, sleepers
-from tests.helpers.systems import StartSystem, kill_system, pid_of, scripted
+from tests.helpers.scheduling import AsyncDummy, NewId, dummies, load
+from tests.helpers.systems import StartSystem, kill_system, pid_of, scripted, sleepers
 from trinity_es import BatchLifecycleState, Scheduler
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.scheduling import AsyncDummy, OneRun, dummies, sleepers
-from tests.helpers.systems import StartSystem
+from tests.helpers.scheduling import AsyncDummy, OneRun, dummies
+from tests.helpers.systems import StartSystem, sleepers
 from trinity_es import Experience, Scheduler, Task
 from trinity_es.events.errors import BatchTypeMismatch, DataError
 

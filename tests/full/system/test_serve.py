@@ -25,11 +25,11 @@ import yaml
 import trinity_es
 from tests.helpers.paths import ROOT
 from tests.helpers.serving import HELLO, Load, Serving, answers, client_of, post, recorded, serving
-from tests.helpers.systems import StartSystem, end, pid_of, scripted, started
+from tests.helpers.systems import StartSystem, end, events, pid_of, scripted, started
 from trinity_es.audit.export import Exported, experience_rows
 from trinity_es.client.rollout_client import RolloutClient
+from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import AnswerNotFound
-from trinity_es.events.vocabulary import WeightsLoaded
 from trinity_es.serve.proxy import Proxy
 from trinity_es.system import running_system
 from trinity_es.testing import wait_until
@@ -42,10 +42,6 @@ ODD = "a\u2028b\x85c\r\nd\x1ce"
 def stats(proxy: Proxy) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {proxy.api_key}"}
     return dict(httpx.get(proxy.base_url.removesuffix("/v1") + "/stats", headers=headers, timeout=30).json())
-
-
-def events_of(client: RolloutClient, kind: str) -> list[Any]:
-    return [r.event for r in client.log.read(types=[kind])]
 
 
 @pytest.fixture(scope="module")
@@ -127,11 +123,11 @@ def test_p36_the_async_client_too_many_at_once(served: tuple[RolloutClient, Prox
 
         return await asyncio.gather(*(one(i) for i in range(64)))
 
-    before = len(events_of(log, "AnswersRecorded"))
+    before = len(events(log, ev.AnswersRecorded))
     ids = asyncio.run(ask())
     assert len(set(ids)) == 64
     assert set(ids) <= answers(log).keys()
-    assert len(events_of(log, "AnswersRecorded")) - before < 64  # many in one group
+    assert len(events(log, ev.AnswersRecorded)) - before < 64  # many in one group
 
 
 def test_p36_who_has_no_key_and_who_asks_nonsense_is_told_so(served: tuple[RolloutClient, Proxy]) -> None:
@@ -237,7 +233,7 @@ def test_p36_while_weights_are_updated_engine_by_engine_no_request_fails_and_one
     assert load.failed == []
     assert min(seen.counts) == 1
     assert max(seen.counts) == 2
-    loaded = [e for e in events_of(client, "WeightsLoaded") if e.version in (1, 2)]
+    loaded = [e for e in events(client, ev.WeightsLoaded) if e.version in (1, 2)]
     assert sorted((e.version, e.runner) for e in loaded) == [
         (1, "runner-0"), (1, "runner-1"), (2, "runner-0"), (2, "runner-1")
     ]
@@ -387,7 +383,7 @@ def test_p36_a_coordinator_that_dies_in_an_update_leaves_one_engine_serving_and_
         path = weights(tmp_path, 1)
         with ThreadPoolExecutor(1) as pool:
             synced = pool.submit(lambda: client.sync_weights(1, path, timeout=60))
-            wait_until(lambda: events_of(client, "WeightsPublished"), "the weights to be published")
+            wait_until(lambda: events(client, ev.WeightsPublished), "the weights to be published")
             pid = pid_of(client, "coordinator")
             os.kill(pid, signal.SIGKILL)
             wait_until(lambda: pid_of(client, "coordinator") not in (0, pid), "another coordinator", 60)
@@ -395,7 +391,7 @@ def test_p36_a_coordinator_that_dies_in_an_update_leaves_one_engine_serving_and_
         load.more()
     assert load.failed == []
     loaded = list(client.log.read(types=["WeightsLoaded"]))
-    assert sorted(r.event.runner for r in loaded if isinstance(r.event, WeightsLoaded)) == ["runner-0", "runner-1"]
+    assert sorted(r.event.runner for r in loaded if isinstance(r.event, ev.WeightsLoaded)) == ["runner-0", "runner-1"]
     assert loaded[1].recorded_at - loaded[0].recorded_at > 1.9
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import trinity_es
 from tests.helpers.runs import ROWS, command, finish_here, kill_run, make_config
-from tests.helpers.systems import StartSystem, kill_system, pid_of
+from tests.helpers.systems import StartSystem, events, kill_system, pid_of
 from trinity_es import Task
 from trinity_es.client import connection
 from trinity_es.client.rollout_client import RolloutClient
@@ -37,10 +37,6 @@ def generate(client: RolloutClient, *batch_ids: BatchId) -> None:
         client.finalize_train_batch(batch_id, timeout=60)
 
 
-def events_of(client: RolloutClient, kind: str) -> list[Any]:
-    return [r.event for r in client.log.read(types=[kind])]
-
-
 def test_promise_3_a_trainer_back_at_step_k_gets_every_later_batch_again_and_nothing_is_generated_again(
     start_system: StartSystem,
 ) -> None:
@@ -53,7 +49,7 @@ def test_promise_3_a_trainer_back_at_step_k_gets_every_later_batch_again_and_not
     for step, batch_id in ((1, 1), (2, 3), (3, 2), (4, "four")):  # in another order than they were generated
         client.acknowledge(batch_id, step)
     before = {batch_id: [e.tokens.tolist() for e in client.experiences(batch_id)] for batch_id in (2, "four", 5, 6)}
-    dispatched = len(events_of(client, "TasksDispatched"))
+    dispatched = len(events(client, ev.TasksDispatched))
     assert client.redelivered == []
 
     with trinity_es.connect(client.config, resumed_at=2) as again:
@@ -68,8 +64,8 @@ def test_promise_3_a_trainer_back_at_step_k_gets_every_later_batch_again_and_not
         assert again.next_batch(after, timeout=10)[0] == 7
         with pytest.raises(TimeoutError):
             again.next_batch(again.next_batch(after, timeout=10)[1], timeout=0.2)
-    assert len(events_of(client, "TasksDispatched")) == dispatched + 1  # of batch 7
-    assert events_of(client, "ExperiencesRedelivered") == [
+    assert len(events(client, ev.TasksDispatched)) == dispatched + 1  # of batch 7
+    assert events(client, ev.ExperiencesRedelivered) == [
         ev.ExperiencesRedelivered(step=2, batches=[2, "four", 5, 6])
     ]
     assert client.log.verify() == []
@@ -89,17 +85,17 @@ def test_a_batch_that_was_used_again_is_acknowledged_again_and_once(start_system
     for _ in range(2):  # it came back twice before it used anything: that is one redelivery
         with trinity_es.connect(client.config, resumed_at=0) as again:
             assert again.redelivered == [1]
-    assert len(events_of(client, "ExperiencesRedelivered")) == 1
+    assert len(events(client, ev.ExperiencesRedelivered)) == 1
     os.kill(pid_of(client, "coordinator"), signal.SIGKILL)  # what it knew of this is in the log
     client.acknowledge(1, 1, {"loss": 0.5})
     client.acknowledge(1, 1, {"loss": 0.5})
     assert trainings(client, 1) == [(1, {"loss": 1.0}), (1, {"loss": 0.5})]
     with trinity_es.connect(client.config, resumed_at=0) as again:
         assert again.redelivered == [1]
-    assert len(events_of(client, "ExperiencesRedelivered")) == 2
+    assert len(events(client, ev.ExperiencesRedelivered)) == 2
     with trinity_es.connect(client.config, resumed_at=1) as again:
         assert again.redelivered == []
-    assert len(events_of(client, "ExperiencesRedelivered")) == 2
+    assert len(events(client, ev.ExperiencesRedelivered)) == 2
     for wrong in (-1, "3"):
         with pytest.raises(DataError, match="resumed_at"):
             trinity_es.connect(client.config, resumed_at=wrong)  # type: ignore[arg-type]
@@ -118,7 +114,7 @@ def test_experiences_that_were_processed_are_not_processed_again_for_a_request_t
     client.process_experiences([payload])
     monkeypatch.setattr(connection.uuid, "uuid4", lambda: SimpleNamespace(hex="the-same-request"))
     assert client.process_experiences([payload]) == first
-    assert len(events_of(client, "ExperiencesProcessed")) == 2
+    assert len(events(client, ev.ExperiencesProcessed)) == 2
 
 
 # --- retention ------------------------------------------------------------------------------------------------------
@@ -128,7 +124,7 @@ def digests(client: RolloutClient, batch_id: BatchId) -> set[str]:
 
 
 def freed(client: RolloutClient) -> list[BatchId]:
-    return [b for event in events_of(client, "PayloadsFreed") for b in event.batches]
+    return [b for event in events(client, ev.PayloadsFreed) for b in event.batches]
 
 
 def test_payloads_are_freed_only_when_enough_later_steps_were_acknowledged(start_system: StartSystem) -> None:
@@ -159,7 +155,7 @@ def test_payloads_are_freed_only_when_enough_later_steps_were_acknowledged(start
         assert all(payloads.exists(d) for d in digests(client, batch_id))
         assert list(client.experiences(batch_id))
 
-    event = events_of(client, "PayloadsFreed")[-1]
+    event = events(client, ev.PayloadsFreed)[-1]
     assert (event.payloads, event.bytes > 0) == (len(its[2]), True)
     assert client.log.verify() == []
     assert client.log.check_result(1)[0] == client.log.check_result(1)[1]

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 from tests.helpers.handmade import cli
+from tests.helpers.parity_rows import recorded
 from tests.helpers.systems import StartSystem, kill_system, pid_of
 from trinity_es import Task
 from trinity_es.actors.coordinator.fleet.batch_stalls import Stalls
@@ -60,10 +59,6 @@ def wait_for(client: RolloutClient, batch: BatchId, cause: str) -> Why:
     return last[-1]
 
 
-def stalls(client: RolloutClient, batch: BatchId) -> list[ev.StallDetected]:
-    return [r.event for r in client.log.events(batch) if isinstance(r.event, ev.StallDetected)]
-
-
 def told(client: RolloutClient, *args: object) -> tuple[int, Any]:
     done = cli(*args, "--json", "--log", client.config.store.url)
     return done.exit_code, json.loads(done.stdout)
@@ -106,8 +101,8 @@ def test_a_workflow_that_hangs_its_runner_is_told_from_a_slow_one(start_system: 
     assert any(p.startswith("runner-0 is hung") for p in found["problems"])
     stalled = "batch 1 is stalled: task 0, run 0, attempt 1 of 3 on runner-0 #1"
     assert any(p.startswith(stalled) for p in found["problems"])
-    wait_until(lambda: len(stalls(client, 1)) > 1, "the cause to change")
-    first, then = stalls(client, 1)
+    wait_until(lambda: len(recorded(client, 1, ev.StallDetected)) > 1, "the cause to change")
+    first, then = recorded(client, 1, ev.StallDetected)
     assert "running" in first.waiting_on, "nothing moved"
     assert "hung" in then.waiting_on
     assert first.since == then.since
@@ -133,52 +128,6 @@ class NoEngine:
 
     def __init__(self, config: Any) -> None:
         raise RuntimeError("no GPU of that kind")
-
-
-def test_a_runner_that_loads_its_engine(start_system: StartSystem) -> None:
-    client = start_system(explorer={"rollout_model": {"script": {"load_seconds": 4.0}}}, wait=False)
-    client.submit_batch(batch_id=1, tasks=[sleep(0.0)], batch_type="train")
-    why = wait_for(client, 1, "loading")
-    assert "runner-0 #1 is loading its engine" in why.sentence
-    assert not why.stalled
-    assert told(client, "status")[0] == 0
-
-
-def test_a_quarantined_runner(start_system: StartSystem) -> None:
-    client = start_system(system={"restarts": 0})
-    pid = pid_of(client, "runner-0")
-    os.kill(pid, signal.SIGKILL)
-    client.submit_batch(batch_id=1, tasks=[sleep(0.0)], batch_type="train")
-    why = wait_for(client, 1, "quarantined")
-    assert f"process {pid} ended" in why.sentence
-    assert why.stalled
-    code, found = told(client, "status")
-    assert code == 1
-    says = "trinity-es restart-runner runner-0"
-    assert any(p.startswith("runner-0 is quarantined") and says in p for p in found["problems"])
-
-
-def test_a_weight_sync(start_system: StartSystem, tmp_path: Path) -> None:
-    client = start_system(explorer={"rollout_model": {"script": {"load_seconds": 3.0}}})
-    weights = tmp_path / "checkpoint"
-    weights.mkdir()
-    syncing = threading.Thread(target=lambda: client.sync_weights(7, weights))
-    syncing.start()
-    wait_until(lambda: [r for r in client.log.events() if r.type == "WeightsPublished"], "the weights to be published")
-    client.submit_batch(batch_id=1, tasks=[sleep(0.0)], batch_type="train")
-    why = wait_for(client, 1, "weights")
-    assert "runner-0 #1 is loading weights version 7, published " in why.sentence
-    assert "it has version 0" in why.sentence
-    syncing.join(30)
-    wait_for(client, 1, "finalize")
-
-
-def test_a_batch_behind_another_one(start_system: StartSystem) -> None:
-    client = start_system(explorer={"max_concurrency": 2})
-    client.submit_batch(batch_id=1, tasks=[sleep(5.0)] * 3, batch_type="train")
-    client.submit_batch(batch_id=2, tasks=[sleep(0.0)], batch_type="eval")
-    why = wait_for(client, 2, "places")
-    assert why.sentence.endswith("without a place: all 2 places of 1 runner are taken (batch 1: 2)")
 
 
 # --- a dead system --------------------------------------------------------------------------------------------------
@@ -227,10 +176,10 @@ def test_a_stall_is_recorded_once_and_not_for_a_trainer_that_is_late(start_syste
     client.submit_batch(batch_id=1, tasks=[sleep(0.0)], batch_type="train")
     client.submit_batch(batch_id=2, tasks=[sleep(0.0), sleep(6.0)], batch_type="train")
     wait_until(lambda: client.batch(2).is_complete, "the slow task")
-    assert len(stalls(client, 2)) == 1
-    assert stalls(client, 2)[0].waiting_on.startswith("task 1, run 0, attempt 1 of 3 on runner-0 #1 for ")
+    [stalled] = recorded(client, 2, ev.StallDetected)
+    assert stalled.waiting_on.startswith("task 1, run 0, attempt 1 of 3 on runner-0 #1 for ")
     time.sleep(2.5)
-    assert (len(stalls(client, 1)), len(stalls(client, 2))) == (0, 1)
+    assert (len(recorded(client, 1, ev.StallDetected)), len(recorded(client, 2, ev.StallDetected))) == (0, 1)
 
 
 class Memory:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import ctypes
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -16,7 +15,8 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.helpers.systems import StartSystem
+from tests.helpers.parity_rows import recorded
+from tests.helpers.systems import StartSystem, pid_of
 from trinity_es import MultiTurnWorkflow, Task, Workflow
 from trinity_es.actors.base import process_start_time
 from trinity_es.actors.engines.interface import EngineConfig, Sampling
@@ -51,8 +51,6 @@ class Misbehaves(Workflow):
                 os._exit(3)
             case "segfault":
                 ctypes.string_at(0)
-            case "sleep once" if len(attempts(args["note"])) == 1:
-                time.sleep(600)
         self.logger.info("this went well in %s", os.getpid())
         return [Experience(tokens=[1, 2], prompt_length=1, reward=1.0)]
 
@@ -75,18 +73,6 @@ class Talks(MultiTurnWorkflow):
 
 def attempts(note: Path | str) -> list[int]:
     return [int(line) for line in Path(note).read_text().split()] if Path(note).exists() else []
-
-
-def failures(client: RolloutClient, batch: int) -> list[AttemptFailed]:
-    return [r.event for r in client.log.events(batch) if isinstance(r.event, AttemptFailed)]
-
-
-def child(client: RolloutClient, name: str = "runner-0") -> psutil.Process:
-    def look() -> int:
-        children = client._link.where().status.get("children", [])
-        return next((int(c["pid"]) for c in children if c["name"] == name and c["pid"]), 0)
-
-    return psutil.Process(wait_until(look, f"the pid of {name}"))
 
 
 def workers(runner: psutil.Process) -> list[psutil.Process]:
@@ -121,23 +107,25 @@ def system(system_for: StartSystem) -> RolloutClient:
 def test_p12_what_a_sync_workflow_does_to_its_process_fails_its_task_only(
     system: RolloutClient, new_id: NewId, tmp_path: Path, how: str, kind: str, says: str
 ) -> None:
-    runner, batch, note = child(system), new_id(), tmp_path / "note"
+    runner, batch, note = psutil.Process(pid_of(system, "runner-0")), new_id(), tmp_path / "note"
     bad = Task(workflow=Misbehaves, workflow_args={"note": str(note), "how": how})
     good = [Task(workflow=Misbehaves, workflow_args={"note": str(tmp_path / "good"), "how": ""}) for _ in range(4)]
     system.submit_batch(batch_id=batch, tasks=[bad, *good, Task(workflow=SleepWorkflow)], batch_type="train")
     assert system.finalize_train_batch(batch, timeout=60)["finished_task_count"] == 6
     statuses = system.batch(batch).statuses
     assert [statuses[i].ok for i in range(6)] == [False, *[True] * 5]
-    failed = failures(system, batch)
+    failed = recorded(system, batch, AttemptFailed)
     assert [(f.task, f.kind) for f in failed] == [(0, kind)] * 2
     assert says in failed[0].message
     assert says in (statuses[0].message or "")
     pids = attempts(note)
     assert len(pids) == 2, "it was attempted again"
     wait_until(lambda: gone(pids), "the end of the workers that misbehaved", 5)
-    assert child(system) == runner
+    assert pid_of(system, "runner-0") == runner.pid
     assert runner.is_running()
     assert len(workers(runner)) <= 3
+    log = Path(system.config.system.log_dir) / "runner-0.log"
+    assert f"this went well in {attempts(tmp_path / 'good')[0]}" in log.read_text()
 
 
 def test_p9_a_sync_conversation_has_the_tokens_and_logprobs_that_the_engine_gave(
@@ -173,39 +161,13 @@ def test_p9_a_sync_conversation_has_the_tokens_and_logprobs_that_the_engine_gave
         asyncio.run(check(sorted((e for e in found if e.eid.task == task), key=lambda e: e.eid.step)))
 
 
-def test_a_killed_worker_costs_an_attempt_and_no_runner(system: RolloutClient, new_id: NewId, tmp_path: Path) -> None:
-    runner, batch, note = child(system), new_id(), tmp_path / "note"
-    task = Task(workflow=Misbehaves, workflow_args={"note": str(note), "how": "sleep once"})
-    system.submit_batch(batch_id=batch, tasks=[task], batch_type="train")
-    [pid] = wait_until(lambda: attempts(note), "the workflow to run")
-    os.kill(pid, signal.SIGKILL)
-    assert system.finalize_train_batch(batch, timeout=60)["finished_task_count"] == 1
-    assert system.batch(batch).statuses[0].ok
-    assert len(attempts(note)) == 2
-    [failed] = failures(system, batch)
-    assert failed.kind == "workflow"
-    assert "SIGKILL" in failed.message
-    assert child(system) == runner
-    log = Path(system.config.system.log_dir) / "runner-0.log"
-    assert f"this went well in {attempts(note)[1]}" in log.read_text()
-
-
-def test_an_aborted_batch_ends_its_workers(system: RolloutClient, new_id: NewId, tmp_path: Path) -> None:
-    batch, note = new_id(), tmp_path / "note"
-    task = Task(workflow=Misbehaves, workflow_args={"note": str(note), "how": "sleep"})
-    system.submit_batch(batch_id=batch, tasks=[task], batch_type="train")
-    pids = wait_until(lambda: attempts(note), "the workflow to run")
-    system.abort_batch(batch, reason="enough")
-    wait_until(lambda: gone(pids), "the end of its worker", 1.5)
-
-
 def test_no_worker_outlives_its_runner(start_system: StartSystem, tmp_path: Path) -> None:
     client = start_system(explorer={"max_concurrency": 3})
     notes = {how: tmp_path / how for how in ("sleep", "loop", "C")}
     tasks = [Task(workflow=Misbehaves, workflow_args={"note": str(n), "how": how}) for how, n in notes.items()]
     client.submit_batch(batch_id=1, tasks=tasks, batch_type="train")
     wait_until(lambda: all(attempts(note) for note in notes.values()), "all to hang")
-    runner = child(client)
+    runner = psutil.Process(pid_of(client, "runner-0"))
     pids = [attempts(note)[0] for note in notes.values()]
     assert sorted(pids) == sorted(p.pid for p in workers(runner))
     runner.kill()
@@ -271,7 +233,7 @@ def test_n6_what_workflows_print_is_kept_to_its_end_and_stays_small(system: Roll
     said = folder / "guardian.log"  # once, when all files have been looked at
     wait_until(lambda: said.read_text().count("runner-0.log grew too long") == 1, "the guardian to say that it cut")
     found = leftovers(system.config)  # which are known by the file that they print to
-    assert {p.pid for p in workers(child(system))} <= {p.pid for p in found}
+    assert {p.pid for p in workers(psutil.Process(pid_of(system, "runner-0")))} <= {p.pid for p in found}
 
 
 def test_a_runner_imports_the_workflows_of_its_config_before_the_first_task(

@@ -189,40 +189,37 @@ async def nothing() -> None:
         await asyncio.sleep(0)
 
 
-def test_places_become_more_and_fewer_while_units_wait_and_play() -> None:
-    async def play() -> None:
-        places, inside, ends = Places(2), list[int](), [asyncio.Event() for _ in range(8)]
+async def test_places_become_more_and_fewer_while_units_wait_and_play() -> None:
+    places, inside, ends = Places(2), list[int](), [asyncio.Event() for _ in range(8)]
 
-        async def unit(n: int) -> None:
-            async with places:
-                inside.append(n)
-                await ends[n].wait()
-                inside.remove(n)
+    async def unit(n: int) -> None:
+        async with places:
+            inside.append(n)
+            await ends[n].wait()
+            inside.remove(n)
 
-        units = [asyncio.create_task(unit(n)) for n in range(8)]
-        await nothing()
-        assert inside == [0, 1]
-        places.resize(4)
-        await nothing()
-        assert inside == [0, 1, 2, 3], "at once, and those that came first"
-        places.resize(1)
-        units[4].cancel()
-        for n in range(3):
-            ends[n].set()
-        await nothing()
-        assert (inside, places.taken) == ([3], 1), "who was in stays, and nobody comes"
-        ends[3].set()
-        await nothing()
-        assert inside == [5], "one that was cancelled takes no place"
-        units[5].cancel()
-        await nothing()
-        assert inside == [5, 6] or inside == [6]
-        for end in ends:
-            end.set()
-        await asyncio.gather(*units, return_exceptions=True)
-        assert places.taken == 0
-
-    asyncio.run(play())
+    units = [asyncio.create_task(unit(n)) for n in range(8)]
+    await nothing()
+    assert inside == [0, 1]
+    places.resize(4)
+    await nothing()
+    assert inside == [0, 1, 2, 3], "at once, and those that came first"
+    places.resize(1)
+    units[4].cancel()
+    for n in range(3):
+        ends[n].set()
+    await nothing()
+    assert (inside, places.taken) == ([3], 1), "who was in stays, and nobody comes"
+    ends[3].set()
+    await nothing()
+    assert inside == [5], "one that was cancelled takes no place"
+    units[5].cancel()
+    await nothing()
+    assert inside == [5, 6] or inside == [6]
+    for end in ends:
+        end.set()
+    await asyncio.gather(*units, return_exceptions=True)
+    assert places.taken == 0
 
 
 @pytest.mark.parametrize(("given", "full", "count"), [("auto", False, 128), ("auto", True, 64), (64, False, 64)])
@@ -240,22 +237,19 @@ def test_places_follow_an_engine_unless_a_number_is_given_or_units_wait_for_proc
     assert (places.kv_share, places.waiting) == ((0.25, 3) if told else (0.0, 0))
 
 
-def test_one_that_is_cancelled_as_it_comes_in_gives_its_place_back() -> None:
-    async def play() -> None:
-        places = Places(1)
+async def test_one_that_is_cancelled_as_it_comes_in_gives_its_place_back() -> None:
+    places = Places(1)
 
-        async def unit() -> None:
-            async with places:
-                await asyncio.sleep(0)
+    async def unit() -> None:
+        async with places:
+            await asyncio.sleep(0)
 
-        await places.__aenter__()
-        waits = asyncio.create_task(unit())
-        await nothing()
-        await places.__aexit__(None)  # it is let in, and has not run yet
-        waits.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waits
-        assert places.taken == 0
-        await asyncio.wait_for(unit(), 5)
-
-    asyncio.run(play())
+    await places.__aenter__()
+    waits = asyncio.create_task(unit())
+    await nothing()
+    await places.__aexit__(None)  # it is let in, and has not run yet
+    waits.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waits
+    assert places.taken == 0
+    await asyncio.wait_for(unit(), 5)

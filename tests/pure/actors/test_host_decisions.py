@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
+from tests.helpers.adapters import published
 from trinity_es.actors.coordinator.decisions.hosts import Hello, Refusal, drained, folder_of, hello, lost
 from trinity_es.actors.coordinator.fleet.hosts import FarProcess, HostFleet, far_lives
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
@@ -25,6 +26,7 @@ from trinity_es.projections.adapters import Adapters
 from trinity_es.projections.hosts import Hosts, evolve_hosts, host_of
 from trinity_es.projections.runner import RunnerLife, RunnerState, Weights
 
+JOINED = ev.HostJoined(host="b", epoch=1, life="1", address="10.0.0.2", pid=7, places={})
 B = Hello("b", "life 1", "10.0.0.2", 7, {"gpus": 8}, "1.0")
 
 
@@ -34,6 +36,19 @@ def decide(hosts: Hosts, said: Hello, *, connected: bool = False) -> list[ev.Eve
     if isinstance(found, list):
         fold(hosts, found)
     return found
+
+
+def with_b() -> Hosts:
+    """Host b takes part, as epoch 1."""
+    hosts: Hosts = {}
+    assert isinstance(decide(hosts, B), list)
+    return hosts
+
+
+def refused(answer: object, *, for_good: bool = True) -> str:
+    assert isinstance(answer, Refusal)
+    assert answer.for_good is for_good
+    return answer.reason
 
 
 def fold(hosts: Hosts, events: list[ev.Event]) -> list[ev.Event]:
@@ -52,8 +67,7 @@ def test_a_new_host_joins_as_epoch_1() -> None:
 
 
 def test_the_same_life_is_taken_up_again_and_nothing_recorded() -> None:
-    hosts: Hosts = {}
-    decide(hosts, B)
+    hosts = with_b()
     assert decide(hosts, replace(B, address="10.0.0.9"), connected=True) == []
     fold(hosts, drained(hosts, "b", "SIGTERM"))
     assert decide(hosts, B) == []
@@ -61,30 +75,22 @@ def test_the_same_life_is_taken_up_again_and_nothing_recorded() -> None:
 
 @pytest.mark.parametrize("end", [ev.HostLost, ev.HostLeft])
 def test_a_life_that_is_over_is_refused_for_good_and_the_next_one_is_another_epoch(end: type[ev.HostLost]) -> None:
-    hosts: Hosts = {}
-    decide(hosts, B)
+    hosts = with_b()
     fold(hosts, [end(host="b", epoch=1, reason="gone")])
-    refusal = decide(hosts, B)
-    assert isinstance(refusal, Refusal)
-    assert refusal.for_good
-    assert "epoch 1 is over (gone)" in refusal.reason
+    assert "epoch 1 is over (gone)" in refused(decide(hosts, B))
     [joined] = decide(hosts, replace(B, life="life 2"))  # type: ignore[misc]  # a list, as the test asks
     assert joined.epoch == 2
 
 
 def test_another_life_under_the_name_of_one_that_is_connected_has_to_wait() -> None:
-    hosts: Hosts = {}
-    decide(hosts, B)
-    refusal = decide(hosts, replace(B, life="life 2"), connected=True)
-    assert isinstance(refusal, Refusal)
-    assert not refusal.for_good
-    assert "choose another --name" in refusal.reason
+    hosts = with_b()
+    told = refused(decide(hosts, replace(B, life="life 2"), connected=True), for_good=False)
+    assert "choose another --name" in told
     assert hosts["b"].life == "life 1"
 
 
 def test_another_life_under_the_name_of_one_that_is_away_takes_its_place() -> None:
-    hosts: Hosts = {}
-    decide(hosts, B)
+    hosts = with_b()
     gone, joined = decide(hosts, replace(B, life="life 2"))  # type: ignore[misc]  # a list, as the test asks
     assert gone == ev.HostLost(host="b", epoch=1, reason="it was started anew")
     assert isinstance(joined, ev.HostJoined)
@@ -92,11 +98,9 @@ def test_another_life_under_the_name_of_one_that_is_away_takes_its_place() -> No
 
 
 def test_another_build_is_refused_for_good() -> None:
-    refusal = decide({}, replace(B, build="0.9"))
-    assert isinstance(refusal, Refusal)
-    assert refusal.for_good
-    assert "0.9" in refusal.reason
-    assert "1.0" in refusal.reason
+    told = refused(decide({}, replace(B, build="0.9")))
+    assert "0.9" in told
+    assert "1.0" in told
 
 
 def test_a_loss_and_a_drain_are_recorded_once_and_only_of_who_is_there() -> None:
@@ -110,16 +114,14 @@ def test_a_loss_and_a_drain_are_recorded_once_and_only_of_who_is_there() -> None
 
 
 def test_what_is_said_of_an_earlier_epoch_changes_nothing() -> None:
-    hosts: Hosts = {}
-    decide(hosts, B)
+    hosts = with_b()
     decide(hosts, replace(B, life="life 2"))
     fold(hosts, [ev.HostLost(host="b", epoch=1, reason="late")])
     assert hosts["b"].there
 
 
 def test_runners_of_hosts_that_are_there_may_live_when_a_coordinator_takes_over() -> None:
-    hosts: Hosts = {}
-    decide(hosts, B)
+    hosts = with_b()
     decide(hosts, replace(B, name="c"))
     fold(hosts, lost(hosts, "c", "gone"))
 
@@ -142,14 +144,9 @@ def test_a_config_that_hosts_can_t_share_is_refused(section: dict[str, Any], sai
         Config.from_dict({"hosts": {"address": "10.0.0.1:7700"}, **section})
 
 
-def published(adapter: str, version: int) -> ev.AdapterPublished:
-    path = f"/adapters/{adapter}"
-    return ev.AdapterPublished(adapter=adapter, version=version, path=path, rank=8, size=9, digest="d")
-
-
 @pytest.mark.parametrize(("asked", "folder"), [
     ({"kind": "weights", "name": "", "version": 3}, "/published/3"),
-    ({"kind": "adapter", "name": "math", "version": 2}, "/adapters/math"),
+    ({"kind": "adapter", "name": "math", "version": 2}, "/math/2"),
     ({"kind": "model", "name": "rollout", "version": 0}, "/models/one"),
     ({"kind": "weights", "version": 2}, "version 2 of the weights is not the current one: version 3 is"),
     ({"kind": "weights", "version": "../../etc"}, "not the current one"),
@@ -169,15 +166,14 @@ def test_a_host_gets_the_folders_that_the_log_and_the_config_name_and_no_other(
     adapters: Adapters = {"math": published("math", 2), "gone": ev.AdapterRemoved(adapter="gone", version=1)}
     models = {"rollout": "/models/one", "judge": "hub/judge"}
     weights = Weights(3, "/published/3", "checkpoint")
-    found = folder_of(asked, "1", own_build="1", weights=weights, adapters=adapters, models=models)
+    known: dict[str, Any] = {"own_build": "1", "weights": weights, "adapters": adapters, "models": models}
+    found = folder_of(asked, "1", **known)
     if folder.startswith("/"):
         assert found == folder
     else:
         assert isinstance(found, Refusal)
         assert folder in found.reason
-    other = folder_of(asked, "2", own_build="1", weights=weights, adapters=adapters, models=models)
-    assert isinstance(other, Refusal)
-    assert other.for_good
+    refused(folder_of(asked, "2", **known))
     none = folder_of(asked, "1", own_build="1", weights=Weights(), adapters={}, models={})
     assert isinstance(none, Refusal)
 
@@ -221,6 +217,14 @@ class Around:
             handle=lambda message, sender: self.handled.append((message, sender)), died=self.died.append,
             heard=heard,
         )
+
+    @classmethod
+    def connected(cls) -> Self:
+        """Host b joined and is connected."""
+        it = cls()
+        it.hello()
+        it.fleet.take("b", 1, [])
+        return it
 
     def heard(self) -> dict[str, float]:
         return self.connections
@@ -267,9 +271,7 @@ def test_a_host_that_is_taken_in_and_never_connects_is_lost_with_its_runners() -
 
 
 def test_a_host_is_there_while_it_is_connected_and_for_some_seconds_after() -> None:
-    it = Around()
-    it.hello()
-    it.fleet.take("b", 1, [])
+    it = Around.connected()
     it.look_at(102.0)
     it.fleet.gone("b", 1, "the connection broke", heard=100.0)
     it.look_at(104.0)
@@ -282,7 +284,7 @@ def test_a_host_is_there_while_it_is_connected_and_for_some_seconds_after() -> N
 @pytest.mark.parametrize(("heard", "lost"), [(-4.0, 11.0), (-60.0, 5.0), (None, 15.0)])
 def test_a_silent_host_is_not_given_all_its_time_again_by_the_next_head(heard: float | None, lost: float) -> None:
     it = Around({} if heard is None else {"b": heard}, timeout=15.0)
-    it.book.record(ev.HostJoined(host="b", epoch=1, life="1", address="10.0.0.2", pid=7, places={}))
+    it.book.record(JOINED)
     it.look_at(0.0)
     it.look_at(lost - 0.1)
     assert it.book.hosts["b"].there
@@ -292,7 +294,7 @@ def test_a_silent_host_is_not_given_all_its_time_again_by_the_next_head(heard: f
 
 def test_a_host_that_came_back_to_the_next_coordinator_has_its_time() -> None:
     it = Around({"b": -60.0}, timeout=15.0)
-    it.book.record(ev.HostJoined(host="b", epoch=1, life="1", address="10.0.0.2", pid=7, places={}))
+    it.book.record(JOINED)
     it.look_at(4.0)
     it.hello()
     it.fleet.take("b", 1, [])
@@ -320,9 +322,7 @@ def test_nobody_is_refused_for_what_is_not_in_the_log() -> None:
 
 
 def test_a_host_whose_connection_is_no_more_is_lost_though_nobody_told_its_end() -> None:
-    it = Around()
-    it.hello()
-    it.fleet.take("b", 1, [])
+    it = Around.connected()
     it.connections = {"b": 50.0}
     it.look_at(50.0)
     it.connections = {}
@@ -355,9 +355,7 @@ def test_a_host_speaks_for_its_own_processes_alone() -> None:
 
 
 def test_a_host_that_is_drained_gets_nothing_new_at_once_and_is_told_when_it_has_nothing() -> None:
-    it = Around()
-    it.hello()
-    it.fleet.take("b", 1, [])
+    it = Around.connected()
     it.runner("runner-0@b")
     it.runner("runner-0")
     it.registry.leaving = frozenset({"runner-9"})  # that its server was taken away is another's word

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.decided import unit
 from trinity_es.actors.coordinator.fleet import dispatcher
 from trinity_es.actors.messages import LIMIT, OutcomeReport, Parcel, RunUnits, UnitAssignment, UnitOutcome, pack, unpack
 from trinity_es.actors.runner import reporting
 from trinity_es.events.errors import DataError
 from trinity_es.events.store.payloads import PayloadStore, open_payloads
-from trinity_es.events.vocabulary import RunResult, Unit
+from trinity_es.events.vocabulary import RunResult
 
 MOST = 256 * 1024
 
@@ -22,10 +23,6 @@ MOST = 256 * 1024
 @pytest.fixture
 def payloads(tmp_path: Path) -> PayloadStore:
     return open_payloads(f"sqlite:///{tmp_path / 'log.sqlite'}")
-
-
-def unit(task: int) -> Unit:
-    return Unit(task=task, run_id_base=0, runs=1, attempt=1)
 
 
 @settings(max_examples=40)

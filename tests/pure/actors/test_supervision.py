@@ -38,12 +38,11 @@ def test_three_ends_in_ten_minutes_are_followed_by_a_start_and_the_fourth_is_not
     assert pauses == [1, 2, 4, None]
 
 
-def test_ends_older_than_the_period_do_not_count() -> None:
-    assert remembered(POLICY, [0.0, 100.0, 500.0], 650.0, served=10.0) == [100.0, 500.0, 650.0]
-
-
-def test_a_life_that_was_healthy_for_long_wipes_the_slate() -> None:
-    assert remembered(POLICY, [0.0, 10.0, 20.0], 330.0, served=300.0) == [330.0]
+@pytest.mark.parametrize(("deaths", "now", "served", "left"), [
+    ([0.0, 100.0, 500.0], 650.0, 10.0, [100.0, 500.0, 650.0]), ([0.0, 10.0, 20.0], 330.0, 300.0, [330.0]),
+], ids=["older than the period", "before a life that was healthy for long"])
+def test_ends_that_do_not_count_any_more(deaths: list[float], now: float, served: float, left: list[float]) -> None:
+    assert remembered(POLICY, deaths, now, served) == left
 
 
 def test_a_coordinator_that_served_comes_back_at_once_and_one_that_did_not_pauses_but_never_stays_away() -> None:

@@ -58,6 +58,13 @@ def put(store: Any, *groups: list[Experience]) -> list[PayloadRef]:
     return [PayloadRef(digest=store.put(Experience.serialize_many(g)), first=0, count=len(g)) for g in groups]
 
 
+def raw_in(*groups: list[Experience]) -> tuple[Any, list[PayloadRef], list[Experience], dict[str, bytes]]:
+    """A store with a raw payload of each group, and what is read of it."""
+    store: Any = Memory()
+    refs = put(store, *groups)
+    return store, refs, *raw_of(store, refs)
+
+
 def raw_of(store: Any, refs: list[PayloadRef]) -> tuple[list[Experience], dict[str, bytes]]:
     raw: dict[str, bytes] = {}
     return read_experiences(store, refs, raw), raw
@@ -74,9 +81,7 @@ def copies(found: list[Experience]) -> list[Experience]:
 
 
 def test_what_was_delivered_is_what_was_made_of_the_raw_one_and_takes_little_more() -> None:
-    store: Any = Memory()
-    refs = put(store, made(4), made(4, task=1))
-    found, raw = raw_of(store, refs)
+    store, refs, found, raw = raw_in(made(4), made(4, task=1))
     found = advance(found[::-1])
     expected = copies(found)
     [ref] = write_delivered(store, found, raw)
@@ -93,9 +98,7 @@ def test_what_was_delivered_is_what_was_made_of_the_raw_one_and_takes_little_mor
 def test_every_difference_comes_back_to_the_last_bit(
     pairs: list[tuple[Experience, Experience]], data: st.DataObject
 ) -> None:
-    store: Any = Memory()
-    refs = put(store, [before for before, _ in pairs])
-    found, raw = raw_of(store, refs)
+    store, _, found, raw = raw_in([before for before, _ in pairs])
     changed = []
     for e, (_, after) in zip(found, pairs, strict=True):
         if data.draw(st.booleans()):  # all of it is another's, but for its id
@@ -112,8 +115,7 @@ def test_every_difference_comes_back_to_the_last_bit(
 
 @pytest.mark.parametrize(("before", "after"), [(0.0, -0.0), (1.0, 2.0), (1.0, None), (None, 0.0)])
 def test_a_reward_that_was_changed_is_the_changed_one(before: float | None, after: float | None) -> None:
-    store: Any = Memory()
-    [e], raw = raw_of(store, put(store, [small(reward=before, info={"a": 1}, multi_modal_inputs={"p": [1.0]})]))
+    store, _, [e], raw = raw_in([small(reward=before, info={"a": 1}, multi_modal_inputs={"p": [1.0]})])
     e.reward, e.info, e.multi_modal_inputs = after, {}, {"p": np.array([-1.0]), "q": np.array([True])}
     [ref] = write_delivered(store, [e], raw)
     [back] = read_experiences(store, [ref])
@@ -122,9 +124,7 @@ def test_a_reward_that_was_changed_is_the_changed_one(before: float | None, afte
 
 
 def test_an_array_that_an_operator_changed_in_place_is_delivered_as_it_left_it() -> None:
-    store: Any = Memory()
-    refs = put(store, made(2))
-    found, raw = raw_of(store, refs)
+    store, refs, found, raw = raw_in(made(2))
     found[0].logprobs[3] = -9.0
     expected = copies(found)
     assert read_experiences(store, write_delivered(store, found, raw)) == expected
@@ -132,8 +132,7 @@ def test_an_array_that_an_operator_changed_in_place_is_delivered_as_it_left_it()
 
 
 def test_a_copy_has_arrays_of_its_own() -> None:
-    store: Any = Memory()
-    [e], raw = raw_of(store, put(store, made(1)))
+    store, _, [e], raw = raw_in(made(1))
     [ref] = write_delivered(store, [e, e], raw)
     one, other = read_experiences(store, [ref])
     assert one == other
@@ -142,9 +141,7 @@ def test_a_copy_has_arrays_of_its_own() -> None:
 
 
 def test_parts_of_a_delivered_payload_read_what_they_need_and_share_nothing() -> None:
-    store: Any = Memory()
-    refs = put(store, made(2), made(2, task=1))
-    found, raw = raw_of(store, refs)
+    store, refs, found, raw = raw_in(made(2), made(2, task=1))
     expected = copies(advance(found))
     [ref] = write_delivered(store, found, raw)
     store.asked.clear()
@@ -166,9 +163,7 @@ def test_parts_of_a_delivered_payload_read_what_they_need_and_share_nothing() ->
 
 
 def test_a_raw_payload_of_which_little_was_delivered_is_not_referred_to() -> None:
-    store: Any = Memory()
-    refs = put(store, made(5), made(2, task=1))
-    found, raw = raw_of(store, refs)
+    store, refs, found, raw = raw_in(made(5), made(2, task=1))
     expected = copies([found[0], found[1], found[5]])
     [ref] = write_delivered(store, [found[0], found[1], found[5]], raw)
     assert Payload(store.held[ref.digest]).sources == [refs[1].digest]
@@ -177,9 +172,7 @@ def test_a_raw_payload_of_which_little_was_delivered_is_not_referred_to() -> Non
 
 def test_many_experiences_are_several_payloads_each_with_its_own_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored, "PER_PAYLOAD", 3)
-    store: Any = Memory()
-    refs = put(store, made(4), made(4, task=1))
-    found, raw = raw_of(store, refs)
+    store, _, found, raw = raw_in(made(4), made(4, task=1))
     written = write_delivered(store, found, raw)
     assert [ref.count for ref in written] == [3, 3, 2]
     assert [len(Payload(store.held[ref.digest]).sources) for ref in written] == [1, 2, 1]
@@ -187,8 +180,7 @@ def test_many_experiences_are_several_payloads_each_with_its_own_sources(monkeyp
 
 
 def test_without_raw_ones_and_of_delivered_ones_a_payload_stands_for_itself() -> None:
-    store: Any = Memory()
-    found, raw = raw_of(store, put(store, made(2)))
+    store, _, found, raw = raw_in(made(2))
     [ref] = write_delivered(store, advance(found), raw)
     again, delivered = raw_of(store, [ref])
     for sources in ({}, delivered):
@@ -198,9 +190,7 @@ def test_without_raw_ones_and_of_delivered_ones_a_payload_stands_for_itself() ->
 
 
 def test_a_raw_payload_that_is_lost_or_wrong_is_named_with_the_one_that_needs_it() -> None:
-    store: Any = Memory()
-    [raw] = put(store, made(2))
-    found, data = raw_of(store, [raw])
+    store, [raw], found, data = raw_in(made(2))
     [ref] = write_delivered(store, found, data)
     with pytest.raises(CorruptPayload, match="refers to others"):
         Experience.deserialize_many(store.held[ref.digest])

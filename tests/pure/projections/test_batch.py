@@ -73,7 +73,6 @@ def test_an_event_of_another_stream_is_corrupt() -> None:
 def test_a_batch_id_that_is_used_again_begins_anew_and_its_versions_count_on() -> None:
     submitted = ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[1])
     state = fold([submitted, ev.BatchFinalizing(), ev.BatchFinalized(result={}), submitted])
-    assert state is not None
     assert (state.state, state.version, state.statuses) == (BatchLifecycleState.RUNNING, 4, {})
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.handmade import finished, history, unit, write
+from tests.helpers.story import Story, T
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.projections.batch import batch_result, evolve, fold
@@ -105,7 +106,6 @@ def test_runs_on_other_runners_at_another_time_are_the_same(tmp_path: Path) -> N
 
 def test_the_first_batch_that_differs_is_told_task_by_task(tmp_path: Path) -> None:
     found = compared(run(tmp_path / "one"), run(tmp_path / "two", prompt="b"))
-    assert found.first is not None
     assert (found.first.batch_id, [row.batch_id for row in found.same]) == (2, [0, 1])
     assert [(c.path, c.before, c.after) for c in found.first.changes] == [("task 0.asked.raw_task.prompt", "a", "b")]
     assert found.later == []
@@ -116,24 +116,16 @@ def test_settings_rewards_and_missing_batches_differ(tmp_path: Path, ended: bool
     one = run(tmp_path / "one", ended=ended)
     found = compared(one, run(tmp_path / "two", reward=0.25, batches=3, places=4, ended=ended))
     assert [(c.path, c.before, c.after) for c in found.settings] == [("explorer.max_concurrency", 8, 4)]
-    assert found.first is not None
     assert "task 0.run 0.reward" in [c.path for c in found.first.changes]
     assert [(d.batch_id, d.changes[0].after) for d in found.later] == [(3, diff.MISSING)]
 
 
 # --- what held a batch up ---------------------------------------------------------------------------------------------
 def told(*timed: tuple[float, ev.Event]) -> attempts.BatchTimeline:
-    return attempts.tell(_recorded(timed))
-
-
-def _recorded(timed: object) -> list[object]:
-    from trinity_es.events.store.recorded import Recorded
-
-    return [
-        Recorded(position=i, stream="batch/1", version=i, type=type(event).__name__, schema_version=1, data=b"",
-                 metadata={}, recorded_at=at, commit_id=str(i), hash=b"", _event=event)
-        for i, (at, event) in enumerate(timed, 1)
-    ]
+    story = Story()
+    for at, event in timed:
+        story.at(at).add("batch/1", event)
+    return attempts.tell(story.recorded)
 
 
 def submitted(tasks: int) -> ev.BatchSubmitted:
@@ -156,7 +148,6 @@ def test_the_pieces_of_a_batchs_time_add_up_and_the_failure_is_to_blame() -> Non
     assert [p.seconds for p in pieces] == [1.0, 6.0, 1.0, 4.0, 0.5]
     assert pieces[1].fault
     held = critical_path.held_up(story)
-    assert held is not None
     assert held.what == "task 0 attempt 1 on runner-1 #1 failed, timeout: too slow"
 
 
@@ -166,14 +157,14 @@ def test_a_system_that_was_down_is_a_piece_of_its_own() -> None:
     found = ev.RecoveryDecided(decision="redo", reason="runner-1 #1 had it")
     later = (81.0, sent(unit(0, 2))), (82.0, finished(0, None, attempt=2))
     story = told((0.0, submitted(1)), (1.0, sent(unit(0))), (80.0, found), (80.0, lost), *later)
-    pieces = critical_path.segments(story, [(0.5, 0.7), (5.0, 80.0), (90.0, 95.0)])
+    pieces = critical_path.segments(story, [(T + 0.5, T + 0.7), (T + 5.0, T + 80.0), (T + 90.0, T + 95.0)])
     assert [p.seconds for p in pieces] == [1.0, 4.0, 75.0, 1.0, 1.0]
     assert [p.what for p in pieces if p.fault] == [
         "task 0 attempt 1 on runner-1 #1 failed, runner_lost: it did not outlive the system",
         "the whole system was down",
     ]
     story = told((0.0, submitted(1)), (1.0, sent(unit(0))), (6.0, found), (80.0, lost), *later)
-    alone = [(5.0, 6.0)]  # its coordinator alone was away, and it was lost long after that
+    alone = [(T + 5.0, T + 6.0)]  # its coordinator alone was away, and it was lost long after that
     assert [(p.seconds, p.fault) for p in critical_path.segments(story, alone)] == [
         (1.0, False), (79.0, True), (1.0, False), (1.0, False)]
 
@@ -181,7 +172,6 @@ def test_a_system_that_was_down_is_a_piece_of_its_own() -> None:
 def test_where_nothing_failed_the_longest_piece_is_named() -> None:
     story = told((0.0, submitted(1)), (9.0, sent(unit(0))), (10.0, finished(0, None)))
     held = critical_path.held_up(story)
-    assert held is not None
     assert (held.seconds, held.what) == (9.0, "task 0 waited for a runner")
 
 
@@ -189,7 +179,6 @@ def test_a_straggler_is_told_from_what_is_usual() -> None:
     story = told((0.0, submitted(4)), (0.0, sent(*(unit(i) for i in range(4)))),
                  *((1.0, finished(i, None)) for i in range(3)), (8.0, finished(3, None)))
     held = critical_path.held_up(story)
-    assert held is not None
     assert "task 3 attempt 1 on runner-1 #1 took 8.0 times the usual 1.00 s" in held.what
 
 

@@ -64,7 +64,6 @@ CASES: dict[str, tuple[Events, bool, bool]] = {
 def test_a_step_is_over_unless_it_is_to_be_generated_anew(tmp_path: Path, case: str) -> None:
     events, failed_whole, over = CASES[case]
     state = fold(events)
-    assert state is not None
     assert state.failed_whole is failed_whole
     path = tmp_path / "log.sqlite"
     advanced = ev.TasksetAdvanced(batch_id=1, taskset="letters", epoch=0, offset=2)

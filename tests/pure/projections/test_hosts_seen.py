@@ -58,14 +58,10 @@ def test_hosts_are_listed_with_what_they_did(log: str) -> None:
     with open_log(log) as opened:
         rows = {row.host: row for row in read_hosts(opened)}
     assert list(rows) == ["", "b", "c", "d"]
-    assert {h: r.state for h, r in rows.items()} == {"": "gone", "b": "joined", "c": "left", "d": "draining"}
-    assert {h: r.finished for h, r in rows.items()} == {"": 2, "b": 1, "c": 4, "d": 1}
-    assert {h: r.units for h, r in rows.items()} == {"": 0, "b": 1, "c": 0, "d": 1}
-    assert {h: (r.joined, r.lost) for h, r in rows.items()} == {"": (0, 0), "b": (2, 1), "c": (1, 0), "d": (1, 0)}
-    assert {h: r.runner_deaths for h, r in rows.items()} == {"": 0, "b": 1, "c": 0, "d": 0}
-    assert {h: r.attempts_lost for h, r in rows.items()} == {"": 0, "b": 3, "c": 0, "d": 0}
-    assert {h: r.ready for h, r in rows.items()} == {"": ["runner-0"], "b": ["runner-0@b"], "c": [],
-                                                     "d": ["runner-0@d"]}
+    assert {h: (r.state, r.finished, r.units, r.joined, r.lost, r.runner_deaths, r.attempts_lost, r.ready)
+            for h, r in rows.items()} == {
+        "": ("gone", 2, 0, 0, 0, 0, 0, ["runner-0"]), "b": ("joined", 1, 1, 2, 1, 1, 3, ["runner-0@b"]),
+        "c": ("left", 4, 0, 1, 0, 0, 0, []), "d": ("draining", 1, 1, 1, 0, 0, 0, ["runner-0@d"])}
 
 
 def test_what_the_system_says_lies_over_its_log() -> None:

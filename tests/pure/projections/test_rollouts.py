@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.handmade import finished, history, unit, write
+from tests.helpers.story import Story
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.values import FailureKind, batch_stream
@@ -30,7 +31,6 @@ def test_each_run_knows_its_reward_attempt_runner_positions_and_payload(log_path
         events = {r.position: r for r in log.events(3)}
     assert [(r.task, r.run) for r in found.rows] == [(1, 0), (1, 1), (0, 0), (0, 1)]  # as they ended
     row = found.row(0, 1)
-    assert row is not None
     assert (row.outcome, row.attempt, row.runner, row.incarnation) == ("finished", 2, "runner-1", 1)
     assert row.reward == pytest.approx(0.1 + 1 / 3)
     assert (row.dispatched_version, row.model_version, row.model_version_end) == (5, 4, 5)
@@ -69,16 +69,8 @@ def test_a_run_that_was_given_up_stands_there_with_its_reason_and_one_that_was_t
 def test_what_the_pipeline_took_out_is_found_by_its_id_also_where_the_batch_has_slashes() -> None:
     submitted = ev.BatchSubmitted(batch_id="x/1", batch_type="train", repeat_times=[2], tasks=[{}])
     ended = ev.BatchFinalized(result={"metrics": {}}, dropped_by={"filter": ["x/1/0/1/0/abcdef", "odd"]}, dropped=1)
-    from trinity_es.events.store.recorded import Recorded
-
-    events = [submitted, ev.TasksDispatched(runner="r", incarnation=1, units=[unit(0)], model_version=1),
-              finished(0, DIGEST), ended]
-    recorded = [
-        Recorded(position=i, stream="batch/x/1", version=i, type=type(e).__name__, schema_version=1, data=b"",
-                 metadata={}, recorded_at=float(i), commit_id="", hash=b"", _event=e)
-        for i, e in enumerate(events, 1)
-    ]
-    found = tell(recorded)
+    sent = ev.TasksDispatched(runner="r", incarnation=1, units=[unit(0)], model_version=1)
+    found = tell(Story().add("batch/x/1", submitted, sent, finished(0, DIGEST), ended).recorded)
     assert [(r.run, r.dropped_by) for r in found.rows] == [(0, []), (1, ["filter"])]
 
 

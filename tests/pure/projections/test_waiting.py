@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,18 +53,20 @@ def test_a_runner_that_a_new_coordinator_hears_of_has_finished_nothing_by_that(s
     assert "was heard of 1.0 s ago" in told.sentence
 
 
-def test_what_runs_wait_for_outside_of_the_system_is_told(one_left: Story) -> None:
-    outside = "2 of its runs wait for the OpenEnv server http://h:1: refused, for 12 s; it gives up in 48 s"
-    told = one_left.why(30, live=status({"seen": T + 29, "runs_wait": outside}), system={"up": True})
-    assert told.sentence.endswith(f"was heard of 1.0 s ago; {outside}")
+OUTSIDE = "2 of its runs wait for the OpenEnv server http://h:1: refused, for 12 s; it gives up in 48 s"
 
 
-def test_a_log_alone_tells_that_the_runner_went_on(one_left: Story) -> None:
-    assert "its runner finished another unit 29 s ago" in one_left.why(30).sentence
-
-
-def test_a_unit_that_takes_no_longer_than_others_is_just_running(one_left: Story) -> None:
-    assert one_left.why(0.25).cause == "running"
+@pytest.mark.parametrize(("after", "row", "cause", "words"), [
+    (30.0, {"seen": T + 29, "runs_wait": OUTSIDE}, "slow", f"was heard of 1.0 s ago; {OUTSIDE}$"),
+    (30.0, None, "slow", "its runner finished another unit 29 s ago"), (0.25, None, "running", ""),
+    (40.0, {"seen": T + 39, "silent": 3.0}, "slow", "its engine's loop has not answered for 4.0 s"),
+], ids=["its runs wait for what is outside", "told by a log alone", "no longer than others", "silent for a moment"])
+def test_a_unit_that_is_not_hung_says_what_is_known_of_it(
+    one_left: Story, after: float, row: dict[str, Any] | None, cause: str, words: str
+) -> None:
+    told = one_left.why(after, **{} if row is None else {"live": status(row), "system": {"up": True}})
+    assert told.cause == cause
+    assert re.search(words, told.sentence)
 
 
 @pytest.mark.parametrize(("after", "row", "sign"), [
@@ -79,12 +82,6 @@ def test_a_hung_unit_looks_different_and_says_how_that_is_known(
     assert sign in told.sentence
     assert told.stalled
     assert any("abort_batch" in line for line in told.sentences())
-
-
-def test_a_loop_that_is_silent_for_a_moment_is_neither_called_hung_nor_said_to_answer(one_left: Story) -> None:
-    told = one_left.why(40, live=status({"seen": T + 39, "silent": 3.0}), system={"up": True})
-    assert told.cause == "slow"
-    assert "its engine's loop has not answered for 4.0 s" in told.sentence
 
 
 def test_the_runs_of_a_sequential_unit_have_the_limit_each(one_left: Story) -> None:
@@ -226,25 +223,19 @@ def test_without_any_runner_that_is_said() -> None:
 
 
 # --- the batch as a whole -------------------------------------------------------------------------------------------
-def test_a_batch_that_is_finalizing_says_since_when(one_left: Story) -> None:
-    told = one_left.finish(7).at(2).add("batch/3", ev.BatchFinalizing()).why(32)
-    assert told.cause == "finalizing"
-    assert told.sentence == "it is finalizing: its pipeline has been running for 30 s"
-    assert told.waiting[0].since == T + 2
-
-
-def test_a_pipeline_that_failed_is_quoted(one_left: Story) -> None:
-    one_left.finish(7).add("batch/3", ev.BatchFinalizing(), ev.FinalizeFailed(error="operator grpo: no rewards"))
-    told = one_left.why(500)
-    assert told.cause == "finalize_failed"
-    assert "operator grpo: no rewards" in told.sentence
-    assert not told.stalled
-
-
-def test_a_batch_that_only_waits_for_its_trainer_is_never_stalled(one_left: Story) -> None:
-    told = one_left.finish(7).why(9999)
-    assert told.cause == "finalize"
-    assert told.sentence == "all its tasks are settled, and nobody has called finalize_train_batch"
+@pytest.mark.parametrize(("events", "after", "cause", "words"), [
+    ([ev.BatchFinalizing()], 32, "finalizing", "it is finalizing: its pipeline has been running for 30 s"),
+    ([ev.BatchFinalizing(), ev.FinalizeFailed(error="operator grpo: no rewards")], 500, "finalize_failed",
+     ".*operator grpo: no rewards.*"),
+    ([], 9999, "finalize", "all its tasks are settled, and nobody has called finalize_train_batch"),
+], ids=["it is finalizing", "its pipeline failed", "it waits for its trainer"])
+def test_a_batch_whose_tasks_are_settled_says_what_it_waits_for_and_is_never_stalled(
+    one_left: Story, events: list[ev.Event], after: float, cause: str, words: str
+) -> None:
+    told = one_left.finish(7).at(2).add("batch/3", *events).why(after)
+    assert told.cause == cause
+    assert re.fullmatch(words, told.sentence)
+    assert told.waiting[0].since == (T + 2 if events else T + 1)
     assert not told.stalled
 
 
@@ -299,14 +290,23 @@ def test_an_unknown_batch_is_an_error(story: Story) -> None:
 
 
 # --- the system as a whole ------------------------------------------------------------------------------------------
-def test_a_dead_system_is_said_first_with_its_last_event_and_the_way_out(one_left: Story) -> None:
-    told = one_left.why(100, system={"up": False, "pid": 4711, "host": "node-3"})
-    assert [w.cause for w in told.waiting] == ["no_system", "interrupted"]
-    assert "its processes are gone (coordinator pid 4711 on node-3)" in told.sentence
+@pytest.mark.parametrize(("system", "causes", "words", "stalled"), [
+    ({"up": False, "pid": 4711, "host": "node-3"}, ["no_system", "interrupted"],
+     r"its processes are gone \(coordinator pid 4711 on node-3\)", True),
+    ({"up": False, "released": True}, ["no_system", "interrupted"], r"it has ended \(guardian.log says why\)", True),
+    ({"up": True, "ends": "process 5, which had started it, has ended"}, ["ending", "interrupted"],
+     "^the actor system ends: process 5, which had started it, has ended$", True),
+    ({"up": False, "pid": 1, "kept": 42}, ["restarting", "interrupted"], r"keeper \(pid 42\)", False),
+], ids=["it died", "it was ended in order", "it ends with its owner", "its keeper starts it again"])
+def test_a_system_that_does_not_run_is_said_first_with_the_way_out_where_a_person_is_needed(
+    one_left: Story, system: dict[str, Any], causes: list[str], words: str, stalled: bool
+) -> None:
+    told = one_left.why(100, system=system)
+    assert [w.cause for w in told.waiting] == causes
+    assert re.search(words, told.sentence)
     assert told.waiting[0].since == T + 1
     assert told.waiting[1].text == "task 7, runs 0-3, attempt 1 of 3 was on runner-0 #1 when the system ended"
-    assert told.stalled
-    assert "trinity-es up CONFIG" in str(told)
+    assert (told.stalled, "trinity-es up CONFIG" in str(told)) == (stalled, stalled)
 
 
 def test_what_a_run_left_open_is_gone_on_with_by_resume(one_left: Story) -> None:
@@ -314,25 +314,6 @@ def test_what_a_run_left_open_is_gone_on_with_by_resume(one_left: Story) -> None
     told = str(one_left.why(100, system={"up": False}))
     assert "what to do: `trinity-es resume CONFIG` goes on with the run" in told
     assert "trinity-es up" not in told
-
-
-def test_a_system_that_ends_with_its_owner_is_neither_silent_nor_started_again(one_left: Story) -> None:
-    told = one_left.why(100, system={"up": True, "ends": "process 5, which had started it, has ended"})
-    assert [w.cause for w in told.waiting] == ["ending", "interrupted"]
-    assert told.sentence == "the actor system ends: process 5, which had started it, has ended"
-    assert told.stalled
-    assert "trinity-es up CONFIG" in str(told)
-
-
-def test_a_system_that_was_ended_in_order_is_told_from_one_that_died(one_left: Story) -> None:
-    assert "it has ended (guardian.log says why)" in one_left.why(100, system={"up": False, "released": True}).sentence
-
-
-def test_a_system_with_a_keeper_needs_no_person(one_left: Story) -> None:
-    told = one_left.why(100, system={"up": False, "pid": 1, "kept": 42})
-    assert told.cause == "restarting"
-    assert "keeper (pid 42)" in told.sentence
-    assert not told.stalled
 
 
 def test_a_system_without_a_coordinator_or_without_an_answer_is_named(one_left: Story) -> None:

@@ -100,7 +100,6 @@ def test_what_is_read_from_a_payload_of_an_older_release_may_hold_nan() -> None:
 
 
 def _with_nan(e: Experience) -> tuple[Any, Any]:
-    assert e.logprobs is not None
     e.logprobs[1] = math.nan
     eid = [e.eid.batch, e.eid.task, e.eid.run, e.eid.step, e.eid.suffix]
     return [item_of(e.__dict__, eid)], columns_of([e.__dict__])
