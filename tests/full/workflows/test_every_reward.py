@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from tests.helpers.ready_made import Answers, played
 from tests.helpers.reward_forms import FORMS, ROW
@@ -15,6 +17,13 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 OWN = {"verifiers", "openenv"}
 """What these environments give is the reward."""
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def pool() -> AsyncIterator[WorkerPool]:
+    pool = WorkerPool(2)
+    yield pool
+    await pool.close()
 
 
 @pytest.mark.parametrize("graded", [False, True], ids=["in place", "graded"])
