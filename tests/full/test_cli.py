@@ -53,34 +53,17 @@ def told(*args: object) -> Any:
 
 # --- the answers ----------------------------------------------------------------------------------------------------
 def test_batches_lists_every_batch_with_what_came_of_it(log: Path) -> None:
-    rows = told("batches", "--log", log)
-    assert [(r["batch_id"], r["state"]) for r in rows] == [
-        ("0/letters", "finalized"), (3, "finalized"), ("open", "running"), (4, "aborted"),
-    ]
-    three = rows[1]
-    assert (three["tasks"], three["finished"], three["failed_attempts"], three["experiences"]) == (2, 2, 1, 4)
-    assert three["response_tokens"] == 28
-    assert three["model_version"] == 5
-    assert three["seconds"] > 0
     text = cli("batches", "--log", log).stdout
     assert re.search(r"^3 +train +finalized +2 +2 +1 +4 +0\.467 +28 +5 ", text, re.M), text
 
 
 def test_show_tells_each_task_from_dispatch_to_end(log: Path) -> None:
-    story = told("show", "3", "--log", log)
-    assert story["state"] == "finalized"
-    assert story["versions"] == {"5": 2}
-    first = story["tasks"][0]
-    attempts = [(a["runner"], a["outcome"]) for a in first["attempts"]]
-    assert attempts == [("runner-0", "workflow"), ("runner-1", "finished")]
-    assert first["reward"] == pytest.approx(0.1 + 1 / 6)
     text = cli("show", "3", "--log", log).stdout
     assert "rollout/reward/mean" in text
     assert "trained in step 3" in text
 
 
-def test_show_names_the_row_of_a_taskset_that_each_task_is(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_show_names_the_row_of_a_taskset_that_each_task_is(path: Path) -> None:
     tasks = [{"index": {"taskset": "legs", "index": 7}}, {"index": {"taskset": "gcd", "index": 12}}, {}]
     write(path, [("batch/1", [ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[1] * 3, tasks=tasks)])])
     assert [task["row"] for task in told("show", "1", "--log", path)["tasks"]] == ["legs 7", "gcd 12", ""]
@@ -89,8 +72,7 @@ def test_show_names_the_row_of_a_taskset_that_each_task_is(tmp_path: Path) -> No
     assert re.search(r"1 +gcd 12 +pending", text), text
 
 
-def test_show_is_short_for_a_large_batch_unless_asked_for_all(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_show_is_short_for_a_large_batch_unless_asked_for_all(path: Path) -> None:
     many = ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[1] * 100, tasks=[{}] * 100)
     write(path, [("batch/1", [many])])
     short, whole = cli("show", "1", "--log", path).stdout, cli("show", "1", "--all", "--log", path).stdout
@@ -131,18 +113,6 @@ def test_events_can_be_chosen_by_place_type_and_number(log: Path) -> None:
     assert "TaskFinished" in wrong.output
 
 
-def test_events_follow_a_log_that_grows(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
-    write(path, [("system", [ev.CoordinatorStarted(epoch=1, pid=1, host="here", version="0")])])
-    command = [sys.executable, "-m", "trinity_es", "events", "-f", "--limit", "2", "--log", str(path)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as following:
-        assert following.stdout is not None
-        assert "CoordinatorStarted" in following.stdout.readline()
-        write(path, [("weights", [ev.WeightsPublished(version=1, path="somewhere")])])
-        assert "WeightsPublished" in following.stdout.readline()
-        assert following.wait(30) == 0
-
-
 def test_replay_gives_the_state_and_says_that_the_result_is_the_stored_one(log: Path) -> None:
     found = told("replay", "3", "--log", log)
     assert found["result_equal"] is True
@@ -152,11 +122,9 @@ def test_replay_gives_the_state_and_says_that_the_result_is_the_stored_one(log: 
     assert "not ended" in cli("replay", "open", "--log", log).stdout
 
 
-def test_replay_at_a_position_or_a_time_gives_the_state_of_that_moment(log: Path) -> None:
+def test_replay_at_a_time_gives_the_state_of_that_moment(log: Path) -> None:
     with open_log(str(log)) as opened:
         recorded = list(opened.events(3))
-    second = told("replay", "3", "--at", recorded[1].position, "--log", log)["state"]
-    assert (second["state"], len(second["running"]), second["completed_task_count"]) == ("running", 2, 0)
     moment = recorded[-1].recorded_at + 0.001
     for time_ in (datetime.fromtimestamp(moment), datetime.fromtimestamp(moment, UTC)):
         assert told("replay", "3", "--at", time_.isoformat(), "--log", log)["state"]["state"] == "finalized"
@@ -171,8 +139,7 @@ def test_replay_at_a_position_or_a_time_gives_the_state_of_that_moment(log: Path
         assert f"it was at position {recorded[0].position}, {began.isoformat()[:19]}" in early.stderr
 
 
-def test_replay_of_a_result_that_was_made_up_exits_1_and_says_what_differs(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_replay_of_a_result_that_was_made_up_exits_1_and_says_what_differs(path: Path) -> None:
     open_payloads(str(path))
     events: list[ev.Event] = [
         ev.BatchSubmitted(batch_id=1, batch_type="eval", repeat_times=[2], tasks=[{}]),
@@ -187,7 +154,9 @@ def test_replay_of_a_result_that_was_made_up_exits_1_and_says_what_differs(tmp_p
     assert done.exit_code == 1
     assert "eval/1/reward/mean@2: stored" in done.stdout
     assert json.loads(cli("replay", "1", "--json", "--log", path).stdout)["result_equal"] is False
-    assert cli("verify", "--log", path).exit_code == 1
+    found = cli("verify", "--log", path)
+    assert (found.exit_code, "its stored result differs" in found.stdout) == (1, True), found.stdout
+    assert json.loads(cli("verify", "--json", "--log", path).stdout)["problems"]
 
 
 def test_verify_of_a_sound_log_exits_0(log: Path) -> None:
@@ -195,27 +164,6 @@ def test_verify_of_a_sound_log_exits_0(log: Path) -> None:
     assert found["problems"] == []
     assert found["batches"] == 4
     assert cli("verify", "--log", log).stdout.startswith("sound")
-
-
-def test_verify_finds_an_event_that_was_changed_and_exits_1(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
-    open_payloads(str(path))
-    write(path, [("weights", [ev.WeightsPublished(version=v, path=f"step-{v}") for v in range(3)])])
-    with sqlite3.connect(path) as connection:
-        for (trigger,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
-            connection.execute(f"DROP TRIGGER {trigger}")
-        table = next(
-            name for (name,) in connection.execute("SELECT tbl_name FROM sqlite_master WHERE type = 'table'")
-            if {"position", "data", "hash"} <= {c[1] for c in connection.execute(f"PRAGMA table_info({name})")}
-        )
-        forged = "CAST(REPLACE(CAST(data AS TEXT), 'step-1', 'step-9') AS BLOB)"
-        changed = connection.execute(f"UPDATE {table} SET data = {forged} WHERE position = 2")
-        assert changed.rowcount == 1
-    connection.close()
-    done = cli("verify", "--log", path)
-    assert done.exit_code == 1
-    assert "position 2" in done.stdout
-    assert json.loads(cli("verify", "--json", "--log", path).stdout)["problems"]
 
 
 def test_rebuild_makes_the_tables_again(log: Path) -> None:
@@ -232,25 +180,6 @@ def test_status_of_a_dead_system_tells_what_the_log_knows_and_exits_1(log: Path)
     assert [b["batch_id"] for b in found["batches"]] == ["open"]
     assert found["runners"][0]["last_state"] == "ready"
     assert "trinity-es up" in cli("status", "--log", log).stdout
-
-
-def test_status_of_what_runs_no_more_and_has_nothing_open_is_well(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
-    write(path, [("system", [ev.CoordinatorStarted(epoch=1, pid=1, host="here", version="0")])])
-    done = cli("status", "--log", path)
-    assert done.exit_code == 0, done.output
-    assert "nothing runs, and nothing is open" in done.stdout
-
-
-def test_why_of_a_dead_system_tells_what_was_running_and_the_way_out_and_exits_1(log: Path) -> None:
-    done = cli("why", "open", "--log", log)
-    assert done.exit_code == 1
-    assert "no actor system runs on this store" in done.stdout
-    assert "task 0, runs 0-1, attempt 1 of 1 was on runner-0 #1" in done.stdout
-    assert "trinity-es up" in done.stdout
-    found = json.loads(cli("why", "open", "--json", "--log", log).stdout)
-    assert (found["cause"], found["stalled"], found["state"]) == ("no_system", True, "running")
-    assert found["waiting"][1]["runner"] == "runner-0"
 
 
 def test_why_without_a_batch_is_a_line_for_every_open_one(log: Path) -> None:
@@ -390,8 +319,7 @@ def test_the_environment_and_a_config_name_a_log_too(log: Path, tmp_path: Path) 
     assert len(told("batches", "--config", config)) == 4
 
 
-def test_a_batch_may_have_a_number_for_a_name(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_a_batch_may_have_a_number_for_a_name(path: Path) -> None:
     for_text = ev.BatchSubmitted(batch_id="7", batch_type="train", repeat_times=[1], tasks=[{}])
     write(path, [("batch/'7'", [for_text])])
     assert told("show", "7", "--log", path)["batch_id"] == "7"

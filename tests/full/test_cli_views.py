@@ -48,8 +48,7 @@ def test_show_says_that_finished_tasks_are_settled_ones_failed_ones_too(log: Pat
     assert re.search(line, cli("replay", "3", "--log", log).stdout)
 
 
-def test_an_error_is_what_was_raised_and_where_without_frames_before(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_an_error_is_what_was_raised_and_where_without_frames_before(path: Path) -> None:
     frames = "".join(f'\n  File "/x/{name}.py", line 9, in run' for name in ("framework", "mine"))
     failed = ev.AttemptFailed(
         task=0, run_id_base=0, failed_runs=[0, 1], attempt=1, runner="runner-0", incarnation=1, kind="workflow",
@@ -91,7 +90,7 @@ def test_what_was_handed_in_after_the_tasks_that_are_shown_is_not_read(
     (9, True, "the run's last step is 2 of 9, and `trinity-es resume {log}` goes on with it"),
     (None, True, "`trinity-es resume {log}` goes on with it, or says that it is complete"),
 ])
-def test_status_tells_how_far_a_run_is(tmp_path: Path, total: int | None, trained: bool, said: str) -> None:
+def test_status_tells_how_far_a_run_is(path: Path, total: int | None, trained: bool, said: str) -> None:
     config = {"mode": "both", "total_steps": total, "trainer": {"class": "m:Trainer"}}
     events: list[tuple[str, list[ev.Event]]] = [("system", [ev.SystemConfigured(config=config)])]
     for step in (1, 2):
@@ -100,7 +99,6 @@ def test_status_tells_how_far_a_run_is(tmp_path: Path, total: int | None, traine
         learned = [ev.BatchTrained(step=step)] if trained or step == 1 else []
         events += [(f"batch/{step}", [batch, *ended, *learned]),
                    ("taskset/sums", [ev.TasksetAdvanced(taskset="sums", batch_id=step, epoch=0, offset=step)])]
-    path = tmp_path / "log.sqlite"
     write(path, events)
     done = cli("status", "--log", path)
     assert done.exit_code == 0, done.output
@@ -109,8 +107,7 @@ def test_status_tells_how_far_a_run_is(tmp_path: Path, total: int | None, traine
     assert "no batch is open: `trinity-es status` tells" in cli("why", "--log", path).stdout
 
 
-def test_a_batch_that_is_not_there_is_told_the_nearest(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_a_batch_that_is_not_there_is_told_the_nearest(path: Path) -> None:
     for n in (2, 5, 9):
         write(path, [(f"batch/{n}", [ev.BatchSubmitted(batch_id=n, batch_type="train", repeat_times=[1], tasks=[{}])])])
     assert "did you mean 5 or 9?" in cli("show", "7", "--log", path).stderr
@@ -206,14 +203,12 @@ def test_a_trainer_that_was_killed_is_told_also_where_its_locks_do_not_lie_besid
         assert "its trainer (pid 7) ended in the middle of it; start it again" in told.stdout
 
 
-def test_status_says_where_a_run_has_no_batch_yet(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_status_says_where_a_run_has_no_batch_yet(path: Path) -> None:
     write(path, [("system", [ev.SystemConfigured(config={"mode": "both"})])])
     assert "nothing is open: no batch has ended yet" in cli("status", "--log", path).stdout
 
 
-def test_resume_of_the_log_of_a_trainer_of_its_own_says_to_start_that_again(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_resume_of_the_log_of_a_trainer_of_its_own_says_to_start_that_again(path: Path) -> None:
     of_trl(path, *FINALIZED, ev.BatchTrained(step=1))
     for words in ([path], ["--log", path]):
         told = cli("resume", *words)
@@ -222,8 +217,7 @@ def test_resume_of_the_log_of_a_trainer_of_its_own_says_to_start_that_again(tmp_
     assert "name one" in cli("resume", path, "--log", "another.sqlite").stderr
 
 
-def test_of_a_batch_that_failed_whole_the_way_on_is_that_of_who_leads_the_run(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_of_a_batch_that_failed_whole_the_way_on_is_that_of_who_leads_the_run(path: Path) -> None:
     failed = ev.AttemptFailed(task=0, run_id_base=0, failed_runs=[0, 1], attempt=1, runner="runner-0", incarnation=1,
                               kind="workflow", message="KeyError: 'stok'", retry=False)
     sent = ev.TasksDispatched(runner="runner-0", incarnation=1, units=[unit(0)], model_version=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -140,32 +139,6 @@ def test_events_are_a_document_a_line(log: Path, tmp_path: Path) -> None:
     assert [(r["position"], r["type"], r["hash"]) for r in rows] == \
         [(r.position, r.type, r.hash.hex()) for r in recorded]
     assert all(json.loads(r.data) == row["data"] for r, row in zip(recorded, rows, strict=True))
-
-
-def test_the_trace_has_a_slice_for_each_attempt_and_lanes_do_not_overlap(log: Path, tmp_path: Path) -> None:
-    file = tmp_path / "trace.json"
-    exported(log, "--trace", file)
-    entries = json.loads(file.read_text())["traceEvents"]
-    names = {e["pid"]: e["args"]["name"] for e in entries if e["name"] == "process_name"}
-    slices = [e for e in entries if e["ph"] == "X"]
-    attempts = [e for e in slices if "outcome" in e["args"] and names[e["pid"]].startswith("runner-")]
-    with open_log(str(log)) as opened:
-        recorded = list(opened.events())
-    units = [(u.task, r.event.runner) for r in recorded if isinstance(r.event, ev.TasksDispatched)
-             for u in r.event.units]
-    assert len(attempts) == len(units)
-    failed = [r for r in recorded if isinstance(r.event, ev.AttemptFailed)]
-    assert sum(e["cat"] not in ("finished", "dropped", "running") for e in attempts) == len(failed)
-    by_lane: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    for e in attempts:
-        by_lane.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
-    for spans in by_lane.values():
-        spans.sort()
-        assert all(a[1] <= b[0] + 0.2 for a, b in pairwise(spans))
-    published = {f"weights {r.event.version}" for r in recorded if isinstance(r.event, ev.WeightsPublished)}
-    assert {e["name"] for e in entries if e["ph"] == "i" and e["cat"] == "weights"} == published
-    whole = (recorded[-1].recorded_at - recorded[0].recorded_at) * 1e6
-    assert all(0 <= e["ts"] <= whole + 1 and e["dur"] <= whole + 1 for e in slices)
 
 
 def test_what_is_under_way_is_drawn_up_to_the_last_event(log: Path) -> None:

@@ -227,6 +227,8 @@ def test_weights(path: Path, events: list[Event]) -> None:
     assert [(w["version"], w["published_at"], w["position"], w["method"], w["path"]) for w in shown] == [
         (v, all_of[0].at, all_of[0].position, all_of[-1].data["method"], all_of[-1].data["path"])
         for v, all_of in published.items()]
+    assert [load["seconds"] for w in shown for load in w["loads"]] == [
+        e.data["seconds"] for v in published for e in events if e.type == "WeightsLoaded" and e.data["version"] == v]
     for name, kind in (("loads", "WeightsLoaded"), ("failures", "WeightsFailed")):
         assert [(w["version"], load["runner"], load["incarnation"], load["at"]) for w in shown for load in w[name]] == [
             (v, e.data["runner"], e.data["incarnation"], e.at) for v in published for e in events
@@ -278,7 +280,9 @@ def test_metrics_for_prometheus_and_the_first_page(
     assert [p.value for p in seen.evals] == pytest.approx(
         [b.reward for b in finalized if b.kind == "eval" and b.reward is not None])
     with TestClient(create_app(str(path)), base_url="http://localhost") as client:
-        page = plain(client.get("/").text)
+        html = client.get("/").text
+    page = plain(html)
+    assert f"{seen.rewards[0].value:.6f}"[:8] in html
     assert f"tasks finished {states['finished']:,} of {want['tasks_submitted_total']:,} " in page
     assert f"response tokens {tokens:,} " in page
     assert f"failed attempts {sum(failures.values()):,} " in page
@@ -341,7 +345,11 @@ def test_spans(log: Log, batches: dict[str, Batch]) -> None:
 def test_the_trace_for_perfetto(log: Log, events: list[Event]) -> None:
     entries = list(trace_events(log.events()))
     slices = [e for e in entries if e["ph"] == "X"]
-    assert all(e["ts"] >= 0 and e["dur"] >= 0 for e in slices)
+    whole = 1e6 * (events[-1].at - events[0].at)
+    assert all(e["ts"] >= 0 and 0 <= e["dur"] <= whole + 1 for e in slices)
+    assert {e["name"] for e in entries if e["ph"] == "i" and e["cat"] == "weights"} == {
+        f"weights {e.data['version']}" + " failed" * (e.type == "WeightsFailed")
+        for e in events if e.type in ("WeightsPublished", "WeightsFailed")}
     every: list[Any] = []  # of each submission
     ends = [e.position - 1 for e in events if e.type == "BatchSubmitted"] + [events[-1].position]
     firsts: dict[str, int] = {}

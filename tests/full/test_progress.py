@@ -50,8 +50,7 @@ def view_of(path: Path, terminal: bool) -> tuple[RunView, io.StringIO]:
     return RunView(str(path), Console(file=out, force_terminal=terminal, width=160), total_steps=2), out
 
 
-def test_a_pipe_gets_a_line_a_step_and_a_runner_that_changes(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_a_pipe_gets_a_line_a_step_and_a_runner_that_changes(path: Path) -> None:
     view, out = view_of(path, terminal=False)
     with view:  # the log is not there yet
         append(path, "runner/runner-0", [STARTED, READY])
@@ -68,8 +67,7 @@ def test_a_pipe_gets_a_line_a_step_and_a_runner_that_changes(tmp_path: Path) -> 
     assert view.state.position == last
 
 
-def test_a_run_that_goes_on_says_what_is_trained_without_being_generated(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_a_run_that_goes_on_says_what_is_trained_without_being_generated(path: Path) -> None:
     append(path, "runner/runner-0", [STARTED, READY])
     before = append(path, batch_stream(1), step(1))
     out = io.StringIO()
@@ -81,8 +79,7 @@ def test_a_run_that_goes_on_says_what_is_trained_without_being_generated(tmp_pat
     assert second.startswith("step 2/2  1/1 tasks")
 
 
-def test_a_terminal_shows_the_engine_that_loads_and_then_the_step(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_a_terminal_shows_the_engine_that_loads_and_then_the_step(path: Path) -> None:
     view, out = view_of(path, terminal=True)
     with view:
         append(path, "runner/runner-0", [STARTED])

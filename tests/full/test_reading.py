@@ -89,8 +89,7 @@ def test_batches_are_chosen_and_sorted(log: Path) -> None:
         assert option in done.stderr
 
 
-def test_a_long_list_is_its_end_unless_all_is_asked_for(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_a_long_list_is_its_end_unless_all_is_asked_for(path: Path) -> None:
     with EventLog.open(str(path), create=True, durability="process", projectors=projectors()) as opened:
         opened.append([
             Write(stream=f"batch/{i}", expected_version=0, events=[
@@ -128,8 +127,7 @@ def test_a_rollout_is_told_by_its_weights_and_its_text(log: Path) -> None:
     assert "weights 4 to 5" in text
 
 
-def test_a_payload_that_is_gone_is_named(log: Path, tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_a_payload_that_is_gone_is_named(log: Path, path: Path) -> None:
     write(path, history("d" * 64))
     done = cli("show", "3", "--task", 1, "--run", 0, "--log", path)
     assert done.exit_code == 0, done.output
@@ -177,9 +175,8 @@ def test_events_are_chosen_by_runner_time_and_from_the_end(log: Path) -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_what_comes_while_the_last_events_are_read_is_printed_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+    path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    path = tmp_path / "log.sqlite"
     write(path, history("d" * 64))
     with open_log(str(path)) as opened:
         end = opened.head().position
@@ -197,8 +194,7 @@ def test_what_comes_while_the_last_events_are_read_is_printed_once(
     assert [json.loads(line)["position"] for line in lines] == last_two_and_on
 
 
-def test_the_last_events_are_followed_by_the_next(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_the_last_events_are_followed_by_the_next(path: Path) -> None:
     write(path, [("weights", [ev.WeightsPublished(version=v, path="x") for v in range(5)])])
     command = [sys.executable, "-m", "trinity_es", "events", "-f", "--last", "1", "-n", "2", "--log", str(path)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as following:
@@ -218,8 +214,7 @@ def test_a_time_of_day_is_that_of_the_batchs_day(log: Path) -> None:
     assert cli("replay", "3", "--at", "25:00:00", "--log", log).exit_code == 2
 
 
-def test_a_time_of_day_before_a_batch_began_is_of_the_next_day_where_its_end_is_nearer(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_a_time_of_day_before_a_batch_began_is_of_the_next_day_where_its_end_is_nearer(path: Path) -> None:
     evening = datetime(2026, 3, 1, 23, 50).timestamp()
     events: list[ev.Event] = [
         ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[2], tasks=[{}]),
@@ -233,14 +228,6 @@ def test_a_time_of_day_before_a_batch_began_is_of_the_next_day_where_its_end_is_
         assert len(told("replay", "1", "--at", at, "--log", path)["state"]["running"]) == running
     for at in ("23:49:00", "13:00:00"):  # nearer to its beginning than to its end
         assert "was not submitted yet" in cli("replay", "1", "--at", at, "--log", path).stderr
-
-
-def test_runners_of_a_system_that_is_gone_are_told_as_such_in_json_too(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
-    ready = ev.RunnerReady(runner="r", incarnation=1, places=1, model_version=0, load_seconds=1.0)
-    write(path, [("runner/r", [ready])])
-    assert told("runners", "--log", path)[0]["how"] == "gone"
-    assert "gone" in cli("runners", "--log", path).stdout
 
 
 def test_who_reads_is_not_told_of_commits() -> None:
@@ -283,8 +270,7 @@ def test_watch_shows_what_goes_on(log: Path) -> None:
     assert "waits" in text or "waiting" in text or "moved" in text
 
 
-def test_watch_in_a_pipe_prints_a_picture_when_there_is_news(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_watch_in_a_pipe_prints_a_picture_when_there_is_news(tmp_path: Path, path: Path) -> None:
     write(path, [("weights", [ev.WeightsPublished(version=1, path="x")])])
     command = [sys.executable, "-m", "trinity_es", "watch", "--every", "0.1", "--log", str(path)]
     pictures = tmp_path / "pictures"
@@ -323,8 +309,7 @@ def test_q_ends_watch_on_a_terminal(log: Path) -> None:
             os.close(ours)
 
 
-def test_prompts_that_were_dropped_in_one_batch_and_played_in_another_were_tried(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_prompts_that_were_dropped_in_one_batch_and_played_in_another_were_tried(path: Path) -> None:
     tasks = [{"raw_task": {"prompt": f"p{i}"}, "index": {"taskset": "t", "index": i}} for i in range(3)]
     write(path, [
         ("batch/1", [
@@ -344,8 +329,7 @@ def test_prompts_that_were_dropped_in_one_batch_and_played_in_another_were_tried
     assert found["read"] == {"t": {"epoch": 0, "offset": 3}}
 
 
-def test_a_prompt_that_was_tried_under_an_id_is_tried_when_the_id_is_used_again(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_a_prompt_that_was_tried_under_an_id_is_tried_when_the_id_is_used_again(path: Path) -> None:
     tasks = [{"raw_task": {}, "index": {"taskset": "t", "index": i}} for i in range(2)]
     submitted = ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[2] * 2, tasks=tasks)
     write(path, [("batch/1", [
@@ -357,8 +341,7 @@ def test_a_prompt_that_was_tried_under_an_id_is_tried_when_the_id_is_used_again(
     assert (found["tasks"], found["sent"]) == (2, 0)
 
 
-def test_a_batch_and_its_namesake_are_told_apart(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_a_batch_and_its_namesake_are_told_apart(path: Path) -> None:
     write(path, [(batch_stream(b), [ev.BatchSubmitted(batch_id=b, batch_type="train", repeat_times=[n])])
                  for b, n in ((7, 1), ("7", 2))])
     lines = cli("batches", "--log", path).stdout.splitlines()[1:]
@@ -406,8 +389,7 @@ def test_export_needs_one_batch_for_a_page(log: Path, tmp_path: Path) -> None:
         assert "a page shows one batch" in done.stderr
 
 
-def test_who_sorts_sees_the_first_of_them_and_not_the_last(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_who_sorts_sees_the_first_of_them_and_not_the_last(path: Path) -> None:
     make(str(path), batches=70, tasks=1, payloads=False)
     for how in (["--sort", "reward", "--descending"], ["--descending"], ["--sort", "response_tokens"]):
         listed = json.loads(cli("batches", *how, "--json", "--log", path).output)
@@ -417,8 +399,7 @@ def test_who_sorts_sees_the_first_of_them_and_not_the_last(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("command", ["batches", "events"])
-def test_a_time_of_day_without_a_batch_is_of_the_log_s_last_day(tmp_path: Path, command: str) -> None:
-    path = tmp_path / "log.sqlite"
+def test_a_time_of_day_without_a_batch_is_of_the_log_s_last_day(path: Path, command: str) -> None:
     make(str(path), batches=2, tasks=2, payloads=False)
     assert cli(command, "--since", "00:00:00", "--log", path).exit_code == 0
     done = cli(command, "--since", "half past", "--log", path)
@@ -427,8 +408,7 @@ def test_a_time_of_day_without_a_batch_is_of_the_log_s_last_day(tmp_path: Path, 
     assert cli("events", "--after", 10**20, "--log", path).exit_code == 2
 
 
-def test_tables_of_an_older_release_are_named_as_that(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_tables_of_an_older_release_are_named_as_that(path: Path) -> None:
     make(str(path), batches=2, tasks=2, payloads=False)
     with sqlite3.connect(path) as database:
         database.execute("UPDATE es_checkpoint SET version = 1 WHERE name = 'read_models'")

@@ -58,8 +58,7 @@ def write(path: Path, entries: list[tuple[float, str, ev.Event]]) -> None:
             log.append(writes, commit_id=str(number))
 
 
-def test_what_a_run_says_at_its_end(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_what_a_run_says_at_its_end(tmp_path: Path, path: Path) -> None:
     config = Config.from_dict({"store": {"url": f"sqlite:///{path}"}}, folder=tmp_path)
     write(path, [
         (0, "runner/runner-0", READY), *evaluated(0, "0/letters", 0.1), *evaluated(0, "0/digits", 0.7),
@@ -82,8 +81,7 @@ def test_what_a_run_says_at_its_end(tmp_path: Path) -> None:
     assert state.batches["batch/2"].model_version == 3
 
 
-def test_the_time_that_a_system_was_down_or_loaded_engines_makes_no_step_slower(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_the_time_that_a_system_was_down_or_loaded_engines_makes_no_step_slower(path: Path) -> None:
     began = [ev.CoordinatorStarted(epoch=epoch, pid=1, host="h", version="1") for epoch in (1, 2)]
     write(path, [
         (0, "system", began[0]), (5, "runner/runner-0", READY), (10, "batch/1", submitted(1)),
@@ -105,8 +103,7 @@ def test_the_time_that_a_system_was_down_or_loaded_engines_makes_no_step_slower(
     assert line.endswith("  20.00 s")
 
 
-def test_a_clock_that_is_set_makes_no_step_longer_or_shorter(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_a_clock_that_is_set_makes_no_step_longer_or_shorter(path: Path) -> None:
     write(path, [
         (0, "runner/runner-0", READY), (10, "batch/1", submitted(1)), (11, "batch/1", done(300)),
         (3615, "clock", ev.ClockStepped(seconds=3600.0, before=START + 11)), (3615, "batch/1", done(100)),
@@ -122,8 +119,7 @@ def test_a_clock_that_is_set_makes_no_step_longer_or_shorter(tmp_path: Path) -> 
     assert line.endswith("  6.00 s")
 
 
-def test_the_rate_of_a_batch_is_its_own_tokens_by_its_own_seconds(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_the_rate_of_a_batch_is_its_own_tokens_by_its_own_seconds(path: Path) -> None:
     entries: list[tuple[float, str, ev.Event]] = [(0, "runner/runner-0", READY)]
     for n in range(1, 4):
         entries += [(400 * n - 1, f"batch/{n}", submitted(n)), (400 * n, f"batch/{n}", done(256)),
@@ -142,8 +138,7 @@ def test_the_rate_of_a_batch_is_its_own_tokens_by_its_own_seconds(tmp_path: Path
     assert "eval f  0/1 tasks  reward 0.500  0 tokens  0.00 s" in out.getvalue()
 
 
-def test_the_weights_of_a_run_are_those_that_every_runner_has(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_the_weights_of_a_run_are_those_that_every_runner_has(path: Path) -> None:
     started = ev.RunnerStarted(**LIFE, pid=1, host="h", engine="vllm")
     judge = ev.RunnerStarted(runner="judge-0", incarnation=3, pid=1, host="h", engine="vllm", model="judge")
     events: list[tuple[str, ev.Event]] = [
@@ -161,8 +156,7 @@ def test_the_weights_of_a_run_are_those_that_every_runner_has(tmp_path: Path) ->
     assert [fold_run(every[: n + 1]).model_version for n in range(len(every))] == [0, 0, 0, 0, 0, 0, 1, 1, 2, 2]
 
 
-def test_tokens_that_come_at_once_after_a_silence_were_not_made_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_tokens_that_come_at_once_after_a_silence_were_not_made_at_once(tmp_path: Path, path: Path) -> None:
     write(path, [(0, "runner/runner-0", READY), (0, "batch/1", submitted(1)), (100, "batch/1", done(6000))])
     with open_log(str(path)) as log:
         assert look(log, now=START + 100.5).tokens_per_second == pytest.approx(6000 / 30)
@@ -173,9 +167,8 @@ def test_tokens_that_come_at_once_after_a_silence_were_not_made_at_once(tmp_path
 
 
 def test_an_eval_that_gave_nothing_is_counted_and_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "log.sqlite"
     config = Config.from_dict({"store": {"url": f"sqlite:///{path}"}}, folder=tmp_path)
     failed: list[tuple[float, str, ev.Event]] = [
         (0, "batch/0/letters", submitted("0/letters", "eval")),

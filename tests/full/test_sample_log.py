@@ -18,8 +18,7 @@ from trinity_es.projections.reading.log_reader import open_log
 @pytest.mark.parametrize("options", [
     {}, {"hostile": True}, {"alive": True}, {"dead": True}, {"keep": 3}, {"payloads": False},
 ], ids=str)
-def test_it_is_sound(tmp_path: Path, options: dict[str, Any]) -> None:
-    path = tmp_path / "log.sqlite"
+def test_it_is_sound(path: Path, options: dict[str, Any]) -> None:
     make(str(path), batches=12, tasks=6, **options)
     with open_log(str(path)) as log:
         assert log.verify() == []
@@ -44,8 +43,7 @@ def test_the_same_arguments_give_the_same_events_and_payloads(tmp_path: Path) ->
     assert told[0] == told[1] != told[2]
 
 
-def test_a_hostile_one_has_a_text_of_a_megabyte_and_every_kind_of_trouble(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_a_hostile_one_has_a_text_of_a_megabyte_and_every_kind_of_trouble(path: Path) -> None:
     make(str(path), batches=30, tasks=8, hostile=True)
     texts = set()
     with open_log(str(path)) as log:
@@ -64,8 +62,7 @@ def test_a_hostile_one_has_a_text_of_a_megabyte_and_every_kind_of_trouble(tmp_pa
 
 
 @pytest.mark.parametrize("end", ["alive", "dead"])
-def test_it_ends_after_so_many_events_also_where_tasks_have_many_runs(tmp_path: Path, end: str) -> None:
-    path = tmp_path / "log.sqlite"
+def test_it_ends_after_so_many_events_also_where_tasks_have_many_runs(path: Path, end: str) -> None:
     make(str(path), batches=10**9, tasks=6, runs=32, events=600, payloads=False, **{end: True})
     with open_log(str(path)) as log:
         assert 300 < log.head().position < 1200

@@ -47,8 +47,7 @@ def test_no_table_cuts_a_number_or_a_heading_however_narrow_the_terminal(dead: s
     assert f"{rows[3].reward:.3f}" in four
 
 
-def test_in_a_pipe_a_long_id_takes_no_column_away(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_in_a_pipe_a_long_id_takes_no_column_away(path: Path) -> None:
     write(path, [(batch_stream(LONG), [
         ev.BatchSubmitted(batch_id=LONG, batch_type="eval", repeat_times=[2], tasks=[{}])])])
     text = cli("batches", "--log", path).stdout
@@ -61,6 +60,8 @@ def test_runners_of_a_system_that_is_gone_are_not_running(dead: str) -> None:
     text = cli("runners", "--log", dead).stdout
     assert [line.split()[1] for line in text.splitlines()[1:]] == ["gone"] * 4
     assert "gone" in cli("runners", "runner-1", "--log", dead).stdout
+    hows = {life["how"] for life in json.loads(cli("runners", "--json", "--log", dead).stdout)}
+    assert ("gone" in hows, "running" in hows) == (True, False)
 
 
 def test_names_are_in_the_order_of_their_numbers() -> None:
@@ -80,8 +81,7 @@ def test_a_time_that_is_none_is_named_as_it_was_typed(dead: str) -> None:
     assert "'25:99'" in done.stderr
 
 
-def test_a_long_list_of_weights_says_how_many_it_leaves_out(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_a_long_list_of_weights_says_how_many_it_leaves_out(path: Path) -> None:
     versions = range(1, runners_weights_usage.MOST + 8)
     write(path, [("weights", [ev.WeightsPublished(version=n, path="w") for n in versions])])
     text = cli("weights", "--log", path).stdout

@@ -75,11 +75,13 @@ class TimesOutItself(Workflow):
         return []
 
 
-def played(workflow: type[Workflow], *, in_worker: bool = False, runs: int = 3, **arguments: Any) -> UnitResult:
+def played(
+    workflow: type[Workflow], *, in_worker: bool = False, runs: int = 3, timeout: float = 60, **arguments: Any
+) -> UnitResult:
     async def main() -> UnitResult:
         pool = WorkerPool(2) if in_worker else None
         try:
-            runner = WorkflowRunner(ScriptedEngine(EngineConfig(model_path="")), workers=pool, timeout=60)
+            runner = WorkflowRunner(ScriptedEngine(EngineConfig(model_path="")), workers=pool, timeout=timeout)
             task = Task(workflow=workflow, workflow_args=arguments, rollout_args={"seed": 0}, task_id=7)
             return await runner.execute(task, 5, range(runs))
         finally:
@@ -136,18 +138,10 @@ def test_a_workflows_own_timeout_error_is_its_failure_and_not_the_attempts(
     assert "TimeoutError" in message
 
 
-def test_the_attempts_own_timeout_is_still_told_as_such_in_thread_and_worker() -> None:
-    for in_worker in (False, True):
-        async def main(in_worker: bool = in_worker) -> UnitResult:
-            pool = WorkerPool(1) if in_worker else None
-            try:
-                runner = WorkflowRunner(ScriptedEngine(EngineConfig(model_path="")), workers=pool, timeout=0.2)
-                return await runner.execute(Task(workflow=Slow), 1, range(1))
-            finally:
-                if pool is not None:
-                    await pool.close()
-
-        assert asyncio.run(main()).failures == [(0, "timeout", "no end after 0.2 s (max_timeout)")]
+@pytest.mark.parametrize("in_worker", [False, True])
+def test_the_attempts_own_timeout_is_still_told_as_such_in_thread_and_worker(in_worker: bool) -> None:
+    done = played(Slow, in_worker=in_worker, runs=1, timeout=0.2)
+    assert done.failures == [(0, "timeout", "no end after 0.2 s (max_timeout)")]
 
 
 class Slow(Workflow):

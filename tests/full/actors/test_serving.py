@@ -248,50 +248,32 @@ async def test_p55_the_likeliest_tokens_are_told_beside_the_sampled_ones() -> No
     assert bare.choices[0].logprobs.top_logprobs is None
 
 
+WRONG: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
+    (CHAT, [
+        {"temperature": -1}, {"temperature": "hot"}, {"top_p": 0}, {"n": 0}, {"max_tokens": 0},
+        {"max_completion_tokens": 1.5}, {"stop": [1]}, {"seed": "a"}, {"logprobs": 5}, {"top_logprobs": 5},
+        {"stream": "yes"}, {"stream_options": []}, {"top_logprobs": 21, "logprobs": True}, {"presence_penalty": 3},
+        {"frequency_penalty": "much"}, {"repetition_penalty": 0}, {"min_tokens": -1}, {"min_p": 2},
+        {"response_format": "json"}, {"response_format": {"type": "json_schema"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, {"chat_template_kwargs": True},
+        {"chat_template_kwargs": {"tokenize": False}}, {"logit_bias": {"1": 5}}, {"tools": "hammer"},
+        {"tool_choice": "required"}, {"use_beam_search": True}, {"stop_token_ids": [3]}, {"adapter": "code"},
+    ]),
+    (TEXT, [
+        {"logprobs": 21}, {"prompt": ""}, {"prompt": [-1]}, {"prompt": [["a"]]}, {"prompt": ["a"] * 1000, "n": 100},
+        {"prompt": [2**31]}, {"echo": True}, {"adapter": ""},
+    ]),
+    ({}, [
+        {}, {"messages": []}, {"messages": ["hello"]}, {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [1]}]},
+    ]),
+]
+"""Requests, and what is wrong with each when it is put into them: its first field, or that it has no messages."""
+
+
 @pytest.mark.parametrize(("body", "field"), [
-    ({**CHAT, "temperature": -1}, "temperature"),
-    ({**CHAT, "temperature": "hot"}, "temperature"),
-    ({**CHAT, "top_p": 0}, "top_p"),
-    ({**CHAT, "n": 0}, "n"),
-    ({**CHAT, "max_tokens": 0}, "max_tokens"),
-    ({**CHAT, "max_completion_tokens": 1.5}, "max_completion_tokens"),
-    ({**CHAT, "stop": [1]}, "stop"),
-    ({**CHAT, "seed": "a"}, "seed"),
-    ({**CHAT, "logprobs": 5}, "logprobs"),
-    ({**CHAT, "top_logprobs": 5}, "top_logprobs"),
-    ({**CHAT, "stream": "yes"}, "stream"),
-    ({**CHAT, "stream_options": []}, "stream_options"),
-    ({**CHAT, "top_logprobs": 21, "logprobs": True}, "top_logprobs"),
-    ({**CHAT, "presence_penalty": 3}, "presence_penalty"),
-    ({**CHAT, "frequency_penalty": "much"}, "frequency_penalty"),
-    ({**CHAT, "repetition_penalty": 0}, "repetition_penalty"),
-    ({**CHAT, "min_tokens": -1}, "min_tokens"),
-    ({**CHAT, "min_p": 2}, "min_p"),
-    ({**CHAT, "response_format": "json"}, "response_format"),
-    ({**CHAT, "response_format": {"type": "json_schema"}}, "response_format"),
-    ({**CHAT, "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format"),
-    ({**CHAT, "chat_template_kwargs": True}, "chat_template_kwargs"),
-    ({**CHAT, "chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
-    ({**CHAT, "logit_bias": {"1": 5}}, "logit_bias"),
-    ({**CHAT, "tools": "hammer"}, "tools"),
-    ({**CHAT, "tool_choice": "required"}, "tool_choice"),
-    ({}, "messages"),
-    ({"messages": []}, "messages"),
-    ({"messages": ["hello"]}, "messages"),
-    ({"messages": [{"role": "user"}]}, "messages"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
-    ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages"),
-    ({**TEXT, "logprobs": 21}, "logprobs"),
-    ({**TEXT, "prompt": ""}, "prompt"),
-    ({**TEXT, "prompt": [-1]}, "prompt"),
-    ({**TEXT, "prompt": [["a"]]}, "prompt"),
-    ({**CHAT, "use_beam_search": True}, "use_beam_search"),
-    ({**CHAT, "stop_token_ids": [3]}, "stop_token_ids"),
-    ({**TEXT, "prompt": ["a"] * 1000, "n": 100}, "prompt"),
-    ({**TEXT, "prompt": [2**31]}, "prompt"),
-    ({**TEXT, "echo": True}, "echo"),
-    ({**CHAT, "adapter": "code"}, "adapter"),
-    ({**TEXT, "adapter": ""}, "adapter"),
+    ({**whole, **wrong}, next(iter(wrong), "messages")) for whole, some in WRONG for wrong in some
 ])
 async def test_p15_a_bad_request_is_400_and_names_the_field(body: dict[str, Any], field: str) -> None:
     engine = Recorder()

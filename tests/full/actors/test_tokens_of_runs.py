@@ -85,33 +85,20 @@ PROMPT = len("hello\n")
 
 
 @pytest.mark.parametrize("in_worker", [False, True])
-def test_the_runs_of_a_workflow_that_does_all_itself_have_their_own_tokens(in_worker: bool) -> None:
-    done = played(AllAtOnce, in_worker=in_worker)
-    assert tokens(done) == [(PROMPT, 8)] * 3
-    assert done.other_tokens == (-2 * PROMPT, 0)  # three runs had one prompt, which was read once
-
-
-def test_runs_of_different_lengths_are_charged_apart() -> None:
-    done = played(OneByOne)
-    assert (tokens(done), done.other_tokens) == ([(1, 1), (2, 2), (3, 3)], (0, 0))
-
-
-@pytest.mark.parametrize("in_worker", [False, True])
-def test_what_is_in_no_experience_is_named_beside_the_runs(in_worker: bool) -> None:
-    done = played(AllAtOnce, in_worker=in_worker, extra=True)
-    assert tokens(done) == [(PROMPT, 8)] * 3
-    assert done.other_tokens == (len("thinking") - 2 * PROMPT, 5)
-
-
-def test_the_tokens_of_a_run_that_failed_are_beside_those_that_did_not() -> None:
-    done = played(AllAtOnce, failing=True)
-    assert [f[0] for f in done.failures] == [1]
-    assert (tokens(done), done.other_tokens) == ([(PROMPT, 8)] * 2, (-PROMPT, 8))
-
-
-def test_experiences_that_no_model_made_cost_nothing() -> None:
-    done = played(MadeUp)
-    assert (tokens(done), done.other_tokens) == ([(0, 0)] * 3, (0, 0))
+@pytest.mark.parametrize(("workflow", "how", "charged", "beside"), [
+    (AllAtOnce, {}, [(PROMPT, 8)] * 3, (-2 * PROMPT, 0)),  # three runs had one prompt, which was read once
+    (AllAtOnce, {"extra": True}, [(PROMPT, 8)] * 3, (len("thinking") - 2 * PROMPT, 5)),  # in no experience
+    (AllAtOnce, {"failing": True}, [(PROMPT, 8)] * 2, (-PROMPT, 8)),  # of the run that failed
+    (OneByOne, {}, [(1, 1), (2, 2), (3, 3)], (0, 0)),
+    (MadeUp, {}, [(0, 0)] * 3, (0, 0)),  # experiences that no model made cost nothing
+])
+def test_each_run_is_charged_its_own_tokens_and_others_are_named_beside_them(
+    workflow: type[Workflow], how: dict[str, bool], charged: list[tuple[int, int]], beside: tuple[int, int],
+    in_worker: bool,
+) -> None:
+    done = played(workflow, in_worker=in_worker, **how)
+    assert (tokens(done), done.other_tokens) == (charged, beside)
+    assert [f[0] for f in done.failures] == ([1] if "failing" in how else [])
 
 
 def test_a_task_shows_what_it_cost_beside_its_runs() -> None:

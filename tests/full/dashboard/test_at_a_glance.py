@@ -64,8 +64,7 @@ def test_the_overview_says_first_how_the_run_is(tmp_path: Path, how: str, word: 
         assert ("a second" in seen.text.split("weights")[0]) == (how == "alive"), "no speed where nothing runs"
 
 
-def test_a_runner_that_does_not_serve_is_named_above_and_first_in_the_list(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_a_runner_that_does_not_serve_is_named_above_and_first_in_the_list(path: Path) -> None:
     names = [f"runner-{i}" for i in (0, 1, 2, 10)]
     dies = ev.RunnerLost(runner="runner-10", incarnation=1, reason="its process ended with signal 9")
     write(path, [(f"runner/{name}", [*life(name), *([dies] if name == "runner-10" else [])]) for name in names])
@@ -82,8 +81,7 @@ def test_a_runner_that_does_not_serve_is_named_above_and_first_in_the_list(tmp_p
         assert listed == [f"/runner?name={n}" for n in ("runner-10", "runner-0", "runner-1", "runner-2")]
 
 
-def test_runners_are_sorted_by_what_is_asked_and_by_their_numbers(tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_runners_are_sorted_by_what_is_asked_and_by_their_numbers(path: Path) -> None:
     lost = [ev.RunnerLost(runner="runner-2", incarnation=1, reason="x"), *life("runner-2", 2)]
     write(path, [(f"runner/{name}", [*life(name), *(lost if name == "runner-2" else [])])
                  for name in ("runner-1", "runner-10", "runner-2", LONG)])

@@ -253,8 +253,7 @@ def test_what_waits_is_asked_for_again_while_nothing_happens_and_what_ended_is_n
         browser.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
 
 
-def test_a_dead_runs_file_and_one_that_goes_away(browser: Browser, tmp_path: Path) -> None:
-    path = tmp_path / "log.sqlite"
+def test_a_dead_runs_file_and_one_that_goes_away(browser: Browser, tmp_path: Path, path: Path) -> None:
     make(str(path), batches=3, tasks=8, payloads=False, dead=True)
     with serving(str(path)) as dashboard:
         browser.open(dashboard.url)

@@ -128,7 +128,8 @@ def test_no_template_says_safe_and_all_are_escaped() -> None:
 
 def test_every_page_that_links_lead_to_is_ours_alone(client: TestClient) -> None:
     # Where the overview leads is the newest; these are a megabyte, a batch with an odd name and a runner with one.
-    first = ["/", "/rollout?id=1&task=1&run=0", batch_url(NAME), rollout_url(NAME, 0, 0), runner_url(NAME)]
+    first = ["/", "/rollout?id=1&task=1&run=0", batch_url(NAME), rollout_url(NAME, 0, 0), runner_url(NAME),
+             "/batch/asof?id=3&n=3", "/batch/steps?id=3"]
     todo, known, kinds, wrong, read = deque(first), set(first), Counter[str](), {}, Counter[str]()
     while todo:
         path = todo.popleft()

@@ -71,23 +71,20 @@ async def test_whichever_step_fails_the_old_weights_come_back_and_it_is_resumed(
     assert engine.model_version == 0
 
 
-async def test_when_the_old_weights_do_not_come_back_the_engine_is_ended(engine: VLLMEngine, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("failing", "said"), [
+    ({"reload:new": "boom", "reload:old": "gone"}, "gone"), ({"resume": "boom"}, "resumed"),
+])
+async def test_when_the_old_weights_do_not_come_back_or_it_can_not_be_resumed_the_engine_is_ended(
+    engine: VLLMEngine, tmp_path: Path, failing: dict[str, str], said: str
+) -> None:
     llm = engine._llm
-    llm.fail |= {"reload:new": RuntimeError("boom"), "reload:old": RuntimeError("gone")}
-    with pytest.raises(EngineError, match="gone") as ended:
+    llm.fail |= {call: RuntimeError(why) for call, why in failing.items()}
+    with pytest.raises(EngineError, match=said) as ended:
         await engine.load_weights(3, str(tmp_path / "new"))
     assert ended.value.details["dead"]
     assert llm.shut_down
     with pytest.raises(EngineError, match="serves nothing"):
         await engine.generate("a", Sampling())
-
-
-async def test_an_engine_that_can_not_be_resumed_is_ended(engine: VLLMEngine, tmp_path: Path) -> None:
-    llm = engine._llm
-    llm.fail["resume"] = RuntimeError("boom")
-    with pytest.raises(EngineError, match="resumed"):
-        await engine.load_weights(3, str(tmp_path / "new"))
-    assert llm.shut_down
 
 
 async def test_a_pause_that_fails_is_resumed(engine: VLLMEngine, tmp_path: Path) -> None:

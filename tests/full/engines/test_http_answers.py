@@ -16,7 +16,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from tests.helpers.http_engines import EIGHT, play
+from tests.helpers.http_engines import EIGHT
 from tests.helpers.vllm_stand_in import StandIn
 from trinity_es.actors.engines import http_engine, vllm_http_api
 from trinity_es.actors.engines.http_engine import HTTPEngine
@@ -83,17 +83,6 @@ class Wrong(StandIn):
         return choice
 
 
-@contextlib.asynccontextmanager
-async def met(server: StandIn, model: Path) -> AsyncIterator[HTTPEngine]:
-    engine = HTTPEngine(EngineConfig(model_path=str(model), options={"url": "http://a:1"}))
-    engine.server = VLLMServer("http://a:1", transport=httpx.ASGITransport(server.app()))
-    try:
-        await engine.start()
-        yield engine
-    finally:
-        await engine.stop()
-
-
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pauses, and nobody looks at the server between two requests."""
@@ -101,6 +90,29 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_engine, "BRAKE_SECONDS", (0.0, 0.0))
     for module in (http_engine, vllm_http_api):
         monkeypatch.setattr(module, "BUSY_SECONDS", (0.0, 0.01, 0.02))
+
+
+@pytest.fixture
+def spans() -> bool:
+    """Whether the server says which weights made each token, but where a test is `PLAIN`."""
+    return True
+
+
+@pytest.fixture
+def server(tiny: Path, spans: bool) -> Wrong:
+    return Wrong(tiny, spans=spans)
+
+
+@pytest.fixture
+async def engine(server: Wrong, tiny: Path) -> AsyncIterator[HTTPEngine]:
+    """An engine that met the server."""
+    engine = HTTPEngine(EngineConfig(model_path=str(tiny), options={"url": "http://a:1"}))
+    engine.server = VLLMServer("http://a:1", transport=httpx.ASGITransport(server.app()))
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.stop()
 
 
 def _noted(pauses: list[float]) -> Any:
@@ -133,149 +145,107 @@ SHIFTED = [[(100, 108)], [(-8, 0)], [(0, 4), (0, 4)], [(0, 16), (8, 0)], [(0, 4)
 
 @PLAIN
 @pytest.mark.parametrize("wrong", IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
-def test_an_answer_that_can_not_be_counts_for_nothing_and_is_the_servers_fault(
-    tiny: Path, wrong: dict[str, Any], spans: bool
+async def test_an_answer_that_can_not_be_counts_for_nothing_and_is_the_servers_fault(
+    server: Wrong, engine: HTTPEngine, wrong: dict[str, Any]
 ) -> None:
-    server = Wrong(tiny, spans=spans)
-
-    async def main() -> None:
-        async with met(server, tiny) as engine:
-            server.wrong, server.alone = wrong, True
-            with pytest.raises(EngineError) as failed:
-                await engine.generate([BAD], EIGHT)
-            assert not failed.value.details.get("refused")
-            assert not failed.value.details.get("dead"), "others are answered"
-            assert await engine.generate([5], EIGHT)
-            if "nan" not in wrong:  # which is not JSON, so no stream of this stand-in has it
-                with pytest.raises(EngineError) as failed:
-                    async for _ in engine.stream([BAD], EIGHT):
-                        pass
-                assert not failed.value.details.get("refused")
-            server.alone = False
-            with pytest.raises(EngineError, match="it fails what it answered when it was met") as failed:
-                await engine.generate([BAD], replace(EIGHT, n=2))
-            assert failed.value.details["dead"]
-
-    play(main)
+    server.wrong, server.alone = wrong, True
+    with pytest.raises(EngineError) as failed:
+        await engine.generate([BAD], EIGHT)
+    assert not failed.value.details.get("refused")
+    assert not failed.value.details.get("dead"), "others are answered"
+    assert await engine.generate([5], EIGHT)
+    if "nan" not in wrong:  # which is not JSON, so no stream of this stand-in has it
+        with pytest.raises(EngineError) as failed:
+            async for _ in engine.stream([BAD], EIGHT):
+                pass
+        assert not failed.value.details.get("refused")
+    server.alone = False
+    with pytest.raises(EngineError, match="it fails what it answered when it was met") as failed:
+        await engine.generate([BAD], replace(EIGHT, n=2))
+    assert failed.value.details["dead"]
 
 
 @pytest.mark.parametrize("weights", SHIFTED)
-def test_weights_are_told_of_each_token_once_in_order(tiny: Path, weights: list[tuple[int, int]]) -> None:
-    server = Wrong(tiny)
-
-    async def main() -> None:
-        async with met(server, tiny) as engine:
-            server.wrong, server.alone = {"weights": [(0, 3), (3, 8)]}, True
-            assert [c.version_spans for c in await engine.generate([BAD], EIGHT)] == [  # type: ignore[attr-defined]
-                ((0, 0, 3), (0, 3, 8))
-            ]
-            server.wrong = {"weights": weights}
-            with pytest.raises(EngineError, match="does not say which weights made each of 8 tokens"):
-                await engine.generate([BAD], EIGHT)
-
-    play(main)
+async def test_weights_are_told_of_each_token_once_in_order(
+    server: Wrong, engine: HTTPEngine, weights: list[tuple[int, int]]
+) -> None:
+    server.wrong, server.alone = {"weights": [(0, 3), (3, 8)]}, True
+    assert [c.version_spans for c in await engine.generate([BAD], EIGHT)] == [  # type: ignore[attr-defined]
+        ((0, 0, 3), (0, 3, 8))
+    ]
+    server.wrong = {"weights": weights}
+    with pytest.raises(EngineError, match="does not say which weights made each of 8 tokens"):
+        await engine.generate([BAD], EIGHT)
 
 
 @PLAIN
-def test_a_whole_answer_has_an_end_and_tokens(tiny: Path, spans: bool) -> None:
-    server = Wrong(tiny, spans=spans)
-
-    async def main() -> None:
-        async with met(server, tiny) as engine:
-            for wrong in ({"finish_reason": None}, {"token_ids": None, "logprobs": None}):
-                server.wrong, server.alone = {"choice": wrong}, True
-                with pytest.raises(EngineError):
-                    await engine.generate([BAD], replace(EIGHT, logprobs=False))
-
-    play(main)
+async def test_a_whole_answer_has_an_end_and_tokens(server: Wrong, engine: HTTPEngine) -> None:
+    for wrong in ({"finish_reason": None}, {"token_ids": None, "logprobs": None}):
+        server.wrong, server.alone = {"choice": wrong}, True
+        with pytest.raises(EngineError):
+            await engine.generate([BAD], replace(EIGHT, logprobs=False))
 
 
 @pytest.mark.parametrize("status", [307, 401, 403, 404, 408, 425, 429, 500, 502, 503, 504])
-def test_an_error_that_a_server_has_with_all_ends_the_engine_and_with_one_request_fails_that(
-    tiny: Path, status: int
+async def test_an_error_that_a_server_has_with_all_ends_the_engine_and_with_one_request_fails_that(
+    server: Wrong, engine: HTTPEngine, status: int
 ) -> None:
-    server = Wrong(tiny)
-
-    async def main() -> None:
-        async with met(server, tiny) as engine:
-            told = f'{{"error": {{"message": "no", "type": "t", "param": null, "code": {status}}}}}'
-            server.wrong, server.alone = {"status": status, "body": told}, True
-            for dead in (False, True):
-                server.alone = not dead
-                with pytest.raises(EngineError) as failed:
-                    await engine.generate([BAD], EIGHT)
-                assert not failed.value.details.get("refused"), "no task is at fault"
-                if status != 429 and status != 503:  # which may answer others meanwhile
-                    assert bool(failed.value.details.get("dead")) == dead == (engine.dead is not None)
-
-    play(main)
+    told = f'{{"error": {{"message": "no", "type": "t", "param": null, "code": {status}}}}}'
+    server.wrong, server.alone = {"status": status, "body": told}, True
+    for dead in (False, True):
+        server.alone = not dead
+        with pytest.raises(EngineError) as failed:
+            await engine.generate([BAD], EIGHT)
+        assert not failed.value.details.get("refused"), "no task is at fault"
+        if status != 429 and status != 503:  # which may answer others meanwhile
+            assert bool(failed.value.details.get("dead")) == dead == (engine.dead is not None)
 
 
-def test_a_request_is_at_fault_where_vllm_says_so_and_answers_others(tiny: Path) -> None:
-    server = Wrong(tiny)
+async def test_a_request_is_at_fault_where_vllm_says_so_and_answers_others(server: Wrong, engine: HTTPEngine) -> None:
     told = '{"error": {"message": "too long", "type": "BadRequestError", "param": null, "code": 400}}'
-
-    async def main() -> None:
-        async with met(server, tiny) as engine:
-            for status, body, refused in ((400, told, True), (422, told, True), (400, "<html>gateway</html>", False)):
-                server.wrong, server.alone = {"status": status, "body": body}, True
-                with pytest.raises(EngineError) as failed:
-                    await engine.generate([BAD], EIGHT)
-                assert bool(failed.value.details.get("refused")) == refused
-            server.wrong, server.alone = {"status": 400, "body": told}, False
-            with pytest.raises(EngineError) as failed:
-                await engine.generate([5], EIGHT)
-            assert failed.value.details.get("dead"), "what it answered when it was met was no fault"
-
-    play(main)
+    for status, body, refused in ((400, told, True), (422, told, True), (400, "<html>gateway</html>", False)):
+        server.wrong, server.alone = {"status": status, "body": body}, True
+        with pytest.raises(EngineError) as failed:
+            await engine.generate([BAD], EIGHT)
+        assert bool(failed.value.details.get("refused")) == refused
+    server.wrong, server.alone = {"status": 400, "body": told}, False
+    with pytest.raises(EngineError) as failed:
+        await engine.generate([5], EIGHT)
+    assert failed.value.details.get("dead"), "what it answered when it was met was no fault"
 
 
-def test_a_refusal_of_a_server_that_restarted_is_none(tiny: Path) -> None:
-    server = Wrong(tiny)
-
-    async def main() -> None:
-        async with met(server, tiny) as engine:
-            told = '{"error": {"message": "too long"}}'
-            server.wrong, server.alone, server.label = {"status": 400, "body": told}, True, "default"
-            with pytest.raises(EngineError, match="it restarted, or somebody else changed its weights") as failed:
-                await engine.generate([BAD], EIGHT)
-            assert failed.value.details["dead"]
-
-    play(main)
+async def test_a_refusal_of_a_server_that_restarted_is_none(server: Wrong, engine: HTTPEngine) -> None:
+    told = '{"error": {"message": "too long"}}'
+    server.wrong, server.alone, server.label = {"status": 400, "body": told}, True, "default"
+    with pytest.raises(EngineError, match="it restarted, or somebody else changed its weights") as failed:
+        await engine.generate([BAD], EIGHT)
+    assert failed.value.details["dead"]
 
 
 @pytest.mark.parametrize("status", [429, 503])
-def test_a_server_that_takes_nothing_for_a_while_is_waited_for(tiny: Path, status: int) -> None:
-    server = Wrong(tiny)
-
-    async def main() -> None:
-        async with met(server, tiny) as engine:
-            server.wrong = {"status": status, "times": 3}
-            assert await engine.generate([5], EIGHT)
-            server.wrong = {"status": status, "times": 3}
-            assert [piece async for piece in engine.stream([5], EIGHT)][-1].finish_reason
-            server.wrong, server.alone, server.asked = {"status": status}, True, 0
-            with pytest.raises(EngineError, match=f"answered {status}") as failed:
-                await engine.generate([BAD], EIGHT)
-            assert not failed.value.details
-            assert server.asked == 5, "four times, and what it answered when it was met"
-            assert await engine.generate([5], EIGHT)
-
-    play(main)
+async def test_a_server_that_takes_nothing_for_a_while_is_waited_for(
+    server: Wrong, engine: HTTPEngine, status: int
+) -> None:
+    server.wrong = {"status": status, "times": 3}
+    assert await engine.generate([5], EIGHT)
+    server.wrong = {"status": status, "times": 3}
+    assert [piece async for piece in engine.stream([5], EIGHT)][-1].finish_reason
+    server.wrong, server.alone, server.asked = {"status": status}, True, 0
+    with pytest.raises(EngineError, match=f"answered {status}") as failed:
+        await engine.generate([BAD], EIGHT)
+    assert not failed.value.details
+    assert server.asked == 5, "four times, and what it answered when it was met"
+    assert await engine.generate([5], EIGHT)
 
 
-def test_a_server_that_answers_a_try_alone_draws_little(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Wrong(tiny)
-
-    async def main() -> None:
-        async with met(server, tiny) as engine:
-            pauses = _pauses_before_tries(server, monkeypatch)
-            for prompt in (BAD, BAD, BAD, BAD, BAD, 5, BAD):
-                with contextlib.suppress(EngineError):
-                    await engine.generate([prompt], EIGHT)
-            assert pauses == [0.25, 0.5, 1.0, 2.0, 2.0, 0.25]
-
-    play(main)
+async def test_a_server_that_answers_a_try_alone_draws_little(
+    server: Wrong, engine: HTTPEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses = _pauses_before_tries(server, monkeypatch)
+    for prompt in (BAD, BAD, BAD, BAD, BAD, 5, BAD):
+        with contextlib.suppress(EngineError):
+            await engine.generate([prompt], EIGHT)
+    assert pauses == [0.25, 0.5, 1.0, 2.0, 2.0, 0.25]
 
 
 def _pauses_before_tries(server: Wrong, monkeypatch: pytest.MonkeyPatch) -> list[float]:
@@ -288,30 +258,26 @@ def _pauses_before_tries(server: Wrong, monkeypatch: pytest.MonkeyPatch) -> list
 
 
 @PLAIN
-def test_a_server_that_takes_nothing_new_while_it_answers_others_goes_on(tiny: Path, spans: bool) -> None:
-    server = Wrong(tiny, spans=spans)
+async def test_a_server_that_takes_nothing_new_while_it_answers_others_goes_on(
+    server: Wrong, engine: HTTPEngine
+) -> None:
     server.args.token_seconds = 0.1
-
-    async def main() -> None:
-        async with met(server, tiny) as engine:
-            for others in ([5], [5, 6]):  # the second as a stream, whose parts come at its end here
-                engine._answered = float("-inf")  # it has answered nobody for long
-                asked, server.asked = asyncio.create_task(_all_of(engine, others)), 0
-                while not server.asked:
-                    await asyncio.sleep(0.01)
-                server.wrong = {"status": 503}
-                with pytest.raises(EngineError, match="answered 503") as failed:
-                    await engine.generate([BAD], EIGHT)
-                assert not failed.value.details.get("dead"), "it has not ended the other request"
-                assert not asked.done()
-                assert await asked == 8
-                server.wrong = {}
-            engine._answered = float("-inf")
-            server.wrong = {"status": 503}
-            refused = await asyncio.gather(*(engine.generate([BAD], EIGHT) for _ in range(9)), return_exceptions=True)
-            assert {error.details.get("dead") for error in refused if isinstance(error, EngineError)} == {True}
-
-    play(main)
+    for others in ([5], [5, 6]):  # the second as a stream, whose parts come at its end here
+        engine._answered = float("-inf")  # it has answered nobody for long
+        asked, server.asked = asyncio.create_task(_all_of(engine, others)), 0
+        while not server.asked:
+            await asyncio.sleep(0.01)
+        server.wrong = {"status": 503}
+        with pytest.raises(EngineError, match="answered 503") as failed:
+            await engine.generate([BAD], EIGHT)
+        assert not failed.value.details.get("dead"), "it has not ended the other request"
+        assert not asked.done()
+        assert await asked == 8
+        server.wrong = {}
+    engine._answered = float("-inf")
+    server.wrong = {"status": 503}
+    refused = await asyncio.gather(*(engine.generate([BAD], EIGHT) for _ in range(9)), return_exceptions=True)
+    assert {error.details.get("dead") for error in refused if isinstance(error, EngineError)} == {True}
 
 
 async def _all_of(engine: HTTPEngine, prompt: list[int]) -> int:
@@ -321,38 +287,26 @@ async def _all_of(engine: HTTPEngine, prompt: list[int]) -> int:
     return len([token async for piece in engine.stream(prompt, EIGHT) for token in piece.token_ids])
 
 
-def test_a_stream_is_an_answer(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Wrong(tiny)
-
-    async def main() -> None:
-        async with met(server, tiny) as engine:
-            pauses = _pauses_before_tries(server, monkeypatch)
-            for prompt in (BAD, BAD, 5, BAD):
-                with contextlib.suppress(EngineError):
-                    async for _ in engine.stream([prompt], EIGHT):
-                        pass
-            assert pauses == [0.25, 0.5, 0.25], "a whole one ends the row of failures"
-            engine._answered = float("-inf")
-            pieces = engine.stream([5], EIGHT)
-            await anext(pieces)
-            server.wrong, server.alone = {"status": 429}, False
-            with pytest.raises(EngineError, match="answered 429") as failed:
-                await engine.generate([5], EIGHT)
-            assert not failed.value.details.get("dead"), "it answered a moment ago"
-            assert [piece async for piece in pieces][-1].finish_reason
-
-    play(main)
+async def test_a_stream_is_an_answer(server: Wrong, engine: HTTPEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses = _pauses_before_tries(server, monkeypatch)
+    for prompt in (BAD, BAD, 5, BAD):
+        with contextlib.suppress(EngineError):
+            async for _ in engine.stream([prompt], EIGHT):
+                pass
+    assert pauses == [0.25, 0.5, 0.25], "a whole one ends the row of failures"
+    engine._answered = float("-inf")
+    pieces = engine.stream([5], EIGHT)
+    await anext(pieces)
+    server.wrong, server.alone = {"status": 429}, False
+    with pytest.raises(EngineError, match="answered 429") as failed:
+        await engine.generate([5], EIGHT)
+    assert not failed.value.details.get("dead"), "it answered a moment ago"
+    assert [piece async for piece in pieces][-1].finish_reason
 
 
-def test_a_server_that_takes_nothing_any_more_ends_the_engine(tiny: Path) -> None:
-    server = Wrong(tiny)
-
-    async def main() -> None:
-        async with met(server, tiny) as engine:
-            engine._answered = float("-inf")  # it has answered nobody for long
-            server.wrong = {"status": 429}
-            with pytest.raises(EngineError, match="answered 429") as failed:
-                await engine.generate([5], EIGHT)
-            assert failed.value.details["dead"]
-
-    play(main)
+async def test_a_server_that_takes_nothing_any_more_ends_the_engine(server: Wrong, engine: HTTPEngine) -> None:
+    engine._answered = float("-inf")  # it has answered nobody for long
+    server.wrong = {"status": 429}
+    with pytest.raises(EngineError, match="answered 429") as failed:
+        await engine.generate([5], EIGHT)
+    assert failed.value.details["dead"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.http_engines import EIGHT, met, play
+from tests.helpers.http_engines import EIGHT, met
 from tests.helpers.paths import ROOT
 from tests.helpers.servers import ServerProcess, ended, stand_in
 from trinity_es.actors.engines import http_engine, http_weights
@@ -35,10 +35,9 @@ def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @ROUTES
-def test_tokens_in_tokens_out(tiny: Path, tmp_path: Path, arguments: tuple[str, ...]) -> None:
+async def test_tokens_in_tokens_out(tiny: Path, tmp_path: Path, arguments: tuple[str, ...]) -> None:
     server = stand_in(tiny, tmp_path / "log", *arguments).start()
-
-    async def main() -> None:
+    with ended(server):
         async with met(server.ready(), tiny) as engine:
             made = await engine.generate([5, 6, 7], Sampling(n=3, max_tokens=6, seed=1, top_logprobs=2))
             assert len(made) == 3
@@ -61,18 +60,14 @@ def test_tokens_in_tokens_out(tiny: Path, tmp_path: Path, arguments: tuple[str, 
                 await engine.generate([5] * 64, EIGHT)
             assert refused.value.details["refused"]
 
-    with ended(server):
-        play(main)
-
 
 @ROUTES
-def test_an_answer_of_a_server_that_restarted_in_between_is_refused(
+async def test_an_answer_of_a_server_that_restarted_in_between_is_refused(
     tiny: Path, tmp_path: Path, arguments: tuple[str, ...], unwatched: None
 ) -> None:
     account = tmp_path / "account"
     server = stand_in(tiny, tmp_path / "log", "--account", str(account), *arguments).start()
-
-    async def main() -> None:
+    with ended(server):
         async with met(server.ready(), tiny) as engine:
             await engine.generate("a", EIGHT)
             before = len(account.read_text().splitlines())
@@ -84,16 +79,12 @@ def test_an_answer_of_a_server_that_restarted_in_between_is_refused(
             assert len(account.read_text().splitlines()) == before + 1, "it did answer"
             assert engine.dead
 
-    with ended(server):
-        play(main)
 
-
-def test_an_answer_begun_before_the_restart_and_one_streamed_over_it_are_refused(
+async def test_an_answer_begun_before_the_restart_and_one_streamed_over_it_are_refused(
     tiny: Path, tmp_path: Path, unwatched: None
 ) -> None:
     server = stand_in(tiny, tmp_path / "log", "--token-seconds", "0.2").start()
-
-    async def main() -> None:
+    with ended(server):
         async with met(server.ready(), tiny) as engine:
             asked = asyncio.create_task(engine.generate("a", EIGHT))
             await asyncio.sleep(0.5)
@@ -102,14 +93,10 @@ def test_an_answer_begun_before_the_restart_and_one_streamed_over_it_are_refused
                 await asked
             assert refused.value.details["dead"]
 
-    with ended(server):
-        play(main)
 
-
-def test_a_server_that_ends_is_noticed_and_nobody_waits_for_it(tiny: Path, tmp_path: Path) -> None:
+async def test_a_server_that_ends_is_noticed_and_nobody_waits_for_it(tiny: Path, tmp_path: Path) -> None:
     server = stand_in(tiny, tmp_path / "log", "--latency", "0").start()
-
-    async def main() -> None:
+    with ended(server):
         async with met(server.ready(), tiny) as engine:
             server.kill()
             until = time.monotonic() + 10
@@ -119,14 +106,10 @@ def test_a_server_that_ends_is_noticed_and_nobody_waits_for_it(tiny: Path, tmp_p
             with pytest.raises(EngineError):
                 await engine.generate("a", EIGHT)
 
-    with ended(server):
-        play(main)
 
-
-def test_weights_that_somebody_else_loads_end_the_engine(tiny: Path, other: Path, tmp_path: Path) -> None:
+async def test_weights_that_somebody_else_loads_end_the_engine(tiny: Path, other: Path, tmp_path: Path) -> None:
     server = stand_in(tiny, tmp_path / "log").start()
-
-    async def main() -> None:
+    with ended(server):
         async with met(server.ready(), tiny) as first, met(server, tiny) as second:
             until = time.monotonic() + 10
             while first.dead is None and time.monotonic() < until:
@@ -134,19 +117,15 @@ def test_weights_that_somebody_else_loads_end_the_engine(tiny: Path, other: Path
             assert "somebody else" in str(first.dead)
             assert second.dead is None
 
-    with ended(server):
-        play(main)
-
 
 @pytest.mark.parametrize("arguments", [(), ("--no-scale-out",)], ids=["spans", "labels"])
-def test_weights_change_under_requests_that_go_on(
+async def test_weights_change_under_requests_that_go_on(
     tiny: Path, other: Path, tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
     account = tmp_path / "account"
     slow = ("--token-seconds", "0.05", "--account", str(account))
     server = stand_in(tiny, tmp_path / "log", *slow, *arguments).start()
-
-    async def main() -> None:
+    with ended(server):
         async with met(server.ready(), tiny) as engine:
             asked = [asyncio.create_task(engine.generate("a", Sampling(max_tokens=20))) for _ in range(4)]
             await asyncio.sleep(0.4)
@@ -163,45 +142,33 @@ def test_weights_change_under_requests_that_go_on(
             assert after.version_spans == ((1, 0, 8),)  # type: ignore[attr-defined]
             assert engine.model_version == 1
 
-    with ended(server):
-        play(main)
 
-
-def test_a_server_with_other_weights_gets_the_first_ones_before_anything_is_served(
+async def test_a_server_with_other_weights_gets_the_first_ones_before_anything_is_served(
     tiny: Path, other: Path, tmp_path: Path
 ) -> None:
     account = tmp_path / "account"
     server = stand_in(other, tmp_path / "log", "--account", str(account)).start()
-
-    async def main() -> None:
+    with ended(server):
         async with met(server.ready(), tiny) as engine:
             await engine.load_weights(7, str(other))
         async with met(server, tiny) as engine:  # the next life finds the weights of this one
             await engine.generate("a", EIGHT)
-
-    with ended(server):
-        play(main)
     made_by = {folder for line in account.read_text().splitlines() for folder in json.loads(line)["weights"]}
     assert made_by == {str(tiny)}
 
 
-def test_a_server_that_was_left_paused_goes_on(tiny: Path, tmp_path: Path) -> None:
+async def test_a_server_that_was_left_paused_goes_on(tiny: Path, tmp_path: Path) -> None:
     server = stand_in(tiny, tmp_path / "log").start()
-
-    async def main() -> None:
+    with ended(server):
         async with met(server.ready(), tiny) as engine:
             await engine.server.pause()  # and its runner is killed
         async with met(server, tiny) as engine:
             assert await engine.generate("a", EIGHT)
 
-    with ended(server):
-        play(main)
 
-
-def test_a_change_that_fails_half_way_leaves_a_server_that_nobody_uses(tiny: Path, tmp_path: Path) -> None:
+async def test_a_change_that_fails_half_way_leaves_a_server_that_nobody_uses(tiny: Path, tmp_path: Path) -> None:
     server = stand_in(tiny, tmp_path / "log").start()
-
-    async def main() -> None:
+    with ended(server):
         async with met(server.ready(), tiny) as engine:
             with pytest.raises(EngineError, match="no weights at") as failed:
                 await engine.load_weights(1, "/not/there")
@@ -211,28 +178,24 @@ def test_a_change_that_fails_half_way_leaves_a_server_that_nobody_uses(tiny: Pat
             async with met(server, tiny):
                 pass
 
-    with ended(server):
-        play(main)
 
-
-def test_weights_that_can_not_be_loaded_are_refused_before_anything_is_touched(tiny: Path, tmp_path: Path) -> None:
+async def test_weights_that_can_not_be_loaded_are_refused_before_anything_is_touched(
+    tiny: Path, tmp_path: Path
+) -> None:
     server = stand_in(tiny, tmp_path / "log").start()
-
-    async def main() -> None:
+    with ended(server):
         async with met(server.ready(), tiny) as engine:
             with pytest.raises(SyncError, match="holds no weights; still serving 0"):
                 await engine.load_weights(1, str(tmp_path))
             assert (await engine.generate("a", EIGHT))[0].version_spans == ((0, 0, 8),)  # type: ignore[attr-defined]
 
-    with ended(server):
-        play(main)
 
-
-def test_a_server_that_takes_no_weights_says_how_it_is_to_be_started(tiny: Path, other: Path, tmp_path: Path) -> None:
+async def test_a_server_that_takes_no_weights_says_how_it_is_to_be_started(
+    tiny: Path, other: Path, tmp_path: Path
+) -> None:
     server = stand_in(tiny, tmp_path / "log", "--no-dev").start()
     strange = stand_in(other, tmp_path / "log2", "--no-dev").start()
-
-    async def main() -> None:
+    with ended(server, strange):
         async with met(server.ready(), tiny) as engine:
             with pytest.raises(SyncError, match=r"VLLM_SERVER_DEV_MODE=1 in its environment, or give "):
                 await engine.load_weights(1, str(other))
@@ -241,11 +204,8 @@ def test_a_server_that_takes_no_weights_says_how_it_is_to_be_started(tiny: Path,
             async with met(strange.ready(), tiny):
                 pass
 
-    with ended(server, strange):
-        play(main)
 
-
-def test_a_restart_command_brings_weights_into_a_server_that_takes_none(
+async def test_a_restart_command_brings_weights_into_a_server_that_takes_none(
     tiny: Path, other: Path, tmp_path: Path
 ) -> None:
     server = stand_in(tiny, tmp_path / "log", "--no-dev").start()
@@ -258,8 +218,7 @@ def test_a_restart_command_brings_weights_into_a_server_that_takes_none(
         f"kill -9 $(cat {pids})\ntest \"$TRINITY_ES_PATH\" = \"$2\" && test \"$TRINITY_ES_URL\" = \"$1\" || exit 9\n"
         f"cd {ROOT} && nohup {start} --model \"$2\" > {tmp_path}/log3 2>&1 &\necho $! > {pids}\n"
     )
-
-    async def main() -> None:
+    with ended(server):
         command = f"sh {script} {{url}} {{path}}"
         try:
             async with met(server.ready(), tiny, restart_command=command) as engine:
@@ -290,9 +249,6 @@ def test_a_restart_command_brings_weights_into_a_server_that_takes_none(
         finally:
             ServerProcess(["kill", "-9", pids.read_text().strip()], 0, tmp_path / "log5").start().process.wait()  # type: ignore[union-attr]
 
-    with ended(server):
-        play(main)
-
 
 def publish_anew(folder: Path, by: str) -> None:
     """Publish other weights from the folder of the last ones."""
@@ -308,15 +264,14 @@ def publish_anew(folder: Path, by: str) -> None:
 
 @pytest.mark.parametrize("by", ["a link", "a move"])
 @pytest.mark.parametrize("arguments", [("--no-dev",), ()], ids=["plain", "labels"])
-def test_a_path_does_not_prove_which_version_a_server_was_started_with(
+async def test_a_path_does_not_prove_which_version_a_server_was_started_with(
     tiny: Path, other: Path, tmp_path: Path, by: str, arguments: tuple[str, ...]
 ) -> None:
     latest = tmp_path / "latest"
     shutil.copytree(other, latest)
     time.sleep(0.05)  # a process starts at a tick of the clock
     server = stand_in(latest, tmp_path / "log", *arguments).start()  # with version 5, by the restart command say
-
-    async def main() -> None:
+    with ended(server):
         account = tmp_path / "account"
         options = {"restart_command": f"echo $TRINITY_ES_VERSION >> {account}; exit 5"}
         server.ready()
@@ -332,16 +287,12 @@ def test_a_path_does_not_prove_which_version_a_server_was_started_with(
                 pass
         assert account.read_text() == "7\n"
 
-    with ended(server):
-        play(main)
 
-
-def test_the_key_comes_by_the_environment_and_is_in_no_message(
+async def test_the_key_comes_by_the_environment_and_is_in_no_message(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = stand_in(tiny, tmp_path / "log", "--api-key", "open-sesame").start()
-
-    async def main() -> None:
+    with ended(server):
         monkeypatch.setenv("THEIR_KEY", "wrong-word")
         with pytest.raises(EngineError, match=r"refuses the key in THEIR_KEY \(401\)") as refused:
             async with met(server.ready(), tiny, key_variable="THEIR_KEY"):
@@ -352,23 +303,16 @@ def test_the_key_comes_by_the_environment_and_is_in_no_message(
             assert await engine.generate("a", EIGHT)
             assert engine.server.scrubbed("Bearer open-sesame") == "Bearer ***"
 
-    with ended(server):
-        play(main)
 
-
-def test_logprobs_before_temperature_are_refused_where_it_matters(tiny: Path, tmp_path: Path) -> None:
+async def test_logprobs_before_temperature_are_refused_where_it_matters(tiny: Path, tmp_path: Path) -> None:
     server = stand_in(tiny, tmp_path / "log", "--logprobs-mode", "raw_logprobs").start()
-
-    async def main() -> None:
+    with ended(server):
         async with met(server.ready(), tiny) as engine:
             assert await engine.generate("a", EIGHT)
             assert await engine.generate("a", Sampling(max_tokens=2, temperature=0.5, logprobs=False))
             with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs") as refused:
                 await engine.generate("a", Sampling(max_tokens=2, temperature=0.5))
             assert refused.value.details["refused"]
-
-    with ended(server):
-        play(main)
 
 
 def test_neither_torch_nor_vllm_is_imported(tiny: Path) -> None:
@@ -381,11 +325,10 @@ def test_neither_torch_nor_vllm_is_imported(tiny: Path) -> None:
     assert done.stdout == "a set()\n", done.stderr[-2000:]
 
 
-def test_who_gives_up_ends_the_request_in_the_server(tiny: Path, tmp_path: Path) -> None:
+async def test_who_gives_up_ends_the_request_in_the_server(tiny: Path, tmp_path: Path) -> None:
     account = tmp_path / "account"
     server = stand_in(tiny, tmp_path / "log", "--token-seconds", "0.1", "--account", str(account)).start()
-
-    async def main() -> None:
+    with ended(server):
         async with met(server.ready(), tiny) as engine:
             asked = asyncio.create_task(engine.generate("a", EIGHT))
             await asyncio.sleep(0.2)
@@ -393,19 +336,15 @@ def test_who_gives_up_ends_the_request_in_the_server(tiny: Path, tmp_path: Path)
             await asyncio.wait({asked})
             await asyncio.sleep(1.0)
             assert engine.dead is None
-
-    with ended(server):
-        play(main)
     assert [json.loads(line)["tokens"] for line in account.read_text().splitlines()] == [4], "but for the first look"
 
 
-def test_a_restart_in_the_middle_of_a_change_is_not_taken_for_its_end(
+async def test_a_restart_in_the_middle_of_a_change_is_not_taken_for_its_end(
     tiny: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the weights came, and before they were labelled: the label would name weights that are gone."""
     server = stand_in(tiny, tmp_path / "log").start()
-
-    async def main() -> None:
+    with ended(server):
         async with met(server.ready(), tiny) as engine:
             real = http_weights.ServerWeights._give_label
 
@@ -418,6 +357,3 @@ def test_a_restart_in_the_middle_of_a_change_is_not_taken_for_its_end(
             with pytest.raises(EngineError, match="restarted while its weights changed") as failed:
                 await engine.load_weights(1, str(other))
             assert failed.value.details["dead"]
-
-    with ended(server):
-        play(main)

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.helpers.http_engines import EIGHT, met, play
+from tests.helpers.http_engines import EIGHT, met
 from tests.helpers.servers import ended, stand_in
 from trinity_es.actors.engines import http_engine, vllm_http_api
 from trinity_es.actors.engines.http_engine import HTTPEngine
@@ -21,11 +21,10 @@ from trinity_es.actors.engines.vllm_http_api import ServerGone, VLLMServer
 from trinity_es.events.errors import EngineError
 
 
-def test_a_server_whose_runner_ended_in_a_change_is_loaded_again(tiny: Path, other: Path, tmp_path: Path) -> None:
+async def test_a_server_whose_runner_ended_in_a_change_is_loaded_again(tiny: Path, other: Path, tmp_path: Path) -> None:
     account = tmp_path / "account"
     server = stand_in(tiny, tmp_path / "log", "--account", str(account)).start()
-
-    async def main() -> None:
+    with ended(server):
         left = VLLMServer(server.ready().url)
 
         async def leave() -> None:
@@ -41,22 +40,18 @@ def test_a_server_whose_runner_ended_in_a_change_is_loaded_again(tiny: Path, oth
             async with met(server, tiny, restart_command="exit 5"):
                 pass
         await left.close()
-
-    with ended(server):
-        play(main)
     made_by = {folder for line in account.read_text().splitlines() for folder in json.loads(line)["weights"]}
     assert made_by == {str(tiny)}
 
 
-def test_a_server_that_falls_silent_in_a_change_ends_the_engine(
+async def test_a_server_that_falls_silent_in_a_change_ends_the_engine(
     tiny: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = stand_in(tiny, tmp_path / "log", "--load-seconds", "2").start()
     monkeypatch.setattr(http_engine, "SILENT_SECONDS", 1.0)
     monkeypatch.setattr(vllm_http_api, "LOOK_SECONDS", 0.5)
     monkeypatch.setattr(vllm_http_api, "CONNECT_SECONDS", 0.5)
-
-    async def main() -> None:
+    with ended(server):
         async with met(server.ready(), tiny) as engine:
             loading = asyncio.create_task(engine.load_weights(1, str(other)))
             await asyncio.sleep(0.5)
@@ -66,14 +61,12 @@ def test_a_server_that_falls_silent_in_a_change_ends_the_engine(
                 await asyncio.wait_for(loading, 15)
             assert failed.value.details["dead"]
 
-    with ended(server):
-        play(main)
 
-
-def test_a_stop_lets_a_change_of_weights_end_and_asks_nothing_after(tiny: Path, other: Path, tmp_path: Path) -> None:
+async def test_a_stop_lets_a_change_of_weights_end_and_asks_nothing_after(
+    tiny: Path, other: Path, tmp_path: Path
+) -> None:
     server = stand_in(tiny, tmp_path / "log", "--load-seconds", "1").start()
-
-    async def main() -> None:
+    with ended(server):
         async with met(server.ready(), tiny) as engine:
             loading = asyncio.create_task(engine.load_weights(1, str(other)))
             await asyncio.sleep(0.3)
@@ -84,28 +77,21 @@ def test_a_stop_lets_a_change_of_weights_end_and_asks_nothing_after(tiny: Path, 
             with pytest.raises(ServerGone, match="is asked nothing any more"):
                 await engine.server.healthy()
 
-    with ended(server):
-        play(main)
+
+async def test_an_answer_that_is_no_json_is_an_engine_error() -> None:
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, text="<html>sign in</html>"))
+    server = VLLMServer("http://a:1", transport=transport)
+    for call in (server.label, server.paused, server.facts, lambda: server.tokenize("a"), server.pause):
+        with pytest.raises(EngineError, match="answered what no vLLM server does: '<html>sign in</html>'"):
+            await call()
+    await server.close()
 
 
-def test_an_answer_that_is_no_json_is_an_engine_error() -> None:
-    async def main() -> None:
-        transport = httpx.MockTransport(lambda request: httpx.Response(200, text="<html>sign in</html>"))
-        server = VLLMServer("http://a:1", transport=transport)
-        for call in (server.label, server.paused, server.facts, lambda: server.tokenize("a"), server.pause):
-            with pytest.raises(EngineError, match="answered what no vLLM server does: '<html>sign in</html>'"):
-                await call()
-        await server.close()
-
-    play(main)
-
-
-def test_the_watch_goes_on_whatever_a_look_raises(
+async def test_the_watch_goes_on_whatever_a_look_raises(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = stand_in(tiny, tmp_path / "log").start()
-
-    async def main() -> None:
+    with ended(server):
         async with met(server.ready(), tiny) as engine:
             looked = asyncio.Event()
 
@@ -119,17 +105,13 @@ def test_the_watch_goes_on_whatever_a_look_raises(
             server.kill()
             await asyncio.wait_for(engine._died.wait(), 10)
 
-    with ended(server):
-        play(main)
 
-
-def test_a_server_too_busy_to_say_who_it_is_fails_a_request_alone(
+async def test_a_server_too_busy_to_say_who_it_is_fails_a_request_alone(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = stand_in(tiny, tmp_path / "log", "--no-scale-out").start()
     monkeypatch.setattr(http_engine, "WATCH_SECONDS", 3600.0)  # nobody else looks
-
-    async def main() -> None:
+    with ended(server):
         async with met(server.ready(), tiny) as engine:
             with monkeypatch.context() as patched:
                 patched.setattr(vllm_http_api, "LOOK_SECONDS", 0.0)
@@ -139,14 +121,10 @@ def test_a_server_too_busy_to_say_who_it_is_fails_a_request_alone(
             assert engine.dead is None
             assert await engine.generate("a", EIGHT)
 
-    with ended(server):
-        play(main)
 
-
-def test_a_start_says_that_it_waits_for_the_restart_command(tiny: Path, other: Path, tmp_path: Path) -> None:
+async def test_a_start_says_that_it_waits_for_the_restart_command(tiny: Path, other: Path, tmp_path: Path) -> None:
     server = stand_in(other, tmp_path / "log", "--no-dev").start()
-
-    async def main() -> None:
+    with ended(server):
         options = {"url": server.ready().url, "restart_command": "sleep 1; exit 5"}
         engine = HTTPEngine(EngineConfig(model_path=str(tiny), options=options))
         starting = asyncio.create_task(engine.start())
@@ -157,6 +135,3 @@ def test_a_start_says_that_it_waits_for_the_restart_command(tiny: Path, other: P
         with pytest.raises(EngineError, match="exit status 5"):
             await starting
         assert not engine.waits_for
-
-    with ended(server):
-        play(main)

@@ -49,15 +49,6 @@ def test_a_stop_text_in_a_stream_is_not_sent(live: Live) -> None:
     assert stopped[-1].finish_reason == "stop"
 
 
-def test_a_stream_that_is_closed_is_aborted_in_the_engine(live: Live) -> None:
-    async def first() -> Completion:
-        async with aclosing(live.engine.stream("c=", Sampling(max_tokens=400, ignore_eos=True))) as stream:
-            return await anext(stream)
-
-    assert live.run(first()).finish_reason == ""
-    wait_until(lambda: unfinished(live) == 0, "the request to be aborted")
-
-
 def test_p15_the_endpoint_gives_the_engines_own_tokens_and_logprobs(live: Live) -> None:
     import openai
 

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -31,42 +32,32 @@ from trinity_es.events.store.retry import is_transient
 Open = Callable[..., EventLog]
 
 
+def place_of(kind: str, folder: Path) -> Path:
+    """Where somebody looks for a log, and finds something else there."""
+    path = folder / "log.db"
+    if kind == "another program's":
+        with closing(sqlite3.connect(path)) as other, other:
+            other.execute("CREATE TABLE recipes (name TEXT)")
+    elif kind != "nothing":
+        path.write_text("a diary, not a database\n" * 200 if kind == "a text" else "")
+    return folder if kind == "a folder" else path
+
+
 class TestWrongFiles:
-    def test_nothing_there(self, tmp_path: Path) -> None:
-        with pytest.raises(LogNotFound, match=r"no log at .*run\.db"):
-            EventLog.open(str(tmp_path / "run.db"))
-        assert list(tmp_path.iterdir()) == []
-
-    def test_nothing_there_to_read(self, tmp_path: Path) -> None:
-        with pytest.raises(LogNotFound):
-            EventLog.open(str(tmp_path / "run.db"), read_only=True)
-
-    def test_a_directory(self, tmp_path: Path) -> None:
-        with pytest.raises(NotALog, match="directory"):
-            EventLog.open(str(tmp_path), create=True)
-
-    def test_an_empty_file(self, tmp_path: Path) -> None:
-        (tmp_path / "log.db").touch()
-        with pytest.raises(NotALog, match="empty file"):
-            EventLog.open(str(tmp_path / "log.db"))
-
-    @pytest.mark.parametrize("create", [False, True])
-    def test_a_text_file(self, tmp_path: Path, create: bool) -> None:
-        (tmp_path / "log.db").write_text("a diary, not a database\n" * 200)
-        with pytest.raises(NotALog, match="not a database"):
-            EventLog.open(str(tmp_path / "log.db"), create=create)
-        assert (tmp_path / "log.db").read_text().startswith("a diary")
-
-    @pytest.mark.parametrize("create", [False, True])
-    def test_another_programs_database(self, tmp_path: Path, create: bool) -> None:
-        other = sqlite3.connect(tmp_path / "log.db")
-        other.execute("CREATE TABLE recipes (name TEXT)")
-        other.commit()
-        other.close()
-        before = (tmp_path / "log.db").read_bytes()
-        with pytest.raises(NotALog, match="recipes"):
-            EventLog.open(str(tmp_path / "log.db"), create=create)
-        assert (tmp_path / "log.db").read_bytes() == before
+    @pytest.mark.parametrize(("kind", "how", "error", "told"), [
+        ("nothing", {}, LogNotFound, r"no log at .*log\.db"), ("nothing", {"read_only": True}, LogNotFound, "no log"),
+        ("a folder", {"create": True}, NotALog, "directory"), ("empty", {}, NotALog, "empty file"),
+        ("a text", {}, NotALog, "not a database"), ("a text", {"create": True}, NotALog, "not a database"),
+        ("another program's", {}, NotALog, "recipes"), ("another program's", {"create": True}, NotALog, "recipes"),
+    ])
+    def test_what_is_there_is_told_and_left_as_it_is(
+        self, tmp_path: Path, kind: str, how: dict[str, bool], error: type[Exception], told: str
+    ) -> None:
+        place = place_of(kind, tmp_path)
+        before = {p: p.read_bytes() for p in tmp_path.iterdir()}
+        with pytest.raises(error, match=told):
+            EventLog.open(str(place), **how)  # type: ignore[arg-type]  # one of its flags
+        assert {p: p.read_bytes() for p in tmp_path.iterdir()} == before
 
     def test_a_log_cut_short(self, tmp_path: Path) -> None:
         path = tmp_path / "log.db"
@@ -242,15 +233,6 @@ class TestReadersOfSqlite:
             assert [r.commit_id for r in reader.read()] == ["c"]
             assert reader.verify() == []
 
-    def test_see_a_log_that_was_closed_and_leave_its_bytes_alone(self, tmp_path: Path) -> None:
-        path = tmp_path / "log.db"
-        with EventLog.open(str(path), create=True) as log:
-            write(log, "a", 0)
-        before = path.read_bytes()
-        with EventLog.open(str(path), read_only=True) as reader:
-            assert len(list(reader.read())) == 1
-        assert path.read_bytes() == before
-
     def test_see_a_log_in_a_folder_that_can_not_be_written(self) -> None:
         """As another user, who can only read: the write-ahead log's files can't be made there."""
         folder = Path(tempfile.mkdtemp(prefix="es-shared-"))  # pytest's own folder is closed to other users
@@ -314,18 +296,6 @@ def die_after_commit(log: EventLog, times: int) -> None:
 
 
 class TestAnAnswerThatIsLost:
-    def test_a_commit_that_was_done_is_not_done_again(self, open_log: Open) -> None:
-        log = open_log(projectors=[Counts()])
-        write(log, "a", 0)
-        die_after_commit(log, 1)
-        done = log.append(
-            [Write(stream="a", expected_version=1, events=[dropped(1), dropped(2)])], commit_id="once"
-        )
-        assert (done.duplicate, done.first_position, done.last_position) == (True, 2, 3)
-        assert [r.commit_id for r in log.read()] == ["a-0", "once", "once"]
-        assert counts(log) == {"a": 3}
-        assert log.verify() == []
-
     def test_it_is_told_when_it_may_not_be_tried_again_and_found_by_the_next_try(self, open_log: Open) -> None:
         log = open_log()
         die_after_commit(log, 1)
@@ -390,13 +360,6 @@ class TestALogThatLostWhatItHad:
             write(other, "a", i, commit=f"other-{i}")
         with pytest.raises(LogRewound):
             write(log, "a", 6)
-
-    def test_a_log_that_others_write_to_is_none(self, open_log: Open) -> None:
-        log, other = open_log(), open_log()
-        write(log, "a", 0)
-        write(other, "a", 1)
-        write(log, "a", 2)
-        assert log.verify() == []
 
 
 @pytest.mark.parametrize(("durability", "setting"), [("process", 1), ("power", 2)])

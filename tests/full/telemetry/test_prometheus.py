@@ -40,33 +40,6 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_numbers_are_those_of_the_events(sample: Path) -> None:
-    found = scraped(sample)
-    with EventLog.open(str(sample), read_only=True, projectors=projectors()) as log:
-        events = [r.event for r in log.read()]
-        last = log.head().position
-    ended = [e for e in events if isinstance(e, ev.RunsFinished)]
-    assert one(found, "log_head_position") == last == len(events)
-    assert one(found, "tasks_finished_total") == sum(isinstance(e, ev.TaskFinished) for e in ended)
-    assert one(found, "response_tokens_total") == sum(r.response_tokens for e in ended for r in e.runs) > 0
-    assert one(found, "tasks_dropped_total") == sum(len(e.tasks) for e in events if isinstance(e, ev.TaskDropped))
-    for kind in ("data", "workflow", "timeout", "grader", "runner_lost", "infra"):
-        failed = sum(isinstance(e, ev.AttemptFailed) and e.kind == kind for e in events)
-        assert one(found, "attempts_failed_total", kind=kind) == failed
-    trains = [e for e in events if isinstance(e, ev.BatchFinalized) and e.result["batch_type"] == "train"]
-    assert one(found, "batch_reward") == trains[-1].result["metrics"]["rollout/reward/mean"]
-    assert one(found, "batches", type="train", state="finalized") == len(trains)
-    assert one(found, "weights_version") == max(e.version for e in events if isinstance(e, ev.WeightsPublished))
-    assert one(found, "runner_deaths_total") == sum(isinstance(e, ev.RunnerLost | ev.RunnerFailed) for e in events)
-    assert one(found, "stalls_total") == sum(isinstance(e, ev.StallDetected) for e in events)
-    assert one(found, "trained_step") == max(e.step for e in events if isinstance(e, ev.BatchTrained))
-
-
-def test_time_is_seconds_since_the_last_event(sample: Path) -> None:
-    at = one(scraped(sample), "last_event_timestamp_seconds")
-    assert one(scraped(sample, at + 90.0), "last_event_age_seconds") == pytest.approx(90.0)
-
-
 def test_a_new_log_says_what_is_zero_and_leaves_out_what_there_is_not(tmp_path: Path) -> None:
     EventLog.open(str(tmp_path / "log.db"), create=True, durability="process", projectors=projectors()).close()
     found = scraped(tmp_path / "log.db")

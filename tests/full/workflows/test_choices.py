@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -15,13 +14,6 @@ MMLU = {"raw_task": {"question": "The capital of Italy?", "choices": ["Paris", "
         "format_args": {"prompt_key": "question"}}
 GPQA = {"raw_task": {"Question": "Which?", "Correct Answer": "this\n", "Incorrect Answer 1": "that",
                      "Incorrect Answer 2": "it", "Incorrect Answer 3": "none"}}
-
-
-@pytest.fixture
-async def pool() -> AsyncIterator[WorkerPool]:
-    pool = WorkerPool(2)
-    yield pool
-    await pool.close()
 
 
 @pytest.mark.parametrize("kind", ["", "async_"])

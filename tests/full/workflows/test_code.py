@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,6 @@ from trinity_es.workflows.code import CodeReward
 ADDS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
 DOUBLES = {"inputs": ["2\n", ["3", "x"]], "outputs": ["4\n", ["6"]]}
 GOOD = "def add(a, b):\n    return a + b"
-
-
-@pytest.fixture
-async def pool() -> AsyncIterator[WorkerPool]:
-    pool = WorkerPool(2)
-    yield pool
-    await pool.close()
 
 
 def block(text: str, name: str = "python") -> str:

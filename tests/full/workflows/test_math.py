@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -26,13 +25,6 @@ OF_MATH = {"raw_task": MATH, "format_args": {"prompt_key": "problem", "response_
 @pytest.fixture(scope="module", autouse=True)
 def _math_verify() -> None:
     pytest.importorskip("math_verify")
-
-
-@pytest.fixture
-async def pool() -> AsyncIterator[WorkerPool]:
-    pool = WorkerPool(2)
-    yield pool
-    await pool.close()
 
 
 def tagged(answer: str) -> str:

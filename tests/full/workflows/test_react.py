@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -45,13 +44,6 @@ def no_form(what: WorkerPool) -> str:
 
 def right(response: str, truth: str, **kwargs: Any) -> dict[str, float]:
     return {"accuracy": float(truth in response)}
-
-
-@pytest.fixture
-async def pool() -> AsyncIterator[WorkerPool]:
-    pool = WorkerPool(2)
-    yield pool
-    await pool.close()
 
 
 def call(name: str, /, **arguments: Any) -> str:
