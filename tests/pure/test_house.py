@@ -57,7 +57,7 @@ WALLS = {
     "trinity_es/workflows": "trinity_es",
     "trinity_es/environments": "trinity_es trinity_es/workflows",
     "trinity_es/config": "trinity_es trinity_es/workflows trinity_es/environments",
-    "trinity_es/tasksets": "trinity_es trinity_es/config trinity_es/environments",
+    "trinity_es/tasksets": "trinity_es trinity_es/config trinity_es/environments trinity_es/workflows",
     "trinity_es/system": "trinity_es trinity_es/config",
     "trinity_es/weights": "trinity_es trinity_es/config",
     "trinity_es/telemetry": "trinity_es trinity_es/config",
