@@ -97,14 +97,63 @@ def a_number(completions: list[str], **kwargs: Any) -> float:
     return 1.0
 
 
+def a_dict(completions: list[str], **kwargs: Any) -> list[dict[str, float]]:
+    return [{"acc": 1.0}]
+
+
+def no_parts(response: str) -> dict[str, float]:
+    return {}
+
+
+def numbered_parts(response: str) -> dict[int, float]:
+    return {0: 1.0}
+
+
+def huge(response: str) -> int:
+    return 10**400
+
+
+def asks(response: str, difficulty: float) -> float:
+    return difficulty
+
+
 @pytest.mark.parametrize("workflow", WORKFLOWS)
 @pytest.mark.parametrize(("reward", "said"), [
     (nothing, "the reward nothing gave None: it does not apply to this task"),
     (two, r"the reward two gave \[1.0, 2.0\] for one completion: give a list of one number"),
     (a_number, r"the reward a_number gave 1.0 for one completion"),
+    (a_dict, r"the reward a_dict gave \[{'acc': 1.0}\] for one completion: one of TRL's form gives a list of one"),
+    (no_parts, r"the reward \S*no_parts gave {}: give a finite number, or a dict of at least one part"),
+    (numbered_parts, r"the reward \S*numbered_parts gave {0: 1.0}: give a finite number, or a dict"),
+    (huge, r"the reward \S*huge gave 1000\d*: give a finite number"),
+    (asks, r"the reward \S*asks needs difficulty, and there is only .*: name it in reward_fn_args"),
 ])
 def test_what_is_no_reward_is_no_zero(workflow: type[Any], reward: Any, said: str) -> None:
     status, found = played(workflow, reward)
     assert not status.ok
     assert found == []
     assert re.search(said, status.message)
+
+
+def changes_its_column(completions: list[str], tags: list[list[str]], **kwargs: Any) -> list[float]:
+    tags[0].append("seen")
+    return [float(len(tags[0]))]
+
+
+def changes_the_truth(response: str, truth: Any, prompt: Any) -> float:
+    prompt[0]["content"] += "?"
+    return float(truth.pop("target"))
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS)
+@pytest.mark.parametrize(("reward", "row", "expected"), [
+    (changes_its_column, {**ROW, "tags": ["a"]}, 2.0),
+    (changes_the_truth, {"prompt": CHAT, "answer": {"target": 3}}, 3.0),
+])
+def test_a_reward_that_changes_its_row_changes_it_for_no_other_answer(
+    workflow: type[Any], reward: Any, row: dict[str, Any], expected: float
+) -> None:
+    status, found = played(workflow, reward, row)
+    assert status.ok, status.message
+    assert [e.reward for e in found] == [expected, expected]
+    assert CHAT == [{"role": "user", "content": "How many a?"}]

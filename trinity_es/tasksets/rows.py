@@ -65,17 +65,17 @@ class RowCheck:
                 chat_of(row[key], self._format.system_prompt, self._format.reply_prefix)
             except DataError as e:
                 raise TasksetError(f"{where}: {e.message} (key {key!r}): mend or remove it", **details) from e
-        for key, registry in ((self._format.workflow_key, WORKFLOWS), (self._format.reward_fn_key, REWARD_FUNCTIONS)):
-            name = None if key is None else row.get(key)
-            if name is None or key is None or (key, name) in self._names:
+        for own, registry in ((self._format.workflow_key, WORKFLOWS), (self._format.reward_fn_key, REWARD_FUNCTIONS)):
+            name = None if own is None else row.get(own)
+            if name is None or (own, name) in self._names:
                 continue
             if not isinstance(name, str):
-                raise TasksetError(f"{where}: {key} is {name!r}: a name or \"module:name\" is expected", **details)
+                raise TasksetError(f"{where}: {own} is {name!r}: a name or \"module:name\" is expected", **details)
             try:
                 registry.get(name)
             except UnknownWorkflow as e:
-                raise TasksetError(f"{where}: {key}: {e.message}", **details) from e
-            self._names.add((key, name))
+                raise TasksetError(f"{where}: {own}: {e.message}", **details) from e
+            self._names.add((str(own), name))
 
 
 def no_prompt(key: str, there: Sequence[str]) -> str:

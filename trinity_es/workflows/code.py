@@ -206,7 +206,7 @@ def _checks_something(statement: ast.stmt) -> bool:
     """Return True if this statement of a test's module asserts, raises or calls something when the module runs."""
     match statement:
         case ast.Assert(test=test):
-            return not isinstance(test, ast.Constant)
+            return not (isinstance(test, ast.Constant) and test.value)
         case ast.Raise():
             return True
         case ast.Expr(value=value):

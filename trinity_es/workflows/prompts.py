@@ -37,7 +37,8 @@ def chat_of(prompt: Any, system: str | None = None, prefix: str | None = None) -
     messages, and for a prefix where the row has begun the answer itself.
     """
     require_prompt_form(prompt)
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else copy.deepcopy(prompt)
+    messages: list[dict[str, Any]] = (
+        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else copy.deepcopy(prompt))
     if system and messages[0]["role"] in _SYSTEM:
         messages[0]["content"] = _after(system, messages[0].get("content") or "")
     elif system:
