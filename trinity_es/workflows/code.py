@@ -215,7 +215,8 @@ def _checks_something(statement: ast.stmt) -> bool:
             return False
         case ast.If(test=test) if "__name__" in ast.unparse(test):  # tests run as a module of another name
             return False
-    parts = [statement, *ast.iter_child_nodes(statement)]  # of `try` and `match` the statements are a level deeper
+    children = list(ast.iter_child_nodes(statement))
+    parts = [statement, *(c for c in children if isinstance(c, ast.excepthandler | ast.match_case))]
     return any(_checks_something(inner) for part in parts for inner in ast.iter_child_nodes(part)
                if isinstance(inner, ast.stmt))
 
