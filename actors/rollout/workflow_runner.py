@@ -11,6 +11,7 @@ worker process where there is a `WorkerPool`, which is killed at the timeout; el
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import math
 import sys
@@ -160,7 +161,7 @@ class WorkflowRunner:
                                 await self._in_worker(portable, task, part, repeats, models, out, begun)
                             else:
                                 begun.append(self.clock())
-                                await self._here(cls, task, part, repeats, models, out)
+                                await self._here(cls, _own(task), part, repeats, models, out)
                 except Exception as e:
                     self._fail(e, part, out)
 
@@ -425,6 +426,13 @@ class WorkflowRunner:
                 experience.validate()  # it may have been changed since it was made
             except NotFinite as e:  # another attempt may have better numbers
                 raise WorkflowError(e.message, **e.details) from e
+
+
+def _own(task: Task) -> Task:
+    """Return a task that a run may change in place, its row above all, without changing it for the task's other runs.
+    """
+    values = ("raw_task", "workflow_args", "reward_fn_args", "format_args", "rollout_args", "index")
+    return replace(task, **{name: copy.deepcopy(getattr(task, name)) for name in values})
 
 
 async def _awaited(workflow: Any) -> Any:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from tests.helpers.servers import ServerProcess
 from trinity_es.actors.engines.http_engine import HTTPEngine
 from trinity_es.actors.engines.interface import EngineConfig, Sampling
 
-__all__ = ["EIGHT", "met", "play"]
+__all__ = ["EIGHT", "met"]
 
 EIGHT = Sampling(max_tokens=8, ignore_eos=True)
 
@@ -25,7 +24,3 @@ async def met(server: ServerProcess, model: Path, **options: Any) -> AsyncIterat
         yield engine
     finally:
         await engine.stop()
-
-
-def play(call: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(call(), 60))

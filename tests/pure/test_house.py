@@ -64,7 +64,9 @@ WALLS: dict[str, tuple[str, str | None]] = {
     "trinity_es/workflows": ("trinity_es", "config.config"),
     "trinity_es/environments": ("trinity_es trinity_es/workflows", "config.config"),
     "trinity_es/config": ("trinity_es trinity_es/workflows trinity_es/environments", "tasksets.taskset"),
-    "trinity_es/tasksets": ("trinity_es trinity_es/config trinity_es/environments", "system.running_system"),
+    "trinity_es/tasksets": (
+        "trinity_es trinity_es/config trinity_es/environments trinity_es/workflows", "system.running_system",
+    ),
     "trinity_es/system": ("trinity_es trinity_es/config", "client.teardown"),
     "trinity_es/weights": ("trinity_es trinity_es/config", "client.connection"),
     "trinity_es/telemetry": ("trinity_es trinity_es/config", "client.rollout_client"),

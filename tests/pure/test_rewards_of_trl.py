@@ -84,11 +84,16 @@ def test_a_reward_gets_the_ids_of_its_completion(workflow: type[Any]) -> None:
     assert seen == [e.tokens[e.prompt_length :].tolist() for e in found]
 
 
+def asks(response: str, difficulty: float) -> float:
+    return difficulty
+
+
 @pytest.mark.parametrize("workflow", WORKFLOWS)
 @pytest.mark.parametrize(("value", "said"), [
     ([None], "the reward judge gave None: it does not apply to this task"),
     ([1.0, 2.0], r"the reward judge gave \[1.0, 2.0\] for one completion: give a list of one number"),
     (1.0, r"the reward judge gave 1.0 for one completion"),
+    ([{"acc": 1.0}], r"the reward judge gave \[{'acc': 1.0}\] for one completion: one of TRL's form gives a list"),
 ])
 def test_what_is_no_reward_is_no_zero(workflow: type[Any], value: Any, said: str) -> None:
     def judge(completions: list[str], **kwargs: Any) -> Any:
@@ -98,3 +103,49 @@ def test_what_is_no_reward_is_no_zero(workflow: type[Any], value: Any, said: str
     assert not status.ok
     assert found == []
     assert re.search(said, status.message)
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS)
+@pytest.mark.parametrize(("value", "said"), [
+    ({}, "the reward judge gave {}: give a finite number, or a dict of at least one part"),
+    ({0: 1.0}, "the reward judge gave {0: 1.0}: give a finite number, or a dict"),
+    (10**400, r"the reward judge gave 1000\d*: give a finite number"),
+])
+def test_what_is_no_part_is_no_zero(workflow: type[Any], value: Any, said: str) -> None:
+    def judge(response: str) -> Any:
+        return value
+
+    status, _ = played(workflow, judge)
+    assert not status.ok
+    assert re.search(said, status.message)
+
+
+def test_a_reward_that_needs_what_nobody_gives_is_named() -> None:
+    status, _ = played(SimpleWorkflow, asks)
+    said = "the reward asks needs difficulty, and there is only .*: name it in reward_fn_args"
+    assert re.search(said, status.message)
+    assert played(SimpleWorkflow, asks, reward_fn_args={"difficulty": 2.0})[0].ok
+
+
+def changes_its_column(completions: list[str], tags: list[list[str]], **kwargs: Any) -> list[float]:
+    tags[0].append("seen")
+    return [float(len(tags[0]))]
+
+
+def changes_the_truth(response: str, truth: Any, prompt: Any) -> float:
+    prompt[0]["content"] += "?"
+    return float(truth.pop("target"))
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS)
+@pytest.mark.parametrize(("reward", "row", "expected"), [
+    (changes_its_column, {**ROW, "tags": ["a"]}, 2.0),
+    (changes_the_truth, {"prompt": CHAT, "answer": {"target": 3}}, 3.0),
+])
+def test_a_reward_that_changes_its_row_changes_it_for_no_other_answer(
+    workflow: type[Any], reward: Any, row: dict[str, Any], expected: float
+) -> None:
+    status, found = played(workflow, reward, row)
+    assert status.ok, status.message
+    assert [e.reward for e in found] == [expected, expected]
+    assert CHAT == [{"role": "user", "content": "How many a?"}]

@@ -17,10 +17,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.tables import write_dataset, write_parquet
 from trinity_es.config.buffer import TasksetConfig
+from trinity_es.events.errors import TasksetError
 from trinity_es.events.values import Task, task_from_dict, task_to_dict
 from trinity_es.tasksets.mix import Mix
-from trinity_es.tasksets.taskset import Cursor, Taskset, TasksetError
+from trinity_es.tasksets.taskset import Cursor, Taskset
 
 
 def taskset(path: Path, text: str | bytes, **keys: Any) -> Taskset:
@@ -209,48 +211,35 @@ def test_what_lines_say_is_not_kept_in_memory(tmp_path: Path) -> None:
 
 def test_a_row_may_name_its_own_workflow_and_reward_function(tmp_path: Path) -> None:
     samples: list[dict[str, Any]] = [
-        {"prompt": "a", "play": "m:Own", "judge": "m:r"}, {"prompt": "b", "play": None}, {"prompt": "c", "play": 3},
+        {"prompt": "a", "play": f"{__name__}:Taskset", "judge": "math_reward"}, {"prompt": "b", "play": None},
     ]
     keys = {"workflow_key": "play", "reward_fn_key": "judge"}
-    tasks = taskset(tmp_path / "a.jsonl", "\n".join(map(json.dumps, samples)), workflow="m:W", format=keys)
+    file = tmp_path / "a.jsonl"
+    tasks = taskset(file, "\n".join(map(json.dumps, samples)), workflow="m:W", format=keys)
     first, second = tasks.read(Cursor(), 2)[0]
-    assert [(t.workflow, t.reward_fn) for t in (first, second)] == [("m:Own", "m:r"), ("m:W", None)]
+    assert [(t.workflow, t.reward_fn) for t in (first, second)] == [
+        (f"{__name__}:Taskset", "math_reward"), ("m:W", None)]
     assert "workflow_key" not in first.format_args
-    with pytest.raises(TasksetError, match="taskset t row 2: play is 3: a name"):
-        tasks.read(Cursor(0, 2), 1)
+    for wrong, said in (({"play": 3}, "play is 3: a name"), ({"judge": "math_rewart"}, "judge: .*did you mean"),
+                        ({"play": "nowhere:W"}, "play: .*nowhere")):
+        lines = [*samples, {"prompt": "c", **wrong}]
+        with pytest.raises(TasksetError, match=rf"a.jsonl line 3: {said}"):
+            taskset(file, "\n".join(map(json.dumps, lines)), workflow="m:W", format=keys)
 
 
 # --- parquet and dataset directories --------------------------------------------------------------------------------
 SAMPLES: list[dict[str, Any]] = [
     {"prompt": f"p{i}", "answer": str(i), "level": i % 3, "score": float("nan") if i == 1 else i / 2,
-     "tags": ["x", None], "day": dt.date(2026, 3, i + 1), "raw": b"\x00\xff"} for i in range(10)
+     "tags": ["x", None], "day": dt.date(2026, 3, i + 1), "raw": f"ä{i}".encode()} for i in range(10)
 ]
-PLAIN = [{**s, "score": None if i == 1 else i / 2, "day": f"2026-03-{i + 1:02}", "raw": "AP8="}
+PLAIN = [{**{k: v for k, v in s.items() if k != "score" or i != 1}, "day": f"2026-03-{i + 1:02}", "raw": f"ä{i}"}
          for i, s in enumerate(SAMPLES)]
-
-
-def write_parquet(path: Path, samples: list[dict[str, Any]] = SAMPLES) -> Path:
-    parquet.write_table(pa.Table.from_pylist(samples), path, row_group_size=3)
-    return path
-
-
-def write_dataset(folder: Path, samples: list[dict[str, Any]] = SAMPLES, **state: Any) -> Path:
-    """As `datasets.Dataset.save_to_disk` writes it, in two shards."""
-    folder.mkdir(parents=True)
-    half = len(samples) // 2
-    names = [f"data-0000{i}-of-00002.arrow" for i in range(2)]
-    for name, rows in zip(names, (samples[:half], samples[half:]), strict=True):
-        table = pa.Table.from_pylist(rows)
-        with pa.ipc.new_stream(str(folder / name), table.schema) as out:
-            out.write_table(table, max_chunksize=2)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": n} for n in names], **state}))
-    (folder / "dataset_info.json").write_text("{}")
-    return folder
 
 
 @pytest.mark.parametrize("kind", ["parquet", "dataset"])
 def test_p33_a_parquet_file_and_a_dataset_directory_are_read_as_jsonl_is(tmp_path: Path, kind: str) -> None:
-    path = write_parquet(tmp_path / "a.parquet") if kind == "parquet" else write_dataset(tmp_path / "data")
+    write = write_parquet if kind == "parquet" else write_dataset
+    path = write(tmp_path / f"rows.{kind}", SAMPLES)
     config = TasksetConfig(name="t", path=str(path), shuffle=True, seed=3, epochs=2)
     columns = Taskset(config)
     lines = taskset(tmp_path / "a.jsonl", "\n".join(map(json.dumps, PLAIN)), shuffle=True, seed=3, epochs=2)
@@ -291,7 +280,7 @@ def test_p33_an_empty_parquet_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_p33_a_dataset_of_splits_needs_one_chosen(tmp_path: Path) -> None:
-    write_dataset(tmp_path / "all/train")
+    write_dataset(tmp_path / "all/train", SAMPLES)
     write_dataset(tmp_path / "all/test", SAMPLES[:4])
     (tmp_path / "all/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     refused(tmp_path / "all", "holds the splits train, test: choose one with split")
@@ -303,14 +292,14 @@ def test_p33_a_dataset_of_splits_needs_one_chosen(tmp_path: Path) -> None:
 def test_p33_what_is_no_such_file_says_so(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_text("no parquet")
     refused(tmp_path / "a.parquet", r"a\.parquet is no parquet file")
-    old = write_dataset(tmp_path / "old", _indices_data_files=[{"filename": "indices.arrow"}])
+    old = write_dataset(tmp_path / "old", SAMPLES, _indices_data_files=[{"filename": "indices.arrow"}])
     refused(old, "flatten_indices")
     (old / "state.json").write_text('{"_data_files": [{"filename": "state.json"}]}')
     refused(old, "is no Arrow stream")
 
 
 def test_p33_without_pyarrow_the_way_out_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_parquet(tmp_path / "a.parquet")
+    write_parquet(tmp_path / "a.parquet", SAMPLES)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     refused(tmp_path / "a.parquet", r"pip install 'trinity-es\[parquet\]'")
     assert len(taskset(tmp_path / "a.jsonl", rows(2))) == 2

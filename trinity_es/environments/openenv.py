@@ -20,6 +20,7 @@ import aiohttp
 from trinity_es.actors.plugins import resolve
 from trinity_es.events.errors import DataError, EnvironmentFailed, WorkflowError
 from trinity_es.events.experience import Experience
+from trinity_es.workflows.prompts import chat_of
 from trinity_es.workflows.workflow import Workflow
 
 __all__ = ["OpenEnvSession", "OpenEnvWorkflow", "about_action", "action_of", "shown"]
@@ -96,8 +97,10 @@ class OpenEnvWorkflow(Workflow):
 
     def opening(self) -> list[dict[str, Any]]:
         """Return the messages before the first observation: the system prompt, and the row's prompt where it is one."""
-        prompt = self.task.task_desc
-        head = [{"role": "system", "content": system}] if (system := self.task.format_args.get("system_prompt")) else []
+        prompt, system = self.task.task_desc, self.task.format_args.get("system_prompt")
+        if isinstance(prompt, list):
+            return chat_of(prompt, system)
+        head = [{"role": "system", "content": system}] if system else []
         return [*head, *([{"role": "system" if not head else "user", "content": prompt}] if prompt else [])]
 
     def _experiences(self, rewards: list[float], metrics: dict[str, float]) -> list[Experience]:

@@ -7,24 +7,21 @@ may be larger than memory. Parquet and dataset directories need pyarrow (`pip in
 
 from __future__ import annotations
 
-import base64
 import bisect
-import datetime
-import decimal
-import math
 import os
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import orjson
 
-from trinity_es.config.buffer import FormatConfig, TasksetConfig
+from trinity_es.config.buffer import TasksetConfig
 from trinity_es.environments.verifiers_tasks import made_tasks
 from trinity_es.events.errors import TasksetError
+from trinity_es.tasksets.rows import RowCheck, TableRows, no_prompt, parse_row, require_answers
 
-__all__ = ["RowFile", "check_columns", "check_prompts", "open_file", "plain", "table_row"]
+__all__ = ["RowFile", "open_file"]
 
 _BOM = b"\xef\xbb\xbf"
 _ONE_ARRAY = "a file of rows has an object a line; one array becomes that with `jq -c '.[]' FILE`"
@@ -95,10 +92,11 @@ class _Lines:
         self._starts = array("Q")
         self._unchanged = _Unchanged(config, [file])
         self._keys: dict[str, None] = {}
+        self._check_row = RowCheck(config).check
         with file.open("rb") as f:
             self._check(f)
         if self._starts:
-            _require_answers(file, self._keys, config)
+            require_answers(file, self._keys, config)
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -109,7 +107,7 @@ class _Lines:
         with self._file.open("rb") as f:
             for row in rows:
                 f.seek(self._starts[row])
-                out.append(orjson.loads(f.readline()))
+                out.append(parse_row(f.readline()))
         return out
 
     def _check(self, f: IO[bytes]) -> None:
@@ -125,36 +123,24 @@ class _Lines:
         where = f"{self._file} line {number}"
         details = {"file": str(self._file), "line": number}
         try:
-            row: Any = orjson.loads(line)
-        except orjson.JSONDecodeError as e:
+            row: Any = parse_row(line)
+        except ValueError as e:
             try:
                 line.decode()
             except UnicodeDecodeError as bad:
                 raise TasksetError(f"{where}: not UTF-8 (byte {bad.start}): save the file as UTF-8", **details) from e
             way = _ONE_ARRAY if number == 1 and line.startswith(b"[") else "fix or remove the line"
-            raise TasksetError(f"{where}: not JSON ({e.msg}): {way}", **details) from e
+            raise TasksetError(f"{where}: not JSON ({getattr(e, 'msg', e)}): {way}", **details) from e
         if not isinstance(row, dict):
             kind = "a list" if isinstance(row, list) else f"{line.strip().decode():.40}"
             way = _ONE_ARRAY if number == 1 and isinstance(row, list) else "fix or remove the line"
             raise TasksetError(f"{where}: must be a JSON object, not {kind}: {way}", **details)
         key = self.config.format.prompt_key
-        if key not in row:
-            raise TasksetError(f"{where}: {_no_prompt(key, list(row))}", **details)
+        if key not in row and key not in orjson.loads(line):
+            raise TasksetError(f"{where}: {no_prompt(key, list(row))}", **details)
+        self._check_row(row, where, details)
         if self.config.format.response_key not in self._keys:
             self._keys.update(dict.fromkeys(row))
-
-
-def _no_prompt(key: str, there: list[str]) -> str:
-    return (f"no prompt: the key {key!r} is missing (there are: {', '.join(there[:8]) or 'no keys'}); name the right "
-            "one in format.prompt_key of the taskset")
-
-
-def _require_answers(file: object, keys: Iterable[str], config: TasksetConfig) -> None:
-    """Require that some row has the key of answers that the taskset names. Raises TasksetError."""
-    key = config.format.response_key
-    if key not in keys and key != FormatConfig().response_key:
-        raise TasksetError(f"{file}: no row has the key {key!r} of format.response_key (there are: "
-                           f"{', '.join(list(keys)[:8])}): name the right one, or leave it out", file=str(file))
 
 
 # --- columns --------------------------------------------------------------------------------------------------------
@@ -195,12 +181,11 @@ class _Parquet(_Columns):
             self._parquet = parquet.ParquetFile(file)
         except arrow.ArrowException as e:
             raise TasksetError(f"{file} is no parquet file ({e})", file=str(file)) from e
-        key = config.format.prompt_key
-        check_columns(file, self._parquet.schema_arrow.names, config)
+        self._rows = TableRows(file, self._parquet.schema_arrow, config)
         meta = self._parquet.metadata
         self._ends: list[int] = []
         for group in range(meta.num_row_groups):
-            check_prompts(file, self._parquet.read_row_group(group, columns=[key]).column(key), len(self))
+            self._rows.check(self._parquet.read_row_group(group), len(self))
             self._ends.append(len(self) + meta.row_group(group).num_rows)
         self._held: tuple[int, Any] | None = None
 
@@ -211,7 +196,7 @@ class _Parquet(_Columns):
             group, at = self._group(row)
             if self._held is None or self._held[0] != group:
                 self._held = (group, self._parquet.read_row_group(group))
-            found[row] = table_row(self._file, self._held[1], at, row)
+            found[row] = self._rows.row(self._held[1], at, row)
         return [dict(found[row]) for row in rows]
 
 
@@ -256,16 +241,15 @@ class _Arrow(_Columns):
         if not files:
             raise TasksetError(f"{folder}/state.json names no data files", file=str(folder))
         self._unchanged = _Unchanged(config, files)
-        self._batches: list[Any] = []
+        self._batches: list[tuple[TableRows, Any]] = []
         self._ends: list[int] = []
-        key = config.format.prompt_key
         for file in files:
             try:
                 with arrow.ipc.open_stream(arrow.memory_map(str(file))) as stream:
-                    check_columns(file, stream.schema.names, config)
+                    rows = TableRows(folder, stream.schema, config)
                     for batch in stream:
-                        check_prompts(file, batch.column(batch.schema.get_field_index(key)), len(self))
-                        self._batches.append(batch)
+                        rows.check(batch, len(self))
+                        self._batches.append((rows, batch))
                         self._ends.append(len(self) + batch.num_rows)
             except arrow.ArrowException as e:
                 raise TasksetError(f"{file} is no Arrow stream ({e})", file=str(file)) from e
@@ -275,56 +259,6 @@ class _Arrow(_Columns):
         out = []
         for row in rows:
             group, at = self._group(row)
-            out.append(table_row(self._folder, self._batches[group], at, row))
+            rows_of, batch = self._batches[group]
+            out.append(rows_of.row(batch, at, row))
         return out
-
-
-def check_columns(file: object, names: Sequence[str], config: TasksetConfig) -> None:
-    """Require a column of prompts, and that of answers where one is named. Raises TasksetError."""
-    key = config.format.prompt_key
-    if key not in names:
-        raise TasksetError(f"{file}: {_no_prompt(key, list(names))}", file=str(file))
-    _require_answers(file, names, config)
-
-
-def check_prompts(file: object, column: Any, first: int) -> None:
-    """Require a prompt in every row; `first` is the number of the column's first. Raises TasksetError."""
-    if column.null_count:
-        row = first + column.is_null().to_pylist().index(True)
-        raise TasksetError(f"{file} row {row}: the prompt is null: remove the row", file=str(file), row=row)
-
-
-def table_row(source: object, table: Any, at: int, row: int) -> dict[str, Any]:
-    """Return a row of an Arrow table as JSON has it. Raises TasksetError for a value that JSON has not."""
-    found: dict[str, Any] = table.slice(at, 1).to_pylist()[0]
-    try:
-        return {key: plain(value) for key, value in found.items()}
-    except TypeError as e:
-        raise TasksetError(f"{source} row {row}: {e}: remove or convert the column", file=str(source), row=row) from e
-
-
-def plain(value: Any, *, other: Callable[[Any], Any] | None = None) -> Any:
-    """Return a column's value as JSON has it.
-
-    NaN, which pandas writes where there is nothing, is null; bytes are base64. What JSON has not becomes what `other`
-    makes of it; without that it is a TypeError.
-    """
-    if isinstance(value, int) and not isinstance(value, bool) and other is not None and abs(value) >= 2**63:
-        return other(value)
-    if value is None or isinstance(value, str | bool | int):
-        return value
-    if isinstance(value, float):
-        return None if math.isnan(value) else value
-    if isinstance(value, dict):
-        return {str(k): plain(v, other=other) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(v, other=other) for v in value]
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
-    if isinstance(value, datetime.date | datetime.time):  # a datetime is a date
-        return value.isoformat()
-    if isinstance(value, decimal.Decimal):
-        return str(value)
-    if other is not None:
-        return other(value)
-    raise TypeError(f"{type(value).__name__} has no form in JSON")

@@ -6,6 +6,8 @@ A row holds the question and the answer under the keys of the taskset's `format`
 from __future__ import annotations
 
 import ast
+import datetime
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +16,6 @@ import orjson
 from trinity_es.config.buffer import SCORER, TasksetConfig
 from trinity_es.events.errors import DataError, TasksetError
 from trinity_es.tasksets import reasoning_gym
-from trinity_es.tasksets.files import plain
 
 __all__ = ["Generated", "completed"]
 
@@ -67,7 +68,24 @@ def _written(entry: dict[str, Any]) -> str:
             return repr(kept)
     except (SyntaxError, ValueError):  # it holds other things than literals
         pass
-    return repr(orjson.loads(orjson.dumps(plain(kept, other=str))))
+    return repr(orjson.loads(orjson.dumps(_plain(kept))))
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it: NaN is null, what JSON has not is text."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 2**63:
+        return str(value)
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return None if math.isnan(value) else value
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, datetime.date | datetime.time):  # a datetime is a date
+        return value.isoformat()
+    return str(value)
 
 
 def family_of(config: TasksetConfig) -> str:

@@ -18,12 +18,14 @@ from typing import Any
 
 from trinity_es.config.buffer import TasksetConfig
 from trinity_es.events.errors import TasksetError
-from trinity_es.tasksets.files import check_columns, check_prompts, table_row
+from trinity_es.tasksets.rows import TableRows
 
 __all__ = ["HubRows"]
 
 MAIN = "main"
 DEFAULT = "default"
+CHECKED_ROWS = 1000
+"""Rows that are checked at a time."""
 RESOLVE_SECONDS = 30.0
 """How long the hub may take to say which commit a revision is."""
 SHOWN = 400
@@ -51,9 +53,9 @@ class HubRows:
             builder = self._builder()
             self.subset = str(builder.config.name)
             self._rows = builder.as_dataset(split=config.split).with_format("arrow")
-        key = config.format.prompt_key
-        check_columns(self._source, self._rows.data.table.schema.names, config)
-        check_prompts(self._source, self._rows.data.table.column(key), 0)
+        self._read = TableRows(self._source, self._rows.data.table.schema, config)
+        for first in range(0, len(self._rows), CHECKED_ROWS):
+            self._read.check(self._rows[first : first + CHECKED_ROWS], first)
         if not len(self._rows):
             raise TasksetError(f"{self._source} is empty: a taskset has at least one row")
 
@@ -62,7 +64,7 @@ class HubRows:
 
     def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         """Return these rows, in this order. Raises TasksetError for a value that JSON has not."""
-        return [table_row(self._source, self._rows[row : row + 1], 0, row) for row in rows]
+        return [self._read.row(self._rows[row : row + 1], 0, row) for row in rows]
 
     # --- the commit -------------------------------------------------------------------------------------------------
     def _resolve(self) -> str:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from trinity_es.config.buffer import TasksetConfig
-from trinity_es.events.errors import TasksetError
 from trinity_es.events.values import Task
 from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.tasksets.files import RowFile
@@ -118,21 +117,14 @@ class Taskset:
     def _task(self, row: int, sample: dict[str, Any]) -> Task:
         c = self.config
         return Task(
-            workflow=self._named(row, sample, c.format.workflow_key) or c.workflow, repeat_times=c.repeat_times,
+            workflow=_named(sample, c.format.workflow_key) or c.workflow, repeat_times=c.repeat_times,
             format_args=c.format.for_task(), rollout_args=dict(c.rollout_args), workflow_args=dict(c.workflow_args),
-            reward_fn=self._named(row, sample, c.format.reward_fn_key) or c.reward_fn,
+            reward_fn=_named(sample, c.format.reward_fn_key) or c.reward_fn,
             reward_fn_args=dict(c.reward_fn_args), is_eval=self.is_eval, raw_task=sample,
             index={"taskset": c.name, "index": row} | ({} if self.is_eval else {"taskset_id": self.number}),
         )
 
-    def _named(self, row: int, sample: dict[str, Any], key: str | None) -> str | None:
-        """Return what the row itself names, where the taskset lets it; None: what the taskset says."""
-        value = None if key is None else sample.get(key)
-        if value is not None and not isinstance(value, str):
-            raise TasksetError(
-                f"taskset {self.config.name} row {row}: {key} is {value!r}: a name or \"module:name\" is expected",
-                row=row,
-            )
-        return value
 
-
+def _named(sample: dict[str, Any], key: str | None) -> str | None:
+    """Return what the row itself names, where the taskset lets it; None: what the taskset says."""
+    return None if key is None else sample.get(key)

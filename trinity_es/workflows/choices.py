@@ -9,6 +9,7 @@ from typing import Any
 
 from trinity_es.events.errors import DataError
 from trinity_es.events.values import Task
+from trinity_es.workflows.prompts import asked_by, chat_of
 from trinity_es.workflows.rewards import RewardFn
 from trinity_es.workflows.simple import AsyncSimpleWorkflow, SimpleWorkflow
 
@@ -65,9 +66,8 @@ class MultipleChoiceWorkflow(SimpleWorkflow):
     def format_messages(self) -> list[dict[str, Any]]:
         letters = ascii_uppercase[: len(self.choices)]
         choices = "\n".join(f"{letter}) {text}" for letter, text in zip(letters, self.choices, strict=True))
-        asked = _PROMPT.format(letters=letters, question=self.question, choices=choices)
-        head = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        return [*head, {"role": "user", "content": asked}]
+        messages = chat_of(self.question, self.system_prompt, self.reply_prefix)
+        return asked_by(messages, lambda text: _PROMPT.format(letters=letters, question=text, choices=choices))
 
 
 class AsyncMultipleChoiceWorkflow(AsyncSimpleWorkflow, MultipleChoiceWorkflow):

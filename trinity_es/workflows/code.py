@@ -11,6 +11,7 @@ a network.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import os
@@ -180,14 +181,44 @@ def _checks(truth: Any) -> list[_Check]:
 
 
 def _python(test: str) -> str:
-    """Return a test. Raises DataError for one that no program can pass, since it is no Python."""
+    """Return a test. Raises DataError for one that is no Python, which no program can pass, and for one that every
+    program passes.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             compile(test, "tests.py", "exec")
+            parsed = ast.parse(test)
     except (SyntaxError, ValueError) as e:
         raise DataError(f"the row's test {test[:200]!r} is no Python ({e}): mend the row (format.response_key)") from e
+    if not any(map(_checks_something, parsed.body)):
+        named = [node.name for node in parsed.body if isinstance(node, _DEFINITIONS)]
+        way = f"add a line that calls {named[0]}" if named else "write an `assert`"
+        raise DataError(f"the row's test {test[:200]!r} checks nothing, so every program would pass it: {way} "
+                        "(format.response_key)")
     return test
+
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def _checks_something(statement: ast.stmt) -> bool:
+    """Return True if this statement of a test's module asserts, raises or calls something when the module runs."""
+    match statement:
+        case ast.Assert(test=test):
+            return not (isinstance(test, ast.Constant) and test.value)
+        case ast.Raise():
+            return True
+        case ast.Expr(value=value):
+            return any(isinstance(node, ast.Call | ast.Await) for node in ast.walk(value))
+        case ast.FunctionDef() | ast.AsyncFunctionDef():
+            return False
+        case ast.If(test=test) if "__name__" in ast.unparse(test):  # tests run as a module of another name
+            return False
+    children = list(ast.iter_child_nodes(statement))
+    parts = [statement, *(c for c in children if isinstance(c, ast.excepthandler | ast.match_case))]
+    return any(_checks_something(inner) for part in parts for inner in ast.iter_child_nodes(part)
+               if isinstance(inner, ast.stmt))
 
 
 def _asserting(test: str) -> _Check:

@@ -16,6 +16,7 @@ import numpy as np
 from trinity_es.events.errors import DataError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Args, Task
+from trinity_es.workflows.prompts import asked_by, chat_of, plain_text
 from trinity_es.workflows.simple import AsyncSimpleWorkflow, SimpleWorkflow
 
 __all__ = [
@@ -80,8 +81,7 @@ class MathBoxedWorkflow(SimpleWorkflow):
     def format_prompt(self) -> str:
         """Return the prompt as plain text."""
         self.require_prompt()
-        head = f"System:{self.system_prompt}\n" if self.system_prompt else ""
-        return f"{head}User:\n{self.task_desc}\nAssistant:\n"
+        return plain_text(chat_of(self.task_desc, self.system_prompt)) + (self.reply_prefix or "")
 
     def _ask(self, chat: Callable[..., Any], generate: Callable[..., Any]) -> Any:
         if self.use_base:
@@ -122,10 +122,8 @@ class MathEvalWorkflow(SimpleWorkflow):
         question = (self.raw_task or {}).get("question")
         if question is None:
             raise DataError("the row has no 'question', which math_eval_workflow asks")
-        return [
-            {"role": "system", "content": "You are a helpful assistant."},
-            {"role": "user", "content": f"{question}\n{_BOXED}"},
-        ]
+        messages = chat_of(question, self.system_prompt or "You are a helpful assistant.", self.reply_prefix)
+        return asked_by(messages, lambda text: f"{text}\n{_BOXED}")
 
 
 class AsyncMathEvalWorkflow(AsyncSimpleWorkflow, MathEvalWorkflow):

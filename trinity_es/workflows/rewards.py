@@ -17,11 +17,12 @@ messages, so is the completion.
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,8 @@ from trinity_es.workflows.registry import REWARD_FUNCTIONS
 
 __all__ = ["Reward", "RewardFn", "as_parts", "call_of", "has_trl_form", "known_of", "reward_of", "rewarded", "value_of"]
 
+_OF_ROW = frozenset({"prompt", "truth"})
+"""What is known of an answer and belongs to its row, which all answers share."""
 _NO_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 """Keys of a row that TRL passes on under other names."""
 
@@ -75,6 +78,7 @@ class Reward:
         if task.reward_fn is None:
             raise WorkflowError("the task has no reward_fn: name one in the taskset, or compute it in your workflow")
         found: Any = REWARD_FUNCTIONS.get(task.reward_fn) if isinstance(task.reward_fn, str) else task.reward_fn
+        self._name: Any = task.reward_fn
         arguments = dict(task.reward_fn_args)
         timeout = _timeout(found, arguments)
         self._form = _form(found, arguments)
@@ -86,7 +90,15 @@ class Reward:
             self._called = _TRL(called, self._form, task) if self._form.of_trl else called
 
     def __call__(self, *args: Any, **known: Any) -> Any:
-        """Call it with what is known. `args`: for workflows that call a reward of theirs by position."""
+        """Call it with what is known. `args`: for workflows that call a reward of theirs by position.
+
+        Prompt and truth are the reward's own: one that changes them in place changes no other answer's. Raises
+        WorkflowError where the reward needs what nobody gives.
+        """
+        known = {name: copy.deepcopy(value) if name in _OF_ROW else value for name, value in known.items()}
+        if not args and (lacks := self._form.lacks(known)):
+            raise WorkflowError(f"the reward {_named(self._name)} needs {', '.join(lacks)}, and there is only "
+                                f"{', '.join(known)}: name it in reward_fn_args, or write a workflow that gives it")
         if self._form.of_trl:
             return self._called(**{name: known[name] for name in ("response", "completion_ids") if name in known})
         return self._called(*args, **self._form.of(known))
@@ -107,11 +119,18 @@ class _Form:
     """It has `**kwargs`."""
     set_already: frozenset[str]
     """By `reward_fn_args`."""
+    needed: tuple[str, ...] = ()
+    """Those of `names` that have no default."""
 
     def of(self, known: Mapping[str, Any]) -> dict[str, Any]:
         """Return what it is given of this."""
         return {name: value for name, value in known.items()
                 if (self.whatever or name in self.names) and name not in self.set_already}
+
+    def lacks(self, known: Collection[str]) -> list[str]:
+        """Return what it can't be called without, and is not known; nothing of one of TRL's form, which takes columns.
+        """
+        return [] if self.of_trl else [n for n in self.needed if n not in known and n not in self.set_already]
 
     @property
     def of_trl(self) -> bool:
@@ -133,9 +152,12 @@ def _form(found: Any, arguments: Mapping[str, Any]) -> _Form:
     except (TypeError, ValueError):  # of a builtin
         return _Form(frozenset({"response", "prompt", "truth"}), False, frozenset())
     kinds = [p.kind for p in parameters]
+    needed = tuple(p.name for p in parameters if p.default is p.empty
+                   and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
     return _Form(
         frozenset(p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)),
         inspect.Parameter.VAR_KEYWORD in kinds, frozenset() if isinstance(found, type) else frozenset(arguments),
+        needed,
     )
 
 
@@ -222,6 +244,7 @@ class _TRL:
         """Call it with lists of one."""
         row, prompt = self._task.raw_task or {}, self._task.task_desc
         whole: Any = [{"role": "assistant", "content": response}] if isinstance(prompt, list) else response
+        row, prompt = copy.deepcopy((row, prompt))  # a reward may change its columns
         known: dict[str, Any] = {name: [value] for name, value in row.items() if name not in _NO_COLUMNS}
         known |= {"prompts": [prompt], "completions": [whole], "trainer_state": None,
                   "log_extra": _ignored, "log_metric": _ignored}
@@ -247,20 +270,26 @@ def _first(called: Any, said: Any) -> float:
         raise WorkflowError(f"the reward {name} gave {said!r} for one completion: give a list of one number") from None
     if reward is None:
         raise WorkflowError(f"the reward {name} gave None: it does not apply to this task, so its run has no reward")
+    if isinstance(reward, Mapping):
+        raise WorkflowError(f"the reward {name} gave {[reward]!r:.100} for one completion: one of TRL's form gives a "
+                            "list of one number")
     return as_parts(reward, called)["reward"]
 
 
 def as_parts(said: Any, reward: Any) -> dict[str, float]:
     """Return what a reward gave as its parts, which are added up; `reward`: as the task names it, or what was called.
 
-    Raises WorkflowError where a part is no number, or no finite one.
+    Raises WorkflowError where there is no part, a part is no number, or no finite one, or its name is no text.
     """
     name = _named(reward)
+    if isinstance(said, Mapping) and not (said and all(isinstance(part, str) for part in said)):
+        raise WorkflowError(f"the reward {name} gave {said!r:.100}: give a finite number, or a dict of at least one "
+                            "part, a text and its finite number; raise an error where an answer can't be judged")
     parts = {}
     for part, value in (said if isinstance(said, Mapping) else {"reward": said}).items():
         try:
-            parts[part] = math.nan if isinstance(value, str) else float(value)
-        except (TypeError, ValueError):
+            parts[part] = math.nan if isinstance(value, str | bytes) else float(value)
+        except (TypeError, ValueError, OverflowError):
             parts[part] = math.nan
         if not math.isfinite(parts[part]):
             as_what = f" as {part}" if isinstance(said, Mapping) else ""

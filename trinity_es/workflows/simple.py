@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from trinity_es.events.errors import WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
+from trinity_es.workflows.prompts import chat_of
 from trinity_es.workflows.rewards import RewardFn, as_parts, known_of, reward_of, value_of
 from trinity_es.workflows.workflow import Workflow
 
@@ -56,11 +57,7 @@ class SimpleWorkflow(Workflow):
     def format_messages(self) -> list[dict[str, Any]]:
         """System prompt, prompt, and the start of the answer where there is one."""
         self.require_prompt()
-        if isinstance(self.task_desc, list):
-            return list(self.task_desc)
-        head = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        tail = [{"role": "assistant", "content": self.reply_prefix}] if self.reply_prefix else []
-        return [*head, {"role": "user", "content": self.task_desc}, *tail]
+        return chat_of(self.task_desc, self.system_prompt, self.reply_prefix)
 
     def run(self) -> list[Experience]:
         return self._rewarded(self._ask(self.model.chat, self.model.generate))

@@ -19,6 +19,7 @@ from trinity_es.actors.rollout.leases import Lease
 from trinity_es.events.errors import WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
+from trinity_es.workflows.prompts import chat_of
 from trinity_es.workflows.registry import WORKFLOWS, WorkflowRegistry
 from trinity_es.workflows.rewards import as_parts, call_of, known_of, reward_of, value_of
 
@@ -131,14 +132,8 @@ class Workflow:
 
     def prompt_messages(self) -> list[dict[str, Any]]:
         """Return the task's prompt as chat messages, with its system prompt and the beginning of the answer, if any."""
-        prompt = self.require_prompt()
-        if isinstance(prompt, list):  # messages already, as data sets for TRL have them
-            return list(prompt)
-        system = self.task.format_args.get("system_prompt")
-        head = [{"role": "system", "content": system}] if system else []
-        prefix = self.task.format_args.get("reply_prefix")
-        tail = [{"role": "assistant", "content": prefix}] if prefix else []
-        return [*head, {"role": "user", "content": prompt}, *tail]
+        given = self.task.format_args
+        return chat_of(self.require_prompt(), given.get("system_prompt"), given.get("reply_prefix"))
 
     def reward(self, response: str, completion_ids: Sequence[int] | None = None) -> dict[str, float]:
         """Return what `task.reward_fn` says of a response.

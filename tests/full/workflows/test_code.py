@@ -209,6 +209,30 @@ def test_a_test_that_is_no_python_is_the_datas_fault_and_no_zero(test: str) -> N
         judged(GOOD, [*ADDS, test])
 
 
+@pytest.mark.parametrize("test", [
+    "def check(candidate):\n    assert candidate(1, 2) == 3\n",
+    "EPS = float('1e-6')\ndef test_add():\n    assert add(1, 2) == 3",
+    "", "# todo", "'''assert add(1, 2) == 3'''", "import math", "x = add(1, 2)", "assert True", "pass",
+    "class Test:\n    def test(self):\n        assert 0", "if __name__ == '__main__':\n    assert add(1, 2) == 3",
+])
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_test_that_checks_nothing_is_the_datas_fault_and_no_reward(test: str, partial: bool) -> None:
+    for truth in (test, [test], [*ADDS, test]):
+        with pytest.raises(DataError, match=r"checks nothing, so every program would pass it: (add a line|write an)"):
+            judged(GOOD, truth, partial=partial)
+
+
+@pytest.mark.parametrize("test", [
+    "def check(candidate):\n    assert candidate(1, 2) == 3\ncheck(add)",
+    "for n in (1, 2):\n    assert add(n, n) == 2 * n", "try:\n    add(1, 2)\nfinally:\n    assert add(1, 2) == 3",
+    "if add(1, 2) != 3:\n    raise ValueError",
+    "match add(1, 2):\n    case 3:\n        pass\n    case _:\n        assert False, 'no sum'",
+])
+def test_a_test_that_checks_something_is_played(test: str) -> None:
+    assert judged(GOOD, test) == 1
+    assert judged("def add(a, b): return 0", test) == 0
+
+
 async def test_a_program_ends_with_a_run_that_is_given_up(pool: WorkerPool) -> None:
     task = {"raw_task": {"prompt": "Add.", "answer": ADDS}, "reward_fn_args": {"grader_timeout": 1.0, "seconds": 30.0}}
     began = time.monotonic()

@@ -165,3 +165,34 @@ def test_an_unknown_name_says_what_is_known_and_what_to_do() -> None:
         resolve("b", {"a": "x:Y"}, "workflow")
     with pytest.raises(UnknownWorkflow, match="can't be imported"):
         resolve("nowhere:Y", {}, "workflow")
+
+
+class ChangesItsRow(Workflow):
+    """Takes out of its task what it is given."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        await asyncio.sleep(0)
+        row, args, found = self.task.raw_task or {}, self.task.workflow_args, one()
+        found.info = {"seen": [row.pop("answer"), len(row["tags"]), args.pop("k")]}
+        row["tags"].append("seen")
+        return [found]
+
+
+class ChangesItsRowInAThread(ChangesItsRow):
+    is_async = False
+
+    def run(self) -> list[Experience]:
+        return asyncio.run(self.run_async())
+
+
+@pytest.mark.parametrize("workflow", [ChangesItsRow, ChangesItsRowInAThread])
+@pytest.mark.parametrize("mode", ["sequential", "asynchronous"])
+def test_each_run_has_a_task_of_its_own(workflow: type[Any], mode: str) -> None:
+    row = {"answer": "4", "tags": ["a"]}
+    task = Task(workflow=workflow, raw_task=row, workflow_args={"k": 1})
+    done = asyncio.run(runner(concurrent_mode=mode).execute(task, 1, range(3)))
+    assert [f[2] for f in done.failures] == []
+    assert [e.info["seen"] for e in done.experiences] == [["4", 1, 1]] * 3
+    assert row == {"answer": "4", "tags": ["a"]}

@@ -1,0 +1,125 @@
+"""What is in a file arrives as what was meant, whatever the file is; what can't is refused before anything runs."""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as parquet
+import pytest
+
+from tests.helpers.tables import write_dataset, write_parquet
+from trinity_es.config.buffer import TasksetConfig
+from trinity_es.events.errors import TasksetError
+from trinity_es.tasksets.taskset import Taskset
+
+CALL = {"name": "add", "arguments": {"a": 1}}
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "2+3?", "answer": "5", "tools": [
+        {"type": "function", "function": {"name": "add", "parameters": {"a": {"type": "int", "minimum": 0}}}},
+        {"type": "function", "function": {"name": "now"}}]},
+    {"prompt": "6*7?", "level": 3, "meta": {"from": "gsm8k", "tags": []}, "scores": [0.5, None]},
+    {"prompt": "ä€😀", "answer": "", "meta": {"tags": ["x", ""]}, "hard": False},
+    {"prompt": "nothing", "meta": {}, "scores": []},
+]
+
+
+def opened(path: Path, **config: Any) -> Taskset:
+    return Taskset(TasksetConfig(name="t", path=str(path), **config))
+
+
+def lines(folder: Path, rows: list[dict[str, Any]], name: str = "rows.jsonl") -> Path:
+    (folder / name).write_text("\n".join(json.dumps(row) for row in rows))
+    return folder / name
+
+
+def table(folder: Path, **columns: pa.Array) -> Path:
+    parquet.write_table(pa.table(columns), folder / "rows.parquet")
+    return folder / "rows.parquet"
+
+
+def test_the_same_rows_are_the_same_tasks_as_lines_as_parquet_and_as_a_dataset(tmp_path: Path) -> None:
+    keys = dict.fromkeys(key for row in ROWS for key in row)
+    filled = [{key: row.get(key) for key in keys} for row in ROWS]  # as a table has them
+    table, dataset = write_parquet(tmp_path / "a.parquet", filled), write_dataset(tmp_path / "d", filled)
+    files = [lines(tmp_path, ROWS), lines(tmp_path, filled, "filled.jsonl"), table, dataset]
+    for file in files:
+        assert [task.raw_task for task in opened(file).all()] == ROWS, file
+
+
+def test_a_key_whose_value_is_null_is_no_key(tmp_path: Path) -> None:
+    row = {"prompt": "a", "answer": None, "meta": {"x": None, "y": [None, {"z": None}]}}
+    [task] = opened(lines(tmp_path, [row])).all()
+    assert task.raw_task == {"prompt": "a", "meta": {"y": [None, {}]}}
+
+
+@pytest.mark.parametrize(("column", "found"), [
+    (pa.array([b"Wie gro\xc3\x9f?"]), "Wie groß?"),
+    (pa.array([b"ab"], pa.binary(2)), "ab"),
+    (pa.array([[{"role": "user", "content": b"2+3?"}]]), [{"role": "user", "content": "2+3?"}]),
+    (pa.array(["5"]).dictionary_encode(), "5"),
+    (pa.array([0.1], pa.float32()), 0.1),
+    (pa.array([np.float16(0.1)], pa.float16()), 0.1),
+    (pa.array([16777217.0]), 16777217.0),
+    (pa.array([2**63], pa.uint64()), 2**63),
+    (pa.array([decimal.Decimal("12345678901")]), 12345678901),
+    (pa.array([decimal.Decimal("1.50")]), "1.50"),
+    (pa.array([dt.datetime(2026, 3, 1, 12, tzinfo=dt.UTC)]), "2026-03-01T12:00:00+00:00"),
+    (pa.array([[("a", 1), ("b", None)]], pa.map_(pa.string(), pa.int64())), {"a": 1}),
+])
+def test_a_value_of_a_table_is_what_its_writer_meant(tmp_path: Path, column: pa.Array, found: Any) -> None:
+    [task] = opened(table(tmp_path, prompt=pa.array(["a"]), answer=column)).all()
+    assert task.truth == found
+    assert type(task.truth) is type(found)
+
+
+@pytest.mark.parametrize(("column", "said"), [
+    (pa.array([b"ok", b"\x00\xff"]), r"row 1: column 'x': bytes that are no UTF-8 \(byte 1\)"),
+    (pa.array([1.0, float("inf")]), "row 1: column 'x': inf has no form in JSON"),
+    (pa.array([[1.0], [float("-inf")]]), "row 1: column 'x': -inf has no form in JSON"),
+    (pa.array([dt.timedelta(1)] * 2), "column 'x' has the type duration"),
+    (pa.array([{"d": dt.timedelta(1)}] * 2), "column 'x' has the type duration"),
+])
+def test_what_has_no_form_in_json_is_refused_by_its_column_when_a_file_is_opened(
+    tmp_path: Path, column: pa.Array, said: str
+) -> None:
+    with pytest.raises(TasksetError, match=said):
+        opened(table(tmp_path, prompt=pa.array(["a", "b"]), x=column))
+
+
+@pytest.mark.parametrize(("prompt", "said"), [
+    (None, "the prompt is null"),
+    (5, "the prompt is 5: a text or a list of chat messages"),
+    ({"text": "a"}, "the prompt is {'text': 'a'}: a text or"),
+    ([], "the prompt is an empty list"),
+    (["a"], "message 0 of the prompt is 'a': an object with"),
+    ([{"role": "user", "content": 5}], "the content of message 0 of the prompt is 5"),
+])
+def test_what_is_no_prompt_is_refused_with_its_line(tmp_path: Path, prompt: Any, said: str) -> None:
+    with pytest.raises(TasksetError, match=rf"rows.jsonl line 2: {said}"):
+        opened(lines(tmp_path, [{"prompt": "a"}, {"prompt": prompt}]))
+    if prompt is not None:  # a workflow of the user's own may know what to do with it
+        own = opened(lines(tmp_path, [{"prompt": prompt}]), workflow="my:Workflow")
+        assert own.task(0).task_desc == prompt
+
+
+def test_a_row_that_begins_its_answer_and_a_reply_prefix_are_refused_together(tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "So"}]}
+    opened(lines(tmp_path, [row]))
+    with pytest.raises(TasksetError, match=r"line 1: .*format\.reply_prefix begins its answer, too"):
+        opened(lines(tmp_path, [row]), format={"reply_prefix": "Sure:"})
+
+
+@pytest.mark.parametrize("number", ["123456789012345678901234567890", "-9223372036854775809", "18446744073709551616"])
+def test_a_number_that_would_be_rounded_is_refused(tmp_path: Path, number: str) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": 18446744073709551615}\n'
+                                         f'{{"prompt": "b", "answer": {number}}}')
+    with pytest.raises(TasksetError, match=f"line 2: not JSON .*{number[:20]}.*write it as a text"):
+        opened(tmp_path / "rows.jsonl")
+    (tmp_path / "rows.jsonl").write_text(f'{{"prompt": "a", "answer": "{number}"}}')
+    assert opened(tmp_path / "rows.jsonl").task(0).truth == number

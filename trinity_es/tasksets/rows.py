@@ -1,0 +1,186 @@
+"""Rows of tasksets as plain JSON, the same whatever file they are in, and checked before a run starts.
+
+A key without a value is the same as no such key: tables give each row, and each object in it, the keys of all others,
+with null where it had none. So keys whose value is null are left out, of lines of JSON, too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import orjson
+
+from trinity_es.config.buffer import FormatConfig, TasksetConfig
+from trinity_es.events.errors import DataError, TasksetError, UnknownWorkflow
+from trinity_es.workflows.prompts import chat_of
+from trinity_es.workflows.registry import REWARD_FUNCTIONS, WORKFLOWS
+
+__all__ = ["RowCheck", "TableRows", "no_prompt", "parse_row", "require_answers"]
+
+_LONG_NUMBER = re.compile(rb"[0-9]{19}")
+_BITS = "a whole number of more than 64 bits, which would be rounded: write it as a text"
+
+
+def parse_row(line: bytes) -> Any:
+    """Return a line of JSON without keys whose value is null. Raises ValueError, which says what is wrong."""
+    if _LONG_NUMBER.search(line):
+        json.loads(line, parse_int=_whole)
+    return _without_nulls(orjson.loads(line))
+
+
+def _whole(digits: str) -> int:
+    number = int(digits)
+    if not -(2**63) <= number < 2**64:
+        raise ValueError(f"{digits:.40} is {_BITS}")
+    return number
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+class RowCheck:
+    """Checks the rows of a taskset, one by one, as its file is opened."""
+
+    def __init__(self, config: TasksetConfig) -> None:
+        self._format, self._names = config.format, set[tuple[str, str]]()
+        path = WORKFLOWS.paths.get(config.workflow, config.workflow)
+        self._asks = path.startswith("trinity_es.") and config.kind == "file" and not config.format.workflow_key
+        """Its prompts are asked by a workflow of ours, which knows texts and messages."""
+
+    def check(self, row: dict[str, Any], where: str, details: dict[str, Any]) -> None:
+        """Require a prompt, and workflows and rewards that exist where the row names them. Raises TasksetError."""
+        key = self._format.prompt_key
+        if row.get(key) is None:
+            raise TasksetError(f"{where}: the prompt is null: remove it", **details)
+        if self._asks:
+            try:
+                chat_of(row[key], self._format.system_prompt, self._format.reply_prefix)
+            except DataError as e:
+                raise TasksetError(f"{where}: {e.message} (key {key!r}): mend or remove it", **details) from e
+        for own, registry in ((self._format.workflow_key, WORKFLOWS), (self._format.reward_fn_key, REWARD_FUNCTIONS)):
+            name = None if own is None else row.get(own)
+            if name is None or (own, name) in self._names:
+                continue
+            if not isinstance(name, str):
+                raise TasksetError(f"{where}: {own} is {name!r}: a name or \"module:name\" is expected", **details)
+            try:
+                registry.get(name)
+            except UnknownWorkflow as e:
+                raise TasksetError(f"{where}: {own}: {e.message}", **details) from e
+            self._names.add((str(own), name))
+
+
+def no_prompt(key: str, there: Sequence[str]) -> str:
+    """Return what is said of rows without a prompt. `there`: the keys that they have."""
+    return (f"no prompt: the key {key!r} is missing (there are: {', '.join(there[:8]) or 'no keys'}); name the right "
+            "one in format.prompt_key of the taskset")
+
+
+def require_answers(file: object, keys: Iterable[str], config: TasksetConfig) -> None:
+    """Require that some row has the key of answers that the taskset names. Raises TasksetError."""
+    key = config.format.response_key
+    if key not in keys and key != FormatConfig().response_key:
+        raise TasksetError(f"{file}: no row has the key {key!r} of format.response_key (there are: "
+                           f"{', '.join(list(keys)[:8])}): name the right one, or leave it out", file=str(file))
+
+
+# --- columns of Arrow -------------------------------------------------------------------------------------------------
+class TableRows:
+    """Makes rows of Arrow tables of one schema. Raises TasksetError for a column that has no form in JSON."""
+
+    def __init__(self, source: object, schema: Any, config: TasksetConfig) -> None:
+        self._source, self._check, self._config = source, RowCheck(config), config
+        if config.format.prompt_key not in schema.names:
+            raise TasksetError(f"{source}: {no_prompt(config.format.prompt_key, schema.names)}", file=str(source))
+        require_answers(source, schema.names, config)
+        self._readers: dict[str, Callable[[Any], Any]] = {}
+        for field in schema:
+            try:
+                self._readers[field.name] = _reader(field.type)
+            except TypeError as e:
+                raise TasksetError(f"{source}: column {field.name!r} has the type {e}, which has no form in JSON: "
+                                   "remove or convert the column", file=str(source)) from e
+
+    def check(self, table: Any, first: int) -> None:
+        """Check the rows of a table, the first of which is row `first`. Raises TasksetError, which names the row."""
+        for at in range(table.num_rows):
+            row = self.row(table, at, first + at)
+            details = {"file": str(self._source), "row": first + at}
+            self._check.check(row, f"{self._source} row {first + at}", details)
+
+    def row(self, table: Any, at: int, number: int) -> dict[str, Any]:
+        """Return the row at this place of a table as JSON has it; `number`: as which it is known."""
+        found: dict[str, Any] = {}
+        for name, reader in self._readers.items():
+            try:
+                value = table.column(name)[at].as_py()
+                if value is not None and (value := reader(value)) is not None:
+                    found[name] = value
+            except (ValueError, OverflowError) as e:
+                raise TasksetError(f"{self._source} row {number}: column {name!r}: {e}: mend or remove it",
+                                   file=str(self._source), row=number) from e
+        return found
+
+
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    """Return what makes JSON of a value of this type of Arrow. Raises TypeError, which names a type that has no form.
+
+    Bytes are text, which tables without that mark have as bytes. Numbers of 16 and 32 bits are what they are written
+    as: 0.1, and not the 64 bits next to it. NaN, which pandas writes where there is nothing, is null. Whole decimals
+    are whole numbers, others exact texts; dates and times are texts of ISO 8601.
+    """
+    import pyarrow
+
+    types = pyarrow.types
+    if types.is_dictionary(kind):
+        return _reader(kind.value_type)
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return _reader(kind.storage_type)
+    if types.is_struct(kind):
+        readers = {field.name: _reader(field.type) for field in kind}
+        return lambda value: {name: read for name, reader in readers.items()
+                              if value[name] is not None and (read := reader(value[name])) is not None}
+    if types.is_map(kind):
+        inner = _reader(kind.item_type)
+        return lambda value: {str(k): read for k, v in value if v is not None and (read := inner(v)) is not None}
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        item = _reader(kind.value_type)
+        return lambda value: [None if v is None else item(v) for v in value]
+    if types.is_floating(kind):
+        return _double if types.is_float64(kind) else partial(_short, digits=kind.to_pandas_dtype())
+    if types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind):
+        return _utf8
+    if types.is_decimal(kind):
+        return int if kind.scale <= 0 else str
+    if types.is_date(kind) or types.is_time(kind) or types.is_timestamp(kind):
+        return lambda value: value.isoformat()
+    if types.is_boolean(kind) or types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind):
+        return lambda value: value
+    if types.is_integer(kind):
+        return lambda value: value
+    raise TypeError(str(kind))
+
+
+def _double(value: float) -> float | None:
+    if math.isinf(value):
+        raise ValueError(f"{value} has no form in JSON")
+    return None if math.isnan(value) else value
+
+
+def _short(value: float, digits: Callable[[float], Any]) -> float | None:
+    return _double(float(str(digits(value))))
+
+
+def _utf8(value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError as e:
+        raise ValueError(f"bytes that are no UTF-8 (byte {e.start}), and have no form in JSON") from None

@@ -1,0 +1,93 @@
+"""Prompts of rows, which are a text or chat messages, as what a model is asked."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from trinity_es.events.errors import DataError
+
+__all__ = ["asked_by", "chat_of", "plain_text", "require_prompt_form"]
+
+_SYSTEM = ("system", "developer")
+
+
+def require_prompt_form(prompt: Any) -> None:
+    """Require a text, or a list of chat messages. Raises DataError, which says what there is instead."""
+    if isinstance(prompt, str):
+        return
+    if not isinstance(prompt, list):
+        raise DataError(f"the prompt is {_shown(prompt)}: a text or a list of chat messages is expected")
+    if not prompt:
+        raise DataError("the prompt is an empty list: give a text, or at least one chat message")
+    for i, message in enumerate(prompt):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(f"message {i} of the prompt is {_shown(message)}: an object with `role` and `content` is "
+                            "expected")
+        if not isinstance(message.get("content"), str | list | None):
+            raise DataError(f"the content of message {i} of the prompt is {_shown(message['content'])}: a text or a "
+                            "list of parts is expected")
+
+
+def chat_of(prompt: Any, system: str | None = None, prefix: str | None = None) -> list[dict[str, Any]]:
+    """Return a prompt as chat messages of the caller's own, with a system prompt and the beginning of the answer.
+
+    A system message of the row itself follows `system` in one message. Raises DataError for what is neither text nor
+    messages, and for a prefix where the row has begun the answer itself.
+    """
+    require_prompt_form(prompt)
+    messages: list[dict[str, Any]] = (
+        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else copy.deepcopy(prompt))
+    if system and messages[0]["role"] in _SYSTEM:
+        messages[0]["content"] = _after(system, messages[0].get("content") or "")
+    elif system:
+        messages.insert(0, {"role": "system", "content": system})
+    if prefix:
+        if messages[-1]["role"] == "assistant":
+            raise DataError("the prompt ends with a message of the assistant, and format.reply_prefix begins its "
+                            "answer, too: leave out one of them")
+        messages.append({"role": "assistant", "content": prefix})
+    return messages
+
+
+def asked_by(messages: list[dict[str, Any]], question: Callable[[str], str]) -> list[dict[str, Any]]:
+    """Return these messages with another text in the last one of the user: what `question` makes of its own.
+
+    Raises DataError where no message is the user's.
+    """
+    last = next((i for i in reversed(range(len(messages))) if messages[i]["role"] == "user"), None)
+    if last is None:
+        raise DataError("no message of the prompt is the user's, so there is no question in it")
+    content = messages[last].get("content")
+    text = question(_text(content))
+    others = [part for part in content if not _is_text(part)] if isinstance(content, list) else []
+    new = [*others, {"type": "text", "text": text}] if others else text
+    return [*messages[:last], {**messages[last], "content": new}, *messages[last + 1 :]]
+
+
+def plain_text(messages: list[dict[str, Any]]) -> str:
+    """Return a conversation as one text that a base model goes on with, each turn after the name of its role."""
+    turns = [f"System:{_text(m.get('content'))}\n" if m["role"] in _SYSTEM
+             else f"{m['role'].title()}:\n{_text(m.get('content'))}\n" for m in messages]
+    return "".join([*turns, "Assistant:\n"])
+
+
+def _after(system: str, content: str | list[Any]) -> str | list[Any]:
+    if isinstance(content, list):
+        return [{"type": "text", "text": f"{system}\n\n"}, *content]
+    return f"{system}\n\n{content}" if content else system
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content if _is_text(part))
+    return content or ""
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else f"{value!r:.60}"
