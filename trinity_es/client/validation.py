@@ -40,8 +40,8 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
                 data = kept.hide(task_to_dict(_unwrapped(task)))
             except RecursionError as e:
                 raise TaskNotSerializable("is nested too deeply, or holds itself") from e
-            if task.repeat_times is not None and whole("repeat_times", task.repeat_times) < 1:
-                raise DataError(f"repeat_times is {task.repeat_times}: 1 or more")
+            if task.repeat_times is not None:
+                whole("repeat_times", task.repeat_times, least=1)
             if task.workflow is None:
                 raise TaskNotSerializable("has no workflow: give a class, a registered name or \"module:Class\"")
             if task.workflow not in paths:
@@ -62,12 +62,16 @@ def _unwrapped(task: Task) -> Task:
     return replace(task, **plain) if plain and plain != given else task
 
 
-def whole(name: str, value: Any) -> int:
-    """Return a whole number. Raises DataError."""
+def whole(name: str, value: Any, least: int = 0) -> int:
+    """Return a whole number of at least `least`. Raises DataError; True and False are no numbers."""
     try:
         found = operator.index(value)  # takes numpy's integers, and no text
     except TypeError:
         raise DataError(f"{name} is {value!r}: a whole number is expected") from None
+    if isinstance(value, bool | np.bool_):
+        raise DataError(f"{name} is {value!r}: a whole number is expected")
+    if found < least:
+        raise DataError(f"{name} is {found}: {least} or more is expected")
     if abs(found) >= 2**31:  # what a column of a read model can hold in every database
         raise DataError(f"{name} is too large: less than 2**31 is expected")
     return found

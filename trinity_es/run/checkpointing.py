@@ -96,7 +96,7 @@ class TrainerCheckpoints:
                 for step in range(point.checkpoint_version + 1, point.version + 1):
                     batch = log.replay(step)
                     if batch.state is BatchLifecycleState.FINALIZED:  # else a person aborted it
-                        self._learnt[step] = learn(trainer, read_experiences(payloads, batch.experiences))
+                        self._learnt[step] = learn(trainer, step, read_experiences(payloads, batch.experiences))
             except PayloadNotFound as e:
                 raise PayloadNotFound(
                     f"the trainer has a checkpoint of step {point.checkpoint_version}, engines had weights "

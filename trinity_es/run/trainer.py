@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import math
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from trinity_es.events.experience import Experience
 
 __all__ = ["Trainer", "learn"]
+
+_log = logging.getLogger("trinity_es.run")
 
 
 class Trainer(Protocol):
@@ -30,6 +35,27 @@ class Trainer(Protocol):
         """Write a checkpoint in HF format that an engine can load, and that this class can be built from."""
 
 
-def learn(trainer: Trainer, experiences: list[Experience]) -> dict[str, float]:
-    """Have the trainer learn from a batch; of one that the pipeline's filters left nothing of, nothing is learnt."""
-    return trainer.step(experiences) if experiences else {}
+def learn(trainer: Trainer, step: int, experiences: list[Experience]) -> dict[str, float]:
+    """Have the trainer learn from a batch, and return its metrics that are finite numbers.
+
+    The weights have changed by then, so no metric ends the run: the others are left out, with a warning. Of a batch
+    that the pipeline's filters left nothing of, nothing is learnt.
+    """
+    said: Any = trainer.step(experiences) if experiences else {}
+    if not isinstance(said, Mapping):
+        if said is not None:
+            _log.warning("step %d: the trainer's step() returned %.80r and not a dict of metrics: none is recorded",
+                         step, said)
+        return {}
+    metrics: dict[str, float] = {}
+    for name, value in said.items():
+        try:
+            number = float("nan") if isinstance(value, str | bytes) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = float("nan")
+        if math.isfinite(number):
+            metrics[str(name)] = number
+        else:
+            _log.warning("step %d: the trainer's metric %s is %.80r, which is no finite number: it is left out", step,
+                         name, value)
+    return metrics

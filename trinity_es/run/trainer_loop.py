@@ -68,7 +68,7 @@ async def _learn(part: RunProcess, step: int) -> None:
     if (await part.rollouts.batch(step)).state is BatchLifecycleState.ABORTED:
         return
     experiences = await part.rollouts.experiences(step)
-    metrics = await asyncio.to_thread(learn, part.trainer, experiences)
+    metrics = await asyncio.to_thread(learn, part.trainer, step, experiences)
     await when_written(lambda: part.rollouts.acknowledge(step, step, metrics))
 
 

@@ -54,6 +54,11 @@ MISTAKES: dict[str, Call] = {
     "a timeout that is text": lambda c, b: c.finalize_train_batch(b, timeout="abc"),  # type: ignore[arg-type]
     "a timeout that is no number": lambda c, b: c.finalize_train_batch(b, timeout=float("nan")),
     "a step that is text": lambda c, b: c.acknowledge(b, "x"),  # type: ignore[arg-type]
+    "a step below 0": lambda c, b: c.acknowledge(b, -5),
+    "a step that is true": lambda c, b: c.acknowledge(b, True),
+    "a version below 0": lambda c, b: c.sync_weights(-1, "x"),
+    "a number of experiences below 0": lambda c, b: c.take_experiences(-1),
+    "a position below 0": lambda c, b: list(c.processed_experiences(-1)),
     "a loss that is nan": lambda c, b: c.acknowledge(b, 1, {"loss": float("nan")}),
     "a loss that is text": lambda c, b: c.acknowledge(b, 1, {"loss": "high"}),  # type: ignore[dict-item]
     "min_wait_num as text": lambda c, b: submit(c, b + 1, min_wait_num="3"),

@@ -1,0 +1,44 @@
+"""Metrics that a trainer returns of a step: numbers are recorded, and what is no number ends no run."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trinity_es.events.experience import Experience
+from trinity_es.run.trainer import learn
+
+ONE = Experience(tokens=[1, 2], prompt_length=1)
+
+
+class Trainer:
+    def __init__(self, said: Any) -> None:
+        self.said = said
+
+    def step(self, experiences: list[Experience]) -> Any:
+        return self.said
+
+    def save(self, path: str) -> None: ...
+
+
+def test_numbers_of_every_kind_are_metrics() -> None:
+    said = {"loss": np.float32(0.5), "steps": 3, "done": True, "norm": np.array(2.0), 7: 1.0}
+    assert learn(Trainer(said), 1, [ONE]) == {"loss": 0.5, "steps": 3.0, "done": 1.0, "norm": 2.0, "7": 1.0}
+    assert learn(Trainer(said), 1, []) == {}
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), None, "high", 10**400, np.ones(2), [1.0], b"1"])
+def test_a_metric_that_is_no_finite_number_is_left_out_and_told(value: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert learn(Trainer({"loss": 0.1, "grad_norm": value}), 3, [ONE]) == {"loss": 0.1}
+    assert "step 3: the trainer's metric grad_norm is " in caplog.text
+
+
+def test_a_trainer_that_returns_no_metrics_has_none(caplog: pytest.LogCaptureFixture) -> None:
+    assert learn(Trainer(None), 3, [ONE]) == {}
+    assert caplog.text == ""
+    assert learn(Trainer([0.1]), 3, [ONE]) == {}
+    assert "step 3: the trainer's step() returned [0.1] and not a dict of metrics" in caplog.text
