@@ -30,7 +30,7 @@ from trinity_es.events.store.disk import room
 from trinity_es.events.store.file_identity import BesideGone, Place
 from trinity_es.events.store.retry import TLS_TROUBLE, Trouble, classify
 
-__all__ = ["Database", "Durability", "Tell", "masked", "parse_url"]
+__all__ = ["Database", "Durability", "Tell", "file_of", "file_url", "masked", "parse_url"]
 
 Durability = Literal["process", "power"]
 
@@ -50,7 +50,8 @@ _PLAIN_KEYS = frozenset({"sslmode", "sslrootcert", "sslcert", "sslkey", "sslcrl"
 def parse_url(url: str) -> URL:
     """Return the database URL of a path, of `sqlite:///path`, `postgresql://...` or a full SQLAlchemy URL.
 
-    Raises ConfigError for another database, for SQLite in memory, and for what is no URL.
+    In a URL of a file %, ? and # are written %25, %3F and %23, as `file_url` does; a path has them as they are. Raises
+    ConfigError for another database, for SQLite in memory or with options, and for what is no URL.
     """
     if "://" not in url:
         if not url or url == ":memory:":
@@ -65,10 +66,27 @@ def parse_url(url: str) -> URL:
     if backend == "sqlite":
         if not parsed.database or parsed.database == ":memory:":
             raise ConfigError("a log in memory would not survive its process: give a path, as in sqlite:///run/log.db")
+        if "?" in url:
+            raise ConfigError(f"the store's url {url} has options after its ?, which a file has not: where the file's "
+                              "name has that letter, write %3F, or give the path alone")
         return URL.create("sqlite", database=os.path.expanduser(parsed.database))
     if backend in ("postgresql", "postgres"):
         return parsed.set(drivername="postgresql+psycopg")
     raise ConfigError(f"a log lives in SQLite or PostgreSQL, not in {backend}: {masked(parsed)}")
+
+
+def file_url(path: str | Path) -> str:
+    """Return the URL of a SQLite log, in which letters that mean something else in a URL are escaped."""
+    return "sqlite:///" + re.sub("[%?#]", lambda found: f"%{ord(found[0]):02X}", str(path))
+
+
+def file_of(url: str) -> Path | None:
+    """Return the file of a SQLite log; None where it lies in PostgreSQL, or the URL can't be read."""
+    try:
+        parsed = parse_url(url)
+    except ConfigError:
+        return None
+    return Path(str(parsed.database)) if parsed.get_backend_name() == "sqlite" else None
 
 
 def masked(url: URL | str) -> str:
@@ -79,7 +97,7 @@ def masked(url: URL | str) -> str:
         except ConfigError:
             return "(unreadable url)"
     if url.get_backend_name() == "sqlite":
-        return f"sqlite:///{url.database}"
+        return file_url(url.database or "")
     return _SECRET_KEYS.sub(r"\1=***", url.render_as_string(hide_password=True))
 
 

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from trinity_es.events.store.database import file_of
 from trinity_es.events.values import BatchId, BatchLifecycleState
 
 __all__ = [
@@ -199,8 +200,7 @@ def resume_command(store: str) -> str:
     """
     if not store or "***" in store:
         return "trinity-es resume CONFIG"
-    if store.startswith("sqlite:///"):
-        path = Path(store.removeprefix("sqlite:///"))
+    if (path := file_of(store)) is not None:
         store = str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
     return f"trinity-es resume {shlex.quote(store)}"
 

@@ -22,6 +22,7 @@ from trinity_es.cli.render.tables import console
 from trinity_es.client.teardown import end_system
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, LogNotFound
+from trinity_es.events.store.database import file_of
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.run import RunState, fold_run
 from trinity_es.projections.why.answer import counted, resume_command
@@ -195,9 +196,8 @@ def _taskset(told: dict[str, Any]) -> str:
 def _short_url(settings: Config) -> str:
     """Return the log as a person types it: a path where it is a file."""
     url = str(settings.masked()["store"]["url"])
-    if not url.startswith("sqlite:///"):
-        return url
-    return short_path(Path(url.removeprefix("sqlite:///")))
+    file = file_of(url)
+    return url if file is None else short_path(file)
 
 
 def short_path(path: Path) -> str:

@@ -51,7 +51,7 @@ from trinity_es.config.yaml_file import apply_overrides, read_yaml
 from trinity_es.environments.verifiers_tasks import tasks_file
 from trinity_es.events.errors import ConfigError, DataError, UnknownWorkflow
 from trinity_es.events.secrets import marked, mask
-from trinity_es.events.store.database import masked
+from trinity_es.events.store.database import file_url, masked
 
 __all__ = ["Config", "load_config"]
 
@@ -126,7 +126,7 @@ class Config(Section):
                 "hosts.address is set, and synchronizer.sync_method is nccl: no group is made with engines of other "
                 "hosts. Set it to memory, or to checkpoint: hosts pull from the head what they can't read"
             )
-        url = make_url(self.store.url or f"sqlite:///{beside / 'log.sqlite'}")
+        url = make_url(self.store.url or file_url(beside / "log.sqlite"))
         if url.get_backend_name() == "sqlite":
             if self.hosts.address:
                 raise ValueError(
@@ -134,7 +134,7 @@ class Config(Section):
                     "write-ahead log do not reach over a network. Give store.url of a PostgreSQL database"
                 )
             file = _absolute(str(url.database), folder)
-            url, beside = url.set(database=file), Path(file).parent
+            url, beside = make_url(file_url(file)), Path(file).parent
         log_dir = self.system.log_dir or str(beside / "logs")
         key, shared, pulled = self.system.key_file, self.hosts.key_file, self.hosts.weights_dir
         proxy_tls, hosts_tls = (_absolute_files(tls, folder) for tls in (self.explorer.proxy_tls, self.hosts.tls))

@@ -62,6 +62,8 @@ def _store_url(value: str) -> str:
         raise ValueError(f"must begin with sqlite:/// or postgresql+psycopg://, not {backend}")
     if backend == "sqlite" and url.database in (None, "", ":memory:"):
         raise ValueError("must be a file: the log is shared by several processes; write sqlite:///log.sqlite")
+    if backend == "sqlite" and "?" in value:
+        raise ValueError(f"is {value}: a file has no options after a ?; where its name has that letter, write %3F")
     return value
 
 

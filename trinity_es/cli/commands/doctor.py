@@ -29,6 +29,7 @@ from trinity_es.cli.findings import Finding
 from trinity_es.cli.render.tables import console
 from trinity_es.config.config import Config
 from trinity_es.events.errors import TrinityError
+from trinity_es.events.store.database import file_of
 from trinity_es.system import running_system
 from trinity_es.text import plain
 
@@ -247,8 +248,8 @@ def _of_config(settings: Config) -> list[Finding]:
         running = running_system.find(settings)
     except TrinityError as e:
         return [Finding("store", "missing", e.message, "correct store.url, or the database's rights")]
-    if settings.store.url.startswith("sqlite"):
-        out.append(_writable("store", Path(settings.store.url.removeprefix("sqlite:///"))))
+    if (file := file_of(settings.store.url)) is not None:
+        out.append(_writable("store", file))
     else:
         out.append(_postgres(settings, store))
     out.append(_writable("checkpoints", settings.checkpoint_dir))

@@ -1,0 +1,45 @@
+"""A log lies where it is said to lie, whatever letters the names of its folders have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trinity_es.config.config import Config, load_config
+from trinity_es.events.errors import ConfigError, LogNotFound
+from trinity_es.events.store.database import file_of, file_url, masked, parse_url
+from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.projections.why.answer import resume_command
+
+NAMES = ["my%20project", "trial?1", "trial?lr=2&x=3", "Qwen%2FQwen2.5", "50%", "a#b", "ü ß+@:'\"", "100%25"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_log_of_a_config_lies_in_its_folder(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "c.yaml").write_text("explorer: {rollout_model: {engine_type: scripted}}")
+    config = load_config(folder / "c.yaml")
+    file = folder / "runs/trinity/run/log.sqlite"
+    shown = config.masked()["store"]["url"]
+    assert [file_of(url) for url in (config.store.url, shown, masked(shown))] == [file] * 3
+    assert Path(config.run_dir) == file.parent
+    again = Config.from_dict({"store": {"url": config.store.url}})
+    assert again.store.url == config.store.url
+    assert str(file) in resume_command(shown).replace("'\"'\"'", "'")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_path_is_a_path_and_its_url_names_the_same(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    assert parse_url(str(file)).database == parse_url(file_url(file)).database == str(file)
+    with pytest.raises(LogNotFound, match="no log at ") as refused:
+        open_log(str(file))
+    assert name in str(refused.value)
+
+
+def test_options_of_a_file_are_refused() -> None:
+    for refuse in (parse_url, lambda url: Config.from_dict({"store": {"url": url}})):
+        with pytest.raises(ConfigError, match=r"trial\?1/log.sqlite.* after .*write %3F"):
+            refuse("sqlite:///trial?1/log.sqlite")
