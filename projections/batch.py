@@ -157,7 +157,7 @@ class BatchState:
         if status.metrics:
             is_eval = found.is_eval or self.batch_type == "eval"
             status.metrics = [
-                {**aggregate_task(status.metrics, is_eval=is_eval), "time/task_execution": found.seconds}
+                {**aggregate_task(status.metrics, is_eval, found.total_runs), "time/task_execution": found.seconds}
             ]
         return status
 
@@ -347,12 +347,16 @@ def _reopened(state: BatchState, event: ev.TaskReopened) -> None:
         state.pending[unit.task, unit.run_id_base] = unit
 
 
-def batch_result(state: BatchState, pipeline_metrics: dict[str, float] | None = None) -> dict[str, Any]:
+def batch_result(
+    state: BatchState, pipeline_metrics: dict[str, float] | None = None, *, before_2026_11: bool = False
+) -> dict[str, Any]:
     """Return what finalize returns, from the state alone: the same numbers, bit for bit, wherever it is computed.
 
     Keys `batch_id, batch_type, finished_task_count, metrics`. Metrics follow `projections.metrics` (run to task to
     batch, tasks in order of their id). A task that failed for good counts in `finished_task_count`, as settled, and in
-    `failed_task_count`; its completed runs count in the means, its failed runs are no zero.
+    `failed_task_count`; its completed runs count in the means, its failed runs are no zero. In an eval those are
+    counted by `missing_run_count`, where there are some. `before_2026_11`: as it was computed then, when the tasks of
+    an eval that lost runs had a `mean@n` of their own.
     """
     is_eval = state.batch_type == "eval"
     per_task = []
@@ -361,7 +365,7 @@ def batch_result(state: BatchState, pipeline_metrics: dict[str, float] | None = 
         status = state.statuses[task_id]
         failed += not status.ok
         if status.metrics:
-            metrics = aggregate_task(status.metrics, is_eval=is_eval)
+            metrics = aggregate_task(status.metrics, is_eval, 0 if before_2026_11 else status.total_runs)
             metrics["time/task_execution"] = state.tasks[task_id].seconds
             per_task.append(metrics)
     metrics = dict(pipeline_metrics or {})
@@ -369,6 +373,9 @@ def batch_result(state: BatchState, pipeline_metrics: dict[str, float] | None = 
         name = str(state.batch_id).split("/", 1)[-1]
         prefix = name if name.startswith("bench/") else f"eval/{name}"
         metrics |= aggregate_eval_batch(per_task, prefix=prefix, detailed_stats=state.detailed_stats)
+        missing = sum(s.total_runs - s.completed_runs for s in state.statuses.values())
+        if missing and not before_2026_11:
+            metrics[f"{prefix}/missing_run_count"] = float(missing)
     else:
         prefix = "rollout"
         metrics |= aggregate_batch(per_task, prefix=prefix)

@@ -44,14 +44,15 @@ def aggregate_run(experiences: Sequence[Metrics]) -> Metrics:
     return {key: _reduce(how, values) for key, (how, values) in _by_key(experiences).items()}
 
 
-def aggregate_task(runs: Sequence[Metrics], is_eval: bool) -> Metrics:
+def aggregate_task(runs: Sequence[Metrics], is_eval: bool, asked: int = 0) -> Metrics:
     """Return the metrics of one task from those of its runs, in order.
 
     Training: as `aggregate_run`. Evals: each metric without a suffix gives `<name>/mean@n` and `<name>/std@n` over its
-    n values (population std), and for k = 2, 4, 8, .. below n and k = n `<name>/best@k` and `<name>/worst@k`: the mean
+    values (population std), and for k = 2, 4, 8, .. below n and k = n `<name>/best@k` and `<name>/worst@k`: the mean
     over 1000 draws of k values with replacement of the best and the worst among them. The draws are those of
-    `np.random.RandomState(42).choice(n, k)`, the same for every metric. `time/run_execution` and
-    `time/task_execution` are averaged. Raises DataError for a value that is not finite.
+    `np.random.RandomState(42).choice(values, k)`, the same for every metric. `n` is how many runs were `asked` for, and
+    at least the number of values: a task that lost runs counts with the others of its eval, and not in a mean of its
+    own. `time/run_execution` and `time/task_execution` are averaged. Raises DataError for a value that is not finite.
     """
     if not is_eval:
         return aggregate_run(runs)
@@ -60,7 +61,7 @@ def aggregate_task(runs: Sequence[Metrics], is_eval: bool) -> Metrics:
         if how != "mean" or any(part in _parse(key)[0] for part in _PLAIN_IN_EVAL):
             out[key] = _reduce(how, values)
             continue
-        n = len(values)
+        n = max(asked, len(values))
         out[f"{key}/mean@{n}"] = _mean(values)
         out[f"{key}/std@{n}"] = _std(values)
         if n == 1:

@@ -36,6 +36,8 @@ class BatchProgress:
     response_tokens: int = 0
     reward: float | None = None
     """Mean reward (train: over tasks; eval: the mean of mean@n)."""
+    missing: int = 0
+    """Runs of an eval that have none."""
     model_version: int | None = None
     """The newest weights that made any of its tokens."""
     submitted_at: float = 0.0
@@ -191,7 +193,7 @@ def _evolve_batch(state: RunState, batch: BatchProgress, item: Recorded, event: 
         case ev.BatchFinalized():
             batch.state, batch.ended_at = BatchLifecycleState.FINALIZED.value, item.recorded_at
             state.open.discard(item.stream)
-            batch.reward = mean_reward(event.result)
+            batch.reward, batch.missing = mean_reward(event.result), missing_runs(event.result)
         case ev.BatchAborted():
             batch.state, batch.ended_at = BatchLifecycleState.ABORTED.value, item.recorded_at
             state.open.discard(item.stream)
@@ -199,10 +201,15 @@ def _evolve_batch(state: RunState, batch: BatchProgress, item: Recorded, event: 
             batch.trained_step = event.step
 
 
+def missing_runs(result: dict[str, Any]) -> int:
+    """Return how many runs of an eval have no reward, so that its means are over the others."""
+    return int(sum(v for k, v in result["metrics"].items() if k.endswith("/missing_run_count")))
+
+
 def mean_reward(result: dict[str, Any]) -> float | None:
     """Return the mean reward in a final result: `rollout/reward/mean`, or for an eval the mean of its `reward/mean@n`.
 
-    Where some tasks lost runs an eval has several n: that of the largest is taken.
+    In a log of before 2026-11 an eval of which tasks lost runs has several n: that of the largest is taken.
     """
     metrics = result["metrics"]
     if "rollout/reward/mean" in metrics:

@@ -232,6 +232,7 @@ _answer = _record(
 _source = _record(
     TasksetSource, taskset=_name(TASKSET_LENGTH), is_eval=_flag, path=_text(), subset=_or_none(_text()),
     split=_or_none(_text()), asked=_or_none(_text()), revision=_text(NAME_LENGTH), args=_text(), rows=_count,
+    order=_or_none(_text()),
 )
 
 Batch = Annotated[BatchId, _batch_id]

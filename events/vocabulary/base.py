@@ -113,12 +113,12 @@ class KnownEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TasksetSource:
-    """What a taskset is read from that is no file of one's own: found when a run began, the same for all of it."""
+    """What a taskset is read from, found when a run began, the same for all of it."""
 
     taskset: str
     is_eval: bool
     path: str
-    """As in the config: `hub:owner/name`, `reasoning_gym:family` or `verifiers:environment`."""
+    """As in the config: `hub:owner/name`, `reasoning_gym:family`, `verifiers:environment` or a file."""
     subset: str | None
     """Of the hub's dataset; where the config names none, the name of the default one."""
     split: str | None
@@ -126,7 +126,10 @@ class TasksetSource:
     """Branch, tag or commit that the config asked for; None: the main branch."""
     revision: str
     """What that was: the commit of the hub's repository; of reasoning-gym the version of the package; of an environment
-    its version, and the SHA-256 of the tasks that it wrote."""
+    its version, and the SHA-256 of the tasks that it wrote; of a file its SHA-256."""
     args: str
     """Config of the family of reasoning-gym, as JSON; "" for others."""
     rows: int
+    order: str | None = None
+    """How rows are chosen to train on: `shuffle`, `seed` and `data_selector`, as JSON; "" for the file's own order;
+    None in logs of before 2026-11."""

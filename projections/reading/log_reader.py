@@ -229,6 +229,10 @@ class Log:
         """Yield events of one stream or of all, of these types or of all, in order."""
         return self._events.read(stream=stream, types=types, after=after)
 
+    def last(self, stream: str, type_name: str) -> Recorded | None:
+        """Return the last event of this type in a stream; None where there is none."""
+        return self._events.last(stream, type_name)
+
     def at(self, position: int) -> Recorded | None:
         """Return the event at this position; None where the log has none there."""
         found = next(self._events.read(after=max(0, position - 1), limit=1), None) if position > 0 else None

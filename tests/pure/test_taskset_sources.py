@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +30,7 @@ from trinity_es.text import summary
 COMMIT = "0123456789" * 4
 HUB = {"name": "t", "path": "hub:people/letters", "split": "train"}
 RECORDED = TasksetSource(taskset="t", is_eval=False, path="hub:people/letters", subset=None, split="train", asked=None,
-                         revision=COMMIT, args="", rows=3)
+                         revision=COMMIT, args="", rows=3, order="")
 
 
 def config(*tasksets: dict[str, Any], folder: Path | None = None) -> Config:
@@ -139,7 +140,7 @@ def test_a_run_that_began_with_the_default_subset_goes_on_with_that_by_its_name(
 
 
 def test_other_rows_than_those_of_the_log_are_refused(opened: Any) -> None:
-    with pytest.raises(TasksetError, match=f"is 3 rows at {COMMIT} here, and .* began with 4 rows at {COMMIT}"):
+    with pytest.raises(TasksetError, match=f"has 3 rows, {COMMIT} here, and .* began with 4 rows, {COMMIT}"):
         opened(replace(RECORDED, rows=4))
 
 
@@ -161,6 +162,72 @@ def test_a_trainer_that_reads_another_commit_than_its_explorer_ends_and_says_so(
     trainer._require_same(replace(RECORDED, revision="f" * 40, subset="easy"))
     with pytest.raises(TasksetError, match=f"at {'f' * 40} for this trainer, and at {COMMIT} for its explorer"):
         trainer._require_same(RECORDED)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+ROWS = [{"prompt": f"row{i}"} for i in range(4)]
+
+
+def of_file(
+    folder: Path, rows: list[dict[str, str]] = ROWS, recorded: Any = None, is_eval: bool = False, **keys: Any
+) -> Any:
+    file = folder / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return Taskset(TasksetConfig(name="t", path=str(file), **keys), recorded=recorded, is_eval=is_eval)
+
+
+SHUFFLED = {"shuffle": True, "seed": 1}
+
+
+@pytest.mark.parametrize(("rows", "keys", "said"), [
+    ([*ROWS, {"prompt": "row4"}], {}, r"has 5 rows, sha256:\w+ here, .* began with 4 rows, sha256:\w+: put the old"),
+    (ROWS[:2], {}, "has 2 rows"), (ROWS[::-1], {}, "has 4 rows"),
+    (ROWS, {"seed": 2}, 'its order is {"seed":2,"shuffle":true} in the config, .* with {"seed":1,"shuffle":true}: put'),
+    (ROWS, {"shuffle": False}, "its order is that of the file in the config"),
+    (ROWS, {"shuffle": False, "data_selector": {"selector_type": "random"}}, "its order is {.data_selector"),
+])
+def test_a_file_that_changed_or_another_order_is_refused(
+    tmp_path: Path, rows: list[dict[str, str]], keys: dict[str, Any], said: str
+) -> None:
+    began = of_file(tmp_path, **SHUFFLED).source
+    assert of_file(tmp_path, recorded=began, **SHUFFLED).source == began
+    with pytest.raises(TasksetError, match=said):
+        of_file(tmp_path, rows, began, **{**SHUFFLED, **keys})
+
+
+def test_what_changes_no_row_is_no_change(tmp_path: Path) -> None:
+    began = of_file(tmp_path).source
+    (tmp_path / "moved").mkdir()
+    for folder, keys in ((tmp_path / "moved", {}), (tmp_path, {"seed": 7}), (tmp_path, {"epochs": 3}),
+                         (tmp_path, {"data_selector": {"selector_type": "sequential"}})):
+        assert of_file(folder, recorded=began, **keys).source == began
+    asked = of_file(tmp_path, is_eval=True, **SHUFFLED).source
+    assert of_file(tmp_path, recorded=asked, is_eval=True).source == asked  # an eval reads each row once
+    of_file(tmp_path, recorded=replace(began, order=None), **SHUFFLED)  # of a log that does not say
+    with pytest.raises(TasksetError, match="has 3 rows"):
+        of_file(tmp_path, ROWS[:3], asked, is_eval=True)
+
+
+@pytest.mark.parametrize(("epochs", "drop_last", "total", "last"), [
+    (1, False, None, 3), (1, False, 50, 3), (1, True, 50, 2), (2, False, 50, 5), (2, False, 4, 4),
+    (None, False, 50, 50), (None, False, None, None),
+])
+def test_what_ends_a_run_is_known_at_its_start(
+    tmp_path: Path, epochs: int | None, drop_last: bool, total: int | None, last: int | None
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, [*ROWS, {"prompt": "row4"}])))
+    part = Explorer(Config.from_dict({
+        "total_steps": total, "explorer": {"rollout_model": {"engine_type": "scripted"}}, "run_dir": str(tmp_path),
+        "store": {"url": f"sqlite:///{tmp_path}/log.sqlite"}, "buffer": {"batch_size": 2, "explorer_input": {
+            "drop_last": drop_last, "tasksets": [{"name": "t", "path": str(file), "epochs": epochs}]}},
+    }))
+    try:
+        assert part.locate()
+        assert part.last_step == last
+        assert bool(part.said_of_end()) == (total == 50 and last != 50)
+    finally:
+        part.release()
 
 
 # --- the log ----------------------------------------------------------------------------------------------------------

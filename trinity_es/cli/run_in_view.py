@@ -83,7 +83,7 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
         if resuming and not part.resumed:
             raise ConfigError(f"the store {where} holds no run to resume: `trinity-es run CONFIG` begins one")
         if resuming and not unfinished:
-            note(f"the run in {where} is complete")
+            note(f"the run in {where} is complete{part.said_of_end() and ': ' + part.said_of_end()}")
             if part.owns_system:  # its command was killed before it could
                 end_system(settings)
             return _whole(settings)
@@ -91,7 +91,9 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
         if part.resumed:
             begun = f"; steps up to {part.step} are begun" if part.step > part.done else ""
             note(f"going on with the run in {where} at step {part.done + 1}, weights {part.version}{begun}")
-        return in_view(settings, part, work, as_json=as_json)[0]
+        if early := part.said_of_end():
+            note(early)
+        return in_view(settings, part, work, as_json=as_json, total_steps=part.last_step)[0]
     finally:
         part.release()
 
@@ -109,14 +111,15 @@ def _require_led_here(settings: Config) -> None:
 
 
 def in_view(
-    settings: Config, part: RunProcess, work: Callable[[], Awaitable[Any]], *, as_json: bool
+    settings: Config, part: RunProcess, work: Callable[[], Awaitable[Any]], *, as_json: bool,
+    total_steps: int | None = None,
 ) -> tuple[RunState, Any]:
     """Prepare a part, do this and shut it down, in view; whatever happens, what was started here is ended.
 
     Returns the fold of the log, and what `work` returned.
     """
     out = console(stderr=as_json)
-    view = RunView(settings.store.url, out, total_steps=settings.total_steps, after=_position(settings))
+    view = RunView(settings.store.url, out, total_steps=total_steps, after=_position(settings))
     try:
         with view:
             try:
@@ -166,7 +169,8 @@ def _whole(settings: Config) -> RunState:
 def run_summary(settings: Config, state: RunState) -> dict[str, Any]:
     """Return what came of a run, from the fold of its log, as plain JSON."""
     train = [b for b in state.train() if b.reward is not None]
-    evals = [{"batch_id": b.batch_id, "reward": b.reward} for b in state.evals() if b.ended_at is not None]
+    evals = [{"batch_id": b.batch_id, "reward": b.reward, "missing_runs": b.missing}
+             for b in state.evals() if b.ended_at is not None]
     of_first = [e for e in evals if _taskset(e) == _taskset(evals[0])]  # one is not the after of another
     busy = state.busy_seconds
     seconds = (state.last_at or 0.0) - (state.started_at or 0.0)
@@ -227,7 +231,8 @@ def print_summary(told: dict[str, Any]) -> None:
         of = f"{number(told['eval_reward_before'])} in the first eval"
         if sum(_taskset(e) == _taskset(told["evals"][0]) for e in told["evals"]) > 1:
             of += f", {number(told['eval_reward_after'])} in the last"
-        print(f"eval reward      {of}")
+        missing = sum(e["missing_runs"] for e in told["evals"])
+        print(f"eval reward      {of}" + (f" ({missing} runs of evals are missing)" if missing else ""))
     if told.get("picture"):
         print(f"picture          {told['picture']}")
     print(f"log              {told['log']}")

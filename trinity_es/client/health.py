@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -27,11 +27,12 @@ from trinity_es.events.errors import (
 )
 from trinity_es.events.store.retry import within
 from trinity_es.events.values import BatchId, BatchLifecycleState
-from trinity_es.events.vocabulary import HostJoined
+from trinity_es.events.vocabulary import HostJoined, TasksetAdvanced
 from trinity_es.projections.history.host_lives import last_lives
 from trinity_es.projections.hosts import host_of
 from trinity_es.projections.reading.host_list import read_hosts
 from trinity_es.projections.reading.log_reader import Log, open_log
+from trinity_es.projections.reading.resume_point import sources_of
 from trinity_es.projections.tables.runner_history import natural
 from trinity_es.projections.why.answer import (
     ADD_SERVER,
@@ -272,8 +273,25 @@ def _run(log: Log) -> dict[str, Any] | None:
     trains = (config.get("trainer") or {}).get("class") is not None
     over = last.state == BatchLifecycleState.ABORTED or last.trained_step is not None or (
         last.state == BatchLifecycleState.FINALIZED and not trains)
+    ends = _last_step(log, config, step)
+    total = min((n for n in (total, ends) if n is not None), default=None)
     complete = over and step >= total if total is not None else None if over else False
     return {"step": step, "total_steps": total, "complete": complete}
+
+
+def _last_step(log: Log, config: Mapping[str, Any], step: int) -> int | None:
+    """Return the step with which the tasksets of a run end; None where one is read without end, or is not known."""
+    buffer, sources, left = config.get("buffer") or {}, sources_of(log), 0
+    inputs = buffer.get("explorer_input") or {}
+    for entry in inputs.get("tasksets") or []:
+        source, epochs = sources.get((entry["name"], False)), entry.get("epochs", 1)
+        if source is None or epochs is None:
+            return None
+        last = log.last(f"taskset/{entry['name']}", "TasksetAdvanced")
+        read = (last.event.epoch, last.event.offset) if last and isinstance(last.event, TasksetAdvanced) else (0, 0)
+        left += (epochs - read[0]) * source.rows - read[1]
+    size = buffer.get("batch_size") or 1
+    return step + max(0, left // size if inputs.get("drop_last") else -(-left // size))
 
 
 def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, whys: list[Why]) -> Iterator[str]:

@@ -173,6 +173,25 @@ class RunProcess:
         least = self.config.buffer.batch_size if self.config.buffer.explorer_input.drop_last else 1
         return self.mix.left(cursors) >= least
 
+    @property
+    def last_step(self) -> int | None:
+        """The step with which the run ends, by `total_steps` or its tasksets; None: it has no end."""
+        left, size = self.mix.left(self.cursors), self.config.buffer.batch_size
+        total = self.config.total_steps
+        if math.isinf(left):
+            return total
+        whole = self.config.buffer.explorer_input.drop_last
+        last = self.step + int(left // size if whole else math.ceil(left / size))
+        return last if total is None else min(last, total)
+
+    def said_of_end(self) -> str:
+        """Return what is to be said where the tasksets end the run before `total_steps` does, else ""."""
+        total, last = self.config.total_steps, self.last_step
+        if total is None or last is None or last >= total:
+            return ""
+        return (f"the tasksets end after step {last}, before total_steps {total}: their `epochs` say how often they "
+                "are read (null: without end)")
+
     def next_tasks(self, step: int, cursors: Mapping[str, Cursor], n: int) -> tuple[list[Any], dict[str, Cursor]]:
         """Return the tasks that come after this step and its cursors, and the cursors after them.
 

@@ -8,6 +8,7 @@ may be larger than memory. Parquet and dataset directories need pyarrow (`pip in
 from __future__ import annotations
 
 import bisect
+import hashlib
 import os
 from array import array
 from collections.abc import Sequence
@@ -29,6 +30,9 @@ _ONE_ARRAY = "a file of rows has an object a line; one array becomes that with `
 
 class RowFile(Protocol):
     """The rows of a taskset's file. `len()` is their number."""
+
+    revision: str
+    """Its SHA-256, or what else says which rows these are."""
 
     def __len__(self) -> int: ...
 
@@ -83,6 +87,14 @@ class _Unchanged:
             )
 
 
+def _sha256(files: Sequence[Path]) -> str:
+    found = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as f:
+            found.update(hashlib.file_digest(f, "sha256").digest())
+    return f"sha256:{found.hexdigest()}"
+
+
 # --- JSONL ----------------------------------------------------------------------------------------------------------
 class _Lines:
     """A JSON object a line. Keeps where lines begin; blank lines and a byte order mark are passed over."""
@@ -95,6 +107,7 @@ class _Lines:
         self._check_row = RowCheck(config).check
         with file.open("rb") as f:
             self._check(f)
+        self.revision = _sha256([file])
         if self._starts:
             require_answers(file, self._keys, config)
 
@@ -187,6 +200,7 @@ class _Parquet(_Columns):
         for group in range(meta.num_row_groups):
             self._rows.check(self._parquet.read_row_group(group), len(self))
             self._ends.append(len(self) + meta.row_group(group).num_rows)
+        self.revision = _sha256([file])
         self._held: tuple[int, Any] | None = None
 
     def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
@@ -253,6 +267,7 @@ class _Arrow(_Columns):
                         self._ends.append(len(self) + batch.num_rows)
             except arrow.ArrowException as e:
                 raise TasksetError(f"{file} is no Arrow stream ({e})", file=str(file)) from e
+        self.revision = _sha256(files)
 
     def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         self._unchanged.require()

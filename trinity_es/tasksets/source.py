@@ -1,11 +1,13 @@
 """What a taskset is read from: a file, a dataset of the hub at a commit, an environment or reasoning-gym of a version.
 
-A file is what lies there. The others are names, which may come to mean something else while a run goes on, or
-between its beginning and its resumption: what they were found to be is in the log (`TasksetResolved`), and a run that
-goes on reads that, or says why it can't.
+A path is a name, which may come to mean something else while a run goes on, or between its beginning and its
+resumption: a file has another row, a branch another commit. What it was found to be is in the log (`TasksetResolved`),
+with the order in which rows are read, and a run that goes on reads that, or says why it can't: its cursor counts them.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import orjson
 
@@ -19,11 +21,14 @@ from trinity_es.tasksets.hub import HubRows
 
 __all__ = ["open_source"]
 
+FILE = "sha256:"
+"""Beginning of the revision of a file."""
+
 
 def open_source(
     config: TasksetConfig, recorded: TasksetSource | None, *, is_eval: bool
-) -> tuple[RowFile, TasksetSource | None]:
-    """Return the rows of a taskset, and what they are read from; None: a file.
+) -> tuple[RowFile, TasksetSource]:
+    """Return the rows of a taskset, and what they are read from.
 
     `recorded`: what the log has of it: the same is opened. Raises TasksetError for a config that asks for something
     else than that, and for what can't be opened.
@@ -34,7 +39,8 @@ def open_source(
     subset = config.subset
     match config.kind:
         case "file":
-            return open_file(config), None
+            rows = open_file(config)
+            revision = rows.revision
         case "verifiers":
             rows, revision = open_file(config), tasks_revision(config.workflow_args, config.file)
         case "hub":
@@ -46,10 +52,11 @@ def open_source(
     source = TasksetSource(
         taskset=config.name, is_eval=is_eval, path=config.path, subset=subset, split=config.split,
         asked=config.revision, revision=revision, args=_args(config), rows=len(rows),
+        order="" if is_eval else _order(config),
     )
     if recorded is not None and (source.revision, source.rows) != (recorded.revision, recorded.rows):
         raise TasksetError(
-            f"taskset {config.name}: {config.path} is {_told(source)} here, and the run in this log began with "
+            f"taskset {config.name}: {config.path} has {_told(source)} here, and the run in this log began with "
             f"{_told(recorded)}: {_way_back(config, recorded)}, or start a new run under another `name`"
         )
     return rows, recorded or source
@@ -62,6 +69,10 @@ def _require_same(config: TasksetConfig, recorded: TasksetSource) -> None:
     subset = config.subset or recorded.subset
     wanted = {"path": config.path, "subset": subset, "split": config.split, "args": _args(config)}
     before = {"path": recorded.path, "subset": recorded.subset, "split": recorded.split, "args": recorded.args}
+    if config.kind == "file" and recorded.revision.startswith(FILE):  # wherever it lies now
+        wanted, before = {}, {}
+    if not recorded.is_eval and recorded.order is not None:
+        wanted["order"], before["order"] = (order or "that of the file" for order in (_order(config), recorded.order))
     if config.revision not in (recorded.asked, recorded.revision):
         wanted["revision"] = config.revision or "the main branch"
         before["revision"] = f"{recorded.asked or 'the main branch'}, which was commit {recorded.revision}"
@@ -77,11 +88,22 @@ def _args(config: TasksetConfig) -> str:
     return orjson.dumps(config.args, option=orjson.OPT_SORT_KEYS).decode() if config.kind == "reasoning_gym" else ""
 
 
+def _order(config: TasksetConfig) -> str:
+    """Return how rows are chosen, as JSON; "" where they are read in the order of the file."""
+    selector = config.data_selector
+    order: dict[str, Any] = {"shuffle": True, "seed": config.seed} if config.shuffle else {}
+    if selector is not None and selector.selector_type != "sequential":
+        order = {"data_selector": selector.model_dump()}
+    return orjson.dumps(order, option=orjson.OPT_SORT_KEYS).decode() if order else ""
+
+
 def _told(source: TasksetSource) -> str:
-    return f"{source.rows} rows at {source.revision}"
+    return f"{source.rows} rows, {source.revision}"
 
 
 def _way_back(config: TasksetConfig, recorded: TasksetSource) -> str:
+    if config.kind == "file":
+        return "put the old file back"
     if config.kind == "reasoning_gym":
         return f"`pip install reasoning-gym=={recorded.revision}`"
     if config.kind == "verifiers":

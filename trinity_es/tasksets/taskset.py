@@ -53,7 +53,12 @@ class Taskset:
         """
         self.is_eval, self.number = is_eval, number
         self._order: tuple[int, array[int]] | None = None
-        self._file, self.source = (rows, None) if rows is not None else open_source(config, recorded, is_eval=is_eval)
+        self.source: TasksetSource | None = None
+        self._file: RowFile
+        if rows is not None:
+            self._file = rows
+        else:
+            self._file, self.source = open_source(config, recorded, is_eval=is_eval)
         self.config = completed(config) if config.kind == "reasoning_gym" and rows is None else config
         self.selector = selector_of(config, self._file)
 

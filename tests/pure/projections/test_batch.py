@@ -17,6 +17,7 @@ from trinity_es.events.errors import LogCorrupt
 from trinity_es.events.values import BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import batch_result, contiguous, fold
 from trinity_es.projections.reading.log_reader import canonical
+from trinity_es.projections.run import mean_reward, missing_runs
 
 
 @settings(max_examples=60)
@@ -89,3 +90,27 @@ def test_int_and_string_ids_have_streams_of_their_own() -> None:
 def test_a_result_is_plain_json() -> None:
     state, _ = live(1, 3, 2, None, "eval")
     assert orjson.loads(orjson.dumps(state.final_result)) == state.final_result
+
+
+def test_an_eval_whose_tasks_lost_runs_has_one_mean_over_all_and_says_how_many_are_missing() -> None:
+    done = {0: [0, 1, 2, 3], 1: [1, 2, 3], 2: []}
+    events: list[ev.Event] = [ev.BatchSubmitted(batch_id="5/check", batch_type="eval", repeat_times=[4] * 3)]
+    for task, runs in done.items():
+        results = [ev.RunResult(run=run, metrics={"reward": float(task == 0)}, experiences=1) for run in runs]
+        if lost := [run for run in range(4) if run not in runs]:
+            events.append(ev.AttemptFailed(
+                task=task, run_id_base=0, failed_runs=lost, attempt=1, runner="a", incarnation=1, kind="workflow",
+                message="the judge is away", retry=False))
+        if results:
+            events.append(ev.RunsFinished(
+                task=task, run_id_base=0, attempt=1, runner="a", incarnation=1, runs=results, payload=None,
+                model_version=0, model_version_end=0, seconds=0.5))
+    state = fold(events)
+    assert state is not None
+    result = batch_result(state)
+    assert {k: v for k, v in result["metrics"].items() if "reward/mean" in k} == {"eval/check/reward/mean@4": 0.5}
+    assert result["metrics"]["eval/check/reward/best@4"] == 0.5
+    assert result["metrics"]["eval/check/missing_run_count"] == missing_runs(result) == 5
+    assert mean_reward(result) == 0.5
+    old = batch_result(state, before_2026_11=True)["metrics"]  # which a log of then is sound with
+    assert (old["eval/check/reward/mean@4"], old["eval/check/reward/mean@3"]) == (1.0, 0.0)

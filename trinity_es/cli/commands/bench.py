@@ -70,7 +70,10 @@ def _show(rows: list[BenchRow], names: list[str], where: str) -> None:
     for row in rows:
         rewards = (row.rewards.get(name) for name in names)
         cells = "".join(f"{'-' if reward is None else f'{reward:z.3f}':>{width + 2}}" for reward in rewards)
-        print(f"{row.step or 'the model':<12}{cells}" + (f"  {row.problem}" if row.problem else ""))
+        missing = [f"{count:.0f} runs of {name} missing" for name in names
+                   if (count := row.metrics.get(f"bench/{name}/missing_run_count"))]
+        said = ", ".join([*missing, *([row.problem] if row.problem else [])])
+        print(f"{row.step or 'the model':<12}{cells}" + (f"  {said}" if said else ""))
     print(f"\nmean reward of each; every metric: --json\nlog  {where}")
 
 

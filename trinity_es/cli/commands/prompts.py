@@ -62,6 +62,8 @@ def _prompt(log: Log, untried: Untried) -> str | None:
 class _Numbers:
     """Rows of which only the number is known: enough to tell which come next."""
 
+    revision = ""
+
     def __init__(self, count: int) -> None:
         self._count = count
 
@@ -73,10 +75,10 @@ class _Numbers:
 
 
 def _numbered(config: TasksetConfig, sources: Mapping[tuple[str, bool], TasksetSource]) -> Taskset:
-    """Return the taskset, without opening one that is no file. Raises TasksetError."""
-    if config.kind == "file":
-        return Taskset(config)
+    """Return the taskset, without opening one whose rows the log has the number of. Raises TasksetError."""
     source = sources.get((config.name, False))
+    if config.kind == "file" and (source is None or config.data_selector is not None):
+        return Taskset(config, recorded=source)
     if source is None:
         raise TasksetError(f"taskset {config.name}: the log does not say what {config.path} was")
     return Taskset(config, rows=_Numbers(source.rows))

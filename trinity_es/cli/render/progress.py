@@ -32,6 +32,12 @@ LINES = 24
 """Maximum height of the picture, so that what was said before it stays in view."""
 
 
+def rewarded(batch: BatchProgress) -> str:
+    """Return the mean reward of a batch that ended, and how many runs are missing in it."""
+    missing = f" ({batch.missing} runs missing)" if batch.missing else ""
+    return "none" if batch.reward is None else f"{batch.reward:z.3f}{missing}"
+
+
 class RunView:
     """Shows the run whose log is (or will be) at `url`, until the `with` block ends.
 
@@ -120,7 +126,7 @@ class RunView:
         return f"{'eval' if batch.batch_type == 'eval' else 'batch'} {plain(batch.batch_id)}"
 
     def _line(self, batch: BatchProgress) -> str:
-        reward = "" if batch.reward is None else f"  reward {batch.reward:z.3f}"
+        reward = "" if batch.reward is None else f"  reward {rewarded(batch)}"
         seconds = (batch.ended_at or batch.submitted_at) - batch.submitted_at - batch.away_seconds
         kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(batch.failed_by_kind.items()))
         failed = f"  failed attempts: {kinds}; the last: {error_line(batch.last_failure, 160)}" if kinds else ""
@@ -147,6 +153,6 @@ class RunView:
                 + (f"   {state.failed_attempts} failed attempts" if state.failed_attempts else ""), style="bold green",
             )]
         if evals:
-            told = (f"{plain(b.batch_id)} {'none' if b.reward is None else f'{b.reward:z.3f}'}" for b in evals[-4:])
+            told = (f"{plain(b.batch_id)} {rewarded(b)}" for b in evals[-4:])
             lines.append(Text("eval   " + "  ".join(told)))
         return Group(*lines, picture_view(self._picture, min(LINES, self._out.height) - len(lines)))
