@@ -477,6 +477,9 @@ class Model(Remembering):
         return found
 
     def _experience(self, c: Completion, text: str, spans: list[list[int]]) -> Experience:
+        if not c.token_ids:
+            raise WorkflowError("the model's answer has no token, so there is nothing to learn from: set rollout_args."
+                                "max_tokens to 1 or more, and no stop string that the answer begins with")
         return Experience(
             tokens=np.array([*c.prompt_token_ids, *c.token_ids], dtype=np.int32),
             prompt_length=len(c.prompt_token_ids),

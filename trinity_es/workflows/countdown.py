@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from trinity_es.events.errors import DataError
 from trinity_es.workflows.rewards import RewardFn
 
 __all__ = ["CountDownRewardFn"]
@@ -24,24 +25,37 @@ _LONGEST = 1000
 class CountDownRewardFn(RewardFn):
     """`score`: 1 for an equation that gives the target, 0.1 for another between <answer> tags, 0 for none.
 
-    The truth is `{"target": 24, "numbers": [2, 3, 4]}`, or JSON of it. The answer is the last one on the response's
-    last line.
+    The truth is `{"target": 24, "numbers": [2, 3, 4]}`, or JSON of it; numbers may be texts. The answer is the last one
+    on the response's last line. Raises DataError for another truth.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         pass
 
     def __call__(self, response: str, truth: Any = None, **kwargs: Any) -> dict[str, float]:
-        wanted = json.loads(truth) if isinstance(truth, str) else truth
+        target, numbers = _wanted(truth)
         answers = re.findall(r"<answer>(.*?)</answer>", response.split("\n")[-1])
         if not answers:
             return {"score": 0.0}
         equation = answers[-1].strip()
         used = sorted(re.findall(r"\d+", equation), key=lambda n: (len(n), n))
-        given = sorted((str(n) for n in wanted["numbers"]), key=lambda n: (len(n), n))
+        given = sorted(numbers, key=lambda n: (len(n), n))
         value = _value(equation) if used == given else None
-        right = value is not None and abs(value - wanted["target"]) < 1e-5
+        right = value is not None and abs(value - target) < 1e-5
         return {"score": 1.0 if right else 0.1}
+
+
+def _wanted(truth: Any) -> tuple[float, list[str]]:
+    """Return the target and the numbers of a row, as they are written in an equation. Raises DataError."""
+    try:
+        wanted = json.loads(truth) if isinstance(truth, str) else truth
+        numbers = [int(n) for n in wanted["numbers"]]
+        if not numbers or numbers != [float(n) for n in wanted["numbers"]]:
+            raise ValueError
+        return float(wanted["target"]), [str(n) for n in numbers]
+    except (KeyError, TypeError, ValueError):
+        raise DataError(f"the row's answer is {truth!r:.100}: a target and a list of whole numbers are expected, as in "
+                        '{"target": 24, "numbers": [2, 3, 4]} (format.response_key)') from None
 
 
 def _value(equation: str) -> float | None:

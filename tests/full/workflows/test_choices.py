@@ -8,6 +8,7 @@ import pytest
 
 from tests.helpers.ready_made import Answers, played, rewards
 from trinity_es.actors.rollout.worker_pool import WorkerPool
+from trinity_es.events.errors import DataError
 from trinity_es.workflows.countdown import CountDownRewardFn
 
 MMLU = {"raw_task": {"question": "The capital of Italy?", "choices": ["Paris", "Rome", "Bern", "Wien"], "answer": 1},
@@ -64,3 +65,18 @@ async def test_a_row_without_choices_or_letter_is_the_datas_fault(pool: WorkerPo
 @pytest.mark.parametrize("truth", ['{"target": 24, "numbers": [6, 2, 6]}', {"target": 24, "numbers": [6, 2, 6]}])
 def test_countdown(response: str, score: float, truth: Any) -> None:
     assert CountDownRewardFn()(response=response, truth=truth) == {"score": score}
+
+
+def test_countdown_reads_numbers_that_are_texts() -> None:
+    for truth in ({"target": "6", "numbers": ["1", "2", "3"]}, {"target": 6.0, "numbers": [1.0, 2.0, 3.0]}):
+        assert CountDownRewardFn()(response="<answer>1+2+3</answer>", truth=truth) == {"score": 1.0}
+
+
+@pytest.mark.parametrize("truth", [
+    None, "24", 24, "no JSON", {"target": 24}, {"numbers": [1]}, {"target": 24, "numbers": []},
+    {"target": 24, "numbers": [1.5]}, {"target": "x", "numbers": [1]}, {"target": 24, "numbers": ["a"]}, [24, [1]],
+])
+def test_a_truth_that_is_none_of_countdowns_is_the_datas_fault(truth: Any) -> None:
+    for response in ("<answer>1</answer>", "no answer"):
+        with pytest.raises(DataError, match=r"the row's answer is .* a target and a list of whole numbers are"):
+            CountDownRewardFn()(response=response, truth=truth)
