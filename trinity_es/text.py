@@ -73,10 +73,10 @@ def name_of(batch_id: BatchId) -> str:
 
 def batch_named(log: Log, name: str) -> BatchId | None:
     """Return the id that `name_of` wrote, or a person typed: 3 is the number where there is a batch 3, else the text;
-    '3' always the text. None: there is no such batch.
+    '3' and 003 always the text. None: there is no such batch.
     """
     candidates: list[BatchId] = [name]
-    if name.removeprefix("-").isdecimal() and name.isascii() and len(name) < 20:
+    if name.removeprefix("-").isdecimal() and name.isascii() and len(name) < 20 and str(int(name)) == name:
         candidates.insert(0, int(name))
     if len(name) > 2 and name[0] == name[-1] == "'":
         candidates.append(name[1:-1])

@@ -7,6 +7,7 @@ acknowledged), 2 wrong use or another `TrinityError` (one line on stderr), 130 C
 from __future__ import annotations
 
 import gc
+import io
 import os
 import sys
 import traceback
@@ -163,6 +164,9 @@ def main() -> None:
     # Seldom looked through for garbage in cycles: folding a large batch makes a million small values, all of them in
     # use, and going through them again and again took a third of a command's time; its last look, as it ends, a sixth.
     gc.set_threshold(100_000, 20, 20)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that has no such letter gets its number, and no traceback
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
     finally:

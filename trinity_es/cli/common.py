@@ -7,6 +7,7 @@ here imports thespian, torch or vllm, so that a log can be read where they are n
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import sys
@@ -71,7 +72,16 @@ def note(text: str) -> None:
 def print_json(value: Any) -> None:
     """Print the one JSON document of a command."""
     document = orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
-    sys.stdout.write(harmless_json(document).decode() + "\n")
+    write_json(harmless_json(document).decode())
+
+
+def write_json(line: str) -> None:
+    """Write JSON to stdout, with its own escapes for what the output's encoding does not have."""
+    try:
+        line.encode(sys.stdout.encoding)
+    except UnicodeEncodeError:
+        line = json.dumps(json.loads(line))
+    sys.stdout.write(line + "\n")
 
 
 def read_config(path: Path, overrides: list[str] | None = None) -> Config:
@@ -155,11 +165,11 @@ def require_runner(log: Log, runner: str, option: str) -> None:
 
 
 def _nearest(log: Log, text: str) -> list[str]:
-    """Return the batches whose numbers are next to this one, below and above; [] where it is no number."""
+    """Return the batches whose numbers are this one or next to it, below and above; [] where it is no number."""
     if not text.isdecimal() or not text.isascii() or len(text) > MOST_DIGITS:
         return []
     numbers = [row.batch_id for row in log.batches() if isinstance(row.batch_id, int)]
-    below, above = [n for n in numbers if n < int(text)], [n for n in numbers if n > int(text)]
+    below, above = [n for n in numbers if n <= int(text)], [n for n in numbers if n > int(text)]
     return [str(n) for n in (*sorted(below)[-1:], *sorted(above)[:1])]
 
 

@@ -21,6 +21,7 @@ from trinity_es.cli.common import (
     open_chosen,
     parse_at,
     require_runner,
+    write_json,
 )
 from trinity_es.events.errors import LogUnavailable
 from trinity_es.events.store.log import Recorded
@@ -88,8 +89,10 @@ def events(
         told = False
         for recorded in islice(found, limit):
             told = True
-            line = text.event_document(recorded).decode() if as_json else text.event_line(recorded)
-            sys.stdout.write(line + "\n")
+            if as_json:
+                write_json(text.event_document(recorded).decode())
+            else:
+                sys.stdout.write(text.event_line(recorded) + "\n")
             if follow:
                 sys.stdout.flush()
         if runner is not None and not told:
