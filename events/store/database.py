@@ -14,7 +14,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -30,7 +30,7 @@ from trinity_es.events.store.disk import room
 from trinity_es.events.store.file_identity import BesideGone, Place
 from trinity_es.events.store.retry import TLS_TROUBLE, Trouble, classify
 
-__all__ = ["Database", "Durability", "Tell", "file_of", "file_url", "masked", "parse_url"]
+__all__ = ["Database", "Durability", "Tell", "file_of", "file_url", "masked", "parse_url", "require_encoding"]
 
 Durability = Literal["process", "power"]
 
@@ -87,6 +87,14 @@ def file_of(url: str) -> Path | None:
     except ConfigError:
         return None
     return Path(str(parsed.database)) if parsed.get_backend_name() == "sqlite" else None
+
+
+def require_encoding(shown: str, connection: Any, *, refused: Sequence[str] = ()) -> None:
+    """Require a PostgreSQL database in UTF-8, or at least in none of these encodings. Raises ConfigError."""
+    encoding = connection.info.parameter_status("server_encoding")
+    if encoding in refused if refused else encoding != "UTF8":
+        raise ConfigError(f"the encoding of {shown} is {encoding}, which does not hold every text: make the database "
+                          "with CREATE DATABASE ... ENCODING 'UTF8' TEMPLATE template0")
 
 
 def masked(url: URL | str) -> str:
@@ -171,8 +179,9 @@ class Database:
         if self.read_only:
             settings += "; SET default_transaction_read_only = on"
 
-        @event.listens_for(engine, "connect")
+        @event.listens_for(engine, "connect", insert=True)  # before SQLAlchemy asks for a text
         def _configure(connection: Any, _record: Any) -> None:
+            require_encoding(self.shown, connection, refused=("SQL_ASCII",))  # which gives bytes for texts
             autocommit, connection.autocommit = connection.autocommit, True
             connection.execute(settings)
             connection.autocommit = autocommit

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, func, insert, inspect, select
 from trinity_es.events.errors import LogCorrupt, LogNotFound, LogTooNew, NotALog
 from trinity_es.events.private_files import make_private_folder
 from trinity_es.events.store import schema
-from trinity_es.events.store.database import Database
+from trinity_es.events.store.database import Database, require_encoding
 
 __all__ = ["open_schema"]
 
@@ -20,7 +20,8 @@ def open_schema(db: Database, create: bool, prepare: Callable[[Connection], None
 
     `prepare` makes and brings up to date what else belongs into its database: of a new log in the same transaction, so
     that nobody ever reads a log without its tables. A SQLite log gets its name when it is whole: who reads finds all of
-    it, or none. Raises LogNotFound, NotALog, LogTooNew, LogCorrupt, LogUnavailable.
+    it, or none. Raises LogNotFound, NotALog, LogTooNew, LogCorrupt, LogUnavailable, and ConfigError for a database that
+    is not in UTF-8.
     """
     path = db.path
     if path is not None:
@@ -66,6 +67,8 @@ def _is_there(connection: Connection, db: Database, create: bool) -> bool:
         raise NotALog(f"{db.shown} is {what}")
     if not create:
         raise LogNotFound(f"{db.shown} is {what}; start a run there to make a log")
+    if db.dialect == "postgresql":
+        require_encoding(db.shown, connection.connection.dbapi_connection)
     return False
 
 
