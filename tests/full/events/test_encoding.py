@@ -29,5 +29,5 @@ def test_a_database_that_is_not_in_utf8_is_refused_by_its_encoding(postgres: Cal
     with pytest.raises(ConfigError, match=rf"the encoding of .* is {encoding}, .*: make the database with CREATE"):
         EventLog.open(url, create=True)
     refused = ConfigError if encoding == "SQL_ASCII" else LogNotFound
-    with pytest.raises(refused, match="is (SQL_ASCII|an empty database)"):
+    with pytest.raises(refused, match=r"is (SQL_ASCII|an empty database)"):
         EventLog.open(url, create=False, read_only=True)  # nothing was written
