@@ -100,9 +100,8 @@ class Batch:
 
     @property
     def reward(self) -> float | None:
-        """The mean over its settled tasks of the mean over their runs; of an eval over those with the most runs done.
-        """
-        means = [(len(t.rewards), sum(t.rewards.values()) / len(t.rewards))
+        """The mean over its settled tasks of the mean over their runs; of an eval over those with the most runs."""
+        means = [(t.runs, sum(t.rewards.values()) / len(t.rewards))
                  for t in self.tasks if t.settled and not t.dropped and t.rewards]
         if self.kind == "eval":
             means = [m for m in means if m[0] == max(n for n, _ in means)]

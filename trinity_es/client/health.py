@@ -283,7 +283,10 @@ def _last_step(log: Log, config: Mapping[str, Any], step: int) -> int | None:
     """Return the step with which the tasksets of a run end; None where one is read without end, or is not known."""
     buffer, sources, left = config.get("buffer") or {}, sources_of(log), 0
     inputs = buffer.get("explorer_input") or {}
-    for entry in inputs.get("tasksets") or []:
+    entries = inputs.get("tasksets")
+    if not entries:
+        return None
+    for entry in entries:
         source, epochs = sources.get((entry["name"], False)), entry.get("epochs", 1)
         if source is None or epochs is None:
             return None

@@ -18,14 +18,12 @@ from typing import Any
 
 from trinity_es.config.buffer import TasksetConfig
 from trinity_es.events.errors import TasksetError
-from trinity_es.tasksets.rows import TableRows
+from trinity_es.tasksets.rows import CHECKED_ROWS, TableRows
 
 __all__ = ["HubRows"]
 
 MAIN = "main"
 DEFAULT = "default"
-CHECKED_ROWS = 1000
-"""Rows that are checked at a time."""
 RESOLVE_SECONDS = 30.0
 """How long the hub may take to say which commit a revision is."""
 SHOWN = 400

@@ -17,11 +17,13 @@ import orjson
 
 from trinity_es.config.buffer import FormatConfig, TasksetConfig
 from trinity_es.events.errors import DataError, TasksetError, UnknownWorkflow
-from trinity_es.workflows.prompts import chat_of
+from trinity_es.workflows.prompts import require_prompt_form
 from trinity_es.workflows.registry import REWARD_FUNCTIONS, WORKFLOWS
 
-__all__ = ["RowCheck", "TableRows", "no_prompt", "parse_row", "require_answers"]
+__all__ = ["CHECKED_ROWS", "RowCheck", "TableRows", "no_prompt", "parse_row", "require_answers"]
 
+CHECKED_ROWS = 1000
+"""Rows that are checked at a time."""
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
 _BITS = "a whole number of more than 64 bits, which would be rounded: write it as a text"
 
@@ -52,8 +54,14 @@ class RowCheck:
     def __init__(self, config: TasksetConfig) -> None:
         self._format, self._names = config.format, set[tuple[str, str]]()
         path = WORKFLOWS.paths.get(config.workflow, config.workflow)
-        self._asks = path.startswith("trinity_es.") and config.kind == "file" and not config.format.workflow_key
+        self._asks = (path.startswith("trinity_es.") and config.kind in ("file", "hub")
+                      and not config.format.workflow_key)
         """Its prompts are asked by a workflow of ours, which knows texts and messages."""
+
+    @property
+    def keys(self) -> tuple[str | None, ...]:
+        """Keys of the values that are checked."""
+        return self._format.prompt_key, self._format.workflow_key, self._format.reward_fn_key
 
     def check(self, row: dict[str, Any], where: str, details: dict[str, Any]) -> None:
         """Require a prompt, and workflows and rewards that exist where the row names them. Raises TasksetError."""
@@ -62,7 +70,7 @@ class RowCheck:
             raise TasksetError(f"{where}: the prompt is null: remove it", **details)
         if self._asks:
             try:
-                chat_of(row[key], self._format.system_prompt, self._format.reply_prefix)
+                require_prompt_form(row[key], self._format.reply_prefix)
             except DataError as e:
                 raise TasksetError(f"{where}: {e.message} (key {key!r}): mend or remove it", **details) from e
         for own, registry in ((self._format.workflow_key, WORKFLOWS), (self._format.reward_fn_key, REWARD_FUNCTIONS)):
@@ -110,19 +118,34 @@ class TableRows:
                                    "remove or convert the column", file=str(source)) from e
 
     def check(self, table: Any, first: int) -> None:
-        """Check the rows of a table, the first of which is row `first`. Raises TasksetError, which names the row."""
-        for at in range(table.num_rows):
-            row = self.row(table, at, first + at)
-            details = {"file": str(self._source), "row": first + at}
-            self._check.check(row, f"{self._source} row {first + at}", details)
+        """Check the rows of a table, the first of which is row `first`. Raises TasksetError, which names the row.
+
+        What can't be wrong in a column of its type is not made a value of Python.
+        """
+        looked_at = [field.name for field in table.schema if _may_fail(field.type) or field.name in self._check.keys]
+        for name in self._readers.keys() - set(looked_at):
+            try:
+                table.column(name).validate(full=True)
+            except ValueError as e:  # pyarrow's are some
+                raise TasksetError(f"{self._source}: column {name!r}: {e}: mend or remove it",
+                                   file=str(self._source)) from e
+        for begin in range(0, table.num_rows, CHECKED_ROWS):
+            part = table.slice(begin, CHECKED_ROWS)
+            for at in range(part.num_rows):
+                number = first + begin + at
+                row = self._read(part, at, number, looked_at)
+                self._check.check(row, f"{self._source} row {number}", {"file": str(self._source), "row": number})
 
     def row(self, table: Any, at: int, number: int) -> dict[str, Any]:
         """Return the row at this place of a table as JSON has it; `number`: as which it is known."""
+        return self._read(table, at, number, self._readers)
+
+    def _read(self, table: Any, at: int, number: int, names: Iterable[str]) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for name, reader in self._readers.items():
+        for name in names:
             try:
                 value = table.column(name)[at].as_py()
-                if value is not None and (value := reader(value)) is not None:
+                if value is not None and (value := self._readers[name](value)) is not None:
                     found[name] = value
             except (ValueError, OverflowError) as e:
                 raise TasksetError(f"{self._source} row {number}: column {name!r}: {e}: mend or remove it",
@@ -167,6 +190,19 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
     if types.is_integer(kind):
         return lambda value: value
     raise TypeError(str(kind))
+
+
+def _may_fail(kind: Any) -> bool:
+    """Return True if a value of this type may have no form in JSON, though the type has one."""
+    import pyarrow
+
+    types = pyarrow.types
+    inner = [kind.field(i).type for i in range(kind.num_fields)]
+    return (
+        any(map(_may_fail, inner)) or types.is_floating(kind) or types.is_binary(kind) or types.is_large_binary(kind)
+        or types.is_fixed_size_binary(kind) or types.is_temporal(kind) or types.is_dictionary(kind)
+        or isinstance(kind, pyarrow.BaseExtensionType)
+    )
 
 
 def _double(value: float) -> float | None:

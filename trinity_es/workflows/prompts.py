@@ -13,8 +13,10 @@ __all__ = ["asked_by", "chat_of", "plain_text", "require_prompt_form"]
 _SYSTEM = ("system", "developer")
 
 
-def require_prompt_form(prompt: Any) -> None:
-    """Require a text, or a list of chat messages. Raises DataError, which says what there is instead."""
+def require_prompt_form(prompt: Any, prefix: str | None = None) -> None:
+    """Require a text, or a list of chat messages, the last of which is not the assistant's where a `prefix` begins the
+    answer. Raises DataError, which says what there is instead.
+    """
     if isinstance(prompt, str):
         return
     if not isinstance(prompt, list):
@@ -28,6 +30,9 @@ def require_prompt_form(prompt: Any) -> None:
         if not isinstance(message.get("content"), str | list | None):
             raise DataError(f"the content of message {i} of the prompt is {_shown(message['content'])}: a text or a "
                             "list of parts is expected")
+    if prefix and prompt[-1]["role"] == "assistant":
+        raise DataError("the prompt ends with a message of the assistant, and format.reply_prefix begins its answer, "
+                        "too: leave out one of them")
 
 
 def chat_of(prompt: Any, system: str | None = None, prefix: str | None = None) -> list[dict[str, Any]]:
@@ -36,7 +41,7 @@ def chat_of(prompt: Any, system: str | None = None, prefix: str | None = None) -
     A system message of the row itself follows `system` in one message. Raises DataError for what is neither text nor
     messages, and for a prefix where the row has begun the answer itself.
     """
-    require_prompt_form(prompt)
+    require_prompt_form(prompt, prefix)
     messages: list[dict[str, Any]] = (
         [{"role": "user", "content": prompt}] if isinstance(prompt, str) else copy.deepcopy(prompt))
     if system and messages[0]["role"] in _SYSTEM:
@@ -44,9 +49,6 @@ def chat_of(prompt: Any, system: str | None = None, prefix: str | None = None) -
     elif system:
         messages.insert(0, {"role": "system", "content": system})
     if prefix:
-        if messages[-1]["role"] == "assistant":
-            raise DataError("the prompt ends with a message of the assistant, and format.reply_prefix begins its "
-                            "answer, too: leave out one of them")
         messages.append({"role": "assistant", "content": prefix})
     return messages
 

@@ -95,17 +95,17 @@ def draws(n: int, k: int) -> Iterator[list[int]]:
         yield [one() for _ in range(k)]
 
 
-def eval_task(runs: Sequence[Metrics]) -> Metrics:
+def eval_task(runs: Sequence[Metrics], n: int) -> Metrics:
+    """Of n runs that were asked for; those that failed, or lack a metric, are in none of its values."""
     out: Metrics = {}
     for (name, how), values in columns(runs).items():
         if how != "mean" or name == "time/run_execution":
             out[name if how == "mean" else f"{name}:{how}"] = put_together(how, values)
             continue
-        n = len(values)
         out[f"{name}/mean@{n}"] = put_together("mean", values)
         out[f"{name}/std@{n}"] = std(values)
         for k in sorted({k for k in (2, 4, 8, 16, 32, 64) if k < n} | ({n} if n > 1 else set())):
-            drawn = [[values[i] for i in draw] for draw in draws(n, k)]
+            drawn = [[values[i] for i in draw] for draw in draws(len(values), k)]
             out[f"{name}/best@{k}"] = put_together("mean", [max(d) for d in drawn])
             out[f"{name}/worst@{k}"] = put_together("mean", [min(d) for d in drawn])
     return out
@@ -180,7 +180,7 @@ async def played(batch: list[list[Any]], batch_id: int | str, order: random.Rand
 def wanted(batch: list[list[Any]], batch_id: int | str, detailed: bool) -> dict[str, float]:
     """The reference, from experiences to the batch."""
     is_eval = isinstance(batch_id, str)
-    rows, failed = [], 0
+    rows, failed, missing = [], 0, 0
     for task in batch:
         per_run, longest = [], Fraction()
         for run in (run for run in task if run is not None):
@@ -193,12 +193,14 @@ def wanted(batch: list[list[Any]], batch_id: int | str, detailed: bool) -> dict[
             per_run.append(one | {"time/run_execution": seconds})
             longest = max(longest, seconds)
         failed += len(per_run) < len(task)
+        missing += len(task) - len(per_run)
         if per_run:
-            of_task = eval_task(per_run) if is_eval else over_parts(per_run)
+            of_task = eval_task(per_run, len(task)) if is_eval else over_parts(per_run)
             rows.append(of_task | {"time/task_execution": longest})
     prefix = f"eval/{str(batch_id).partition('/')[2]}" if is_eval else "rollout"
     if is_eval:
         out = over_tasks(rows, prefix, ("mean", "max", "min", "std") if detailed else ())
+        out |= {f"{prefix}/missing_run_count": float(missing)} if missing else {}
     else:
         out = over_tasks(rows, prefix, ("mean", "max", "min"))
     return out | {f"{prefix}/finished_task_count": float(len(batch)), f"{prefix}/failed_task_count": float(failed)}

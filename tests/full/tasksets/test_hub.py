@@ -102,7 +102,7 @@ def test_a_revision_is_resolved_when_a_run_begins_and_its_commit_is_read_from_th
     told = dataset.open()
     assert told["source"] == {
         "taskset": "t", "is_eval": False, "path": dataset.path, "subset": "default", "split": "train", "asked": None,
-        "revision": first, "args": "", "rows": 3,
+        "revision": first, "args": "", "rows": 3, "order": "",
     }
     assert told["tasks"][1]["raw_task"] == {"prompt": "old 1", "answer": "x", "level": 1}
     second = dataset.push_rows(train=rows("new"))

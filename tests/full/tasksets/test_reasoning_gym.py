@@ -41,7 +41,7 @@ def test_a_composite_is_one_taskset_with_tasks_of_its_families(opened: Opened) -
     assert told["source"] == {
         "taskset": "two", "is_eval": False, "path": "reasoning_gym:composite", "subset": None, "split": None,
         "asked": None, "revision": "0.1.25", "args": json.dumps(TWO["args"], sort_keys=True, separators=(",", ":")),
-        "rows": 40,
+        "rows": 40, "order": "",
     }
     families = [ast.literal_eval(task["raw_task"]["entry"])["metadata"]["source_dataset"] for task in told["tasks"]]
     assert set(families) == {"leg_counting", "spell_backward"}
