@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,16 +89,15 @@ def canonical(value: Any) -> bytes:
 
 
 def recomputed_result(state: BatchState, finalized: ev.BatchFinalized | ev.BatchAborted) -> dict[str, Any]:
-    """Return the final result, computed anew from what the events before it say."""
+    """Return the final result, computed anew from what the events before it say; as an older release computed it, where
+    the stored one is that.
+    """
     metrics = finalized.pipeline_metrics if isinstance(finalized, ev.BatchFinalized) else {}
-    return batch_result(state, metrics)
-
-
-def recomputed_results(state: BatchState, finalized: ev.BatchFinalized | ev.BatchAborted) -> Iterator[bytes]:
-    """Give the final result as one byte string, and as an older release computed it, where that differs."""
-    yield canonical(recomputed_result(state, finalized))
-    metrics = finalized.pipeline_metrics if isinstance(finalized, ev.BatchFinalized) else {}
-    yield canonical(batch_result(state, metrics, before_2026_11=True))
+    result, stored = batch_result(state, metrics), canonical(finalized.result)
+    if canonical(result) == stored:
+        return result
+    older = batch_result(state, metrics, before_2026_11=True)
+    return older if canonical(older) == stored else result
 
 
 def verify_log(
@@ -346,7 +345,7 @@ class _Fold:
             return
         if (
             isinstance(event, ev.BatchFinalized | ev.BatchAborted) and state is not None
-            and canonical(event.result) not in recomputed_results(state, event)
+            and canonical(event.result) != canonical(recomputed_result(state, event))
         ):
             self.problems.add(f"position {item.position}: batch {state.batch_id!r}: its stored result differs from the "
                               "one recomputed")

@@ -78,7 +78,7 @@ def print_json(value: Any) -> None:
 def write_json(line: str) -> None:
     """Write JSON to stdout, with its own escapes for what the output's encoding does not have."""
     try:
-        line.encode(sys.stdout.encoding)
+        line.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
         line = json.dumps(json.loads(line))
     sys.stdout.write(line + "\n")

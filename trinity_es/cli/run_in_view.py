@@ -83,7 +83,7 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
         if resuming and not part.resumed:
             raise ConfigError(f"the store {where} holds no run to resume: `trinity-es run CONFIG` begins one")
         if resuming and not unfinished:
-            note(f"the run in {where} is complete{part.said_of_end() and ': ' + part.said_of_end()}")
+            note(": ".join(part_of for part_of in (f"the run in {where} is complete", part.said_of_end()) if part_of))
             if part.owns_system:  # its command was killed before it could
                 end_system(settings)
             return _whole(settings)

@@ -287,10 +287,11 @@ def _last_step(log: Log, config: Mapping[str, Any], step: int) -> int | None:
     if not entries:
         return None
     for entry in entries:
-        source, epochs = sources.get((entry["name"], False)), entry.get("epochs", 1)
+        name, epochs = entry.get("name"), entry.get("epochs", 1)
+        source = sources.get((name, False))
         if source is None or epochs is None:
             return None
-        last = log.last(f"taskset/{entry['name']}", "TasksetAdvanced")
+        last = log.last(f"taskset/{name}", "TasksetAdvanced")
         read = (last.event.epoch, last.event.offset) if last and isinstance(last.event, TasksetAdvanced) else (0, 0)
         left += (epochs - read[0]) * source.rows - read[1]
     size = buffer.get("batch_size") or 1

@@ -105,7 +105,7 @@ class TableRows:
     """Makes rows of Arrow tables of one schema. Raises TasksetError for a column that has no form in JSON."""
 
     def __init__(self, source: object, schema: Any, config: TasksetConfig) -> None:
-        self._source, self._check, self._config = source, RowCheck(config), config
+        self._source, self._check = source, RowCheck(config)
         if config.format.prompt_key not in schema.names:
             raise TasksetError(f"{source}: {no_prompt(config.format.prompt_key, schema.names)}", file=str(source))
         require_answers(source, schema.names, config)

@@ -85,6 +85,14 @@ def test_promise_3_and_4_after_kill_9_of_everything_a_resumed_run_ends_as_if_not
         assert running.poll() is None
         kill_run(config, running)
     finished = {(s, e.task) for s, e in events_of(config, "TaskFinished")}
+    rows_of = path.with_name("train.jsonl")
+    rows_before = rows_of.read_text()
+    rows_of.write_text(f'{rows_before}\n{{"prompt": "one more"}}')
+    code, out, err = finish_here("resume", path, *AT_ONCE, cwd=tmp_path)
+    assert code == 2
+    assert "has 15 rows, sha256:" in err
+    assert "the run in this log began with 14 rows" in err
+    rows_of.write_text(rows_before)
     code, out, err = finish_here("resume", path, *AT_ONCE, cwd=tmp_path)
     assert code == 0, err
     assert "going on with the run" in err

@@ -16,7 +16,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogCorrupt
 from trinity_es.events.values import BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import batch_result, contiguous, fold
-from trinity_es.projections.reading.log_reader import canonical
+from trinity_es.projections.reading.log_reader import canonical, recomputed_result
 from trinity_es.projections.run import mean_reward, missing_runs
 
 
@@ -112,5 +112,9 @@ def test_an_eval_whose_tasks_lost_runs_has_one_mean_over_all_and_says_how_many_a
     assert result["metrics"]["eval/check/reward/best@4"] == 0.5
     assert result["metrics"]["eval/check/missing_run_count"] == missing_runs(result) == 5
     assert mean_reward(result) == 0.5
-    old = batch_result(state, before_2026_11=True)["metrics"]  # which a log of then is sound with
-    assert (old["eval/check/reward/mean@4"], old["eval/check/reward/mean@3"]) == (1.0, 0.0)
+    old = batch_result(state, before_2026_11=True)
+    assert (old["metrics"]["eval/check/reward/mean@4"], old["metrics"]["eval/check/reward/mean@3"]) == (1.0, 0.0)
+    for stored in (result, old):  # a log of then is sound, too, and another number in neither
+        assert recomputed_result(state, ev.BatchFinalized(result=stored)) == stored
+        wrong = {**stored, "metrics": {**stored["metrics"], "eval/check/reward/mean@4": 0.75}}
+        assert recomputed_result(state, ev.BatchFinalized(result=wrong)) == result
