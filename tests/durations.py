@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 COMMITTED = Path(__file__).with_name("durations.json")
-POLL_SECONDS = 0.5
+POLL_SECONDS = 1.0
 DEAR_SECONDS = 1.0
 """Fixtures and committed tests that take less are not told one by one."""
 MORE, AND_SECONDS = 1.5, 4.0

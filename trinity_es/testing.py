@@ -288,7 +288,7 @@ class ManualClock:
 def wait_until(condition: Callable[[], Any], what: str, timeout: float = 30.0) -> Any:
     """Wait for a condition and return what it returned. Raises TimeoutError that says what was waited for.
 
-    After each look it waits three times as long as the look took, at least 0.01 s and at most 0.15 s.
+    After each look it waits nine times as long as the look took, at least 0.01 s and at most 0.25 s.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -298,4 +298,4 @@ def wait_until(condition: Callable[[], Any], what: str, timeout: float = 30.0) -
             return value
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {timeout} s for {what}; last: {value!r}")
-        time.sleep(min(max(0.01, 3 * (time.monotonic() - began)), 0.15))
+        time.sleep(min(max(0.01, 9 * (time.monotonic() - began)), 0.25))

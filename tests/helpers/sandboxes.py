@@ -1,35 +1,23 @@
-"""A service of sandboxes that counts, in a process of its own; its lease provider; workflows that use it.
-
-It makes a sandbox some time after it was asked, whether or not who asked still lives, as such services do.
-`python -m tests.helpers.sandboxes FILE SEED SLOW` serves, and writes its URL into FILE.
-"""
+"""The service of sandboxes, in a process of its own; its lease provider; workflows that use it."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-import random
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 import uuid
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 from trinity_es import Experience, Workflow
 from trinity_es.testing import wait_until
 
-__all__ = ["AsyncSandboxes", "AsyncUses", "Sandboxes", "Service", "Uses", "serve"]
+__all__ = ["AsyncSandboxes", "AsyncUses", "Sandboxes", "Service", "Uses"]
 
-MAKING_SECONDS = 0.0, 0.5
-"""How long the service takes to make a sandbox, at least and at most."""
-SLOW_SECONDS = 4.0, 5.0
-"""The same of those that take long: longer than it takes until somebody looks for what a dead run asked for."""
 CREATION_TIMEOUT = 9.0
 """What the workflows give it, with much to spare for a busy machine."""
 
@@ -41,7 +29,7 @@ class Service:
         folder.mkdir(exist_ok=True)
         place = folder / "sandboxes.url"
         told = [str(place), str(seed), str(slow)]
-        self._process = subprocess.Popen([sys.executable, "-m", "tests.helpers.sandboxes", *told])
+        self._process = subprocess.Popen([sys.executable, "-m", "tests.helpers.sandbox_service", *told])
         self.url = wait_until(lambda: place.exists() and place.read_text(), "the service of sandboxes to serve", 30)
 
     def boxes(self) -> list[dict[str, Any]]:
@@ -142,75 +130,3 @@ class AsyncUses(Workflow):
                 await asyncio.to_thread(held.provider.use, held.handle, user)
                 await asyncio.sleep(0.05)
         return _experiences()
-
-
-# --- the service ------------------------------------------------------------------------------------------------------
-def serve(place: Path, seed: int, slow: float) -> None:
-    """Serve until this process is killed."""
-    boxes: dict[str, dict[str, Any]] = {}
-    lock, chance = threading.Lock(), random.Random(seed)
-    refuses = [False]
-
-    def answer(what: str, args: dict[str, str]) -> Any:
-        if what == "create":
-            with lock:
-                pause = chance.uniform(*(SLOW_SECONDS if chance.random() < slow else MAKING_SECONDS))
-            time.sleep(pause)
-            with lock:
-                handle = f"box-{len(boxes)}"
-                boxes[handle] = {
-                    "key": args["key"], "handle": handle, "made": time.time(), "ended": None, "users": [], "renewed": 0,
-                }
-            return handle
-        with lock:
-            if what == "refuse":
-                refuses[0] = args["on"] == "1"
-            elif what == "release":
-                if refuses[0]:
-                    raise RuntimeError("the service is out of order")
-                for box in boxes.values():
-                    if box["key"] == args["key"] and box["ended"] is None:
-                        box["ended"] = time.time()
-            elif what == "renew":
-                for box in boxes.values():
-                    box["renewed"] += box["key"] == args["key"]
-            elif what == "use":
-                box = boxes[args["handle"]]
-                if box["ended"] is not None:
-                    raise RuntimeError(f"{args['handle']} is gone")
-                if args["user"] not in box["users"]:
-                    box["users"].append(args["user"])
-            elif what == "boxes":
-                return list(boxes.values())
-        return None
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked = urlsplit(self.path)
-            args = {k: v[0] for k, v in parse_qs(asked.query).items()}
-            try:
-                status, said = 200, answer(asked.path[1:], args)
-            except Exception as e:
-                status, said = 500, str(e)
-            body = json.dumps(said).encode()
-            try:
-                self.send_response(status, None if status == 200 else str(said))
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-            except OSError:
-                pass  # who asked is gone
-
-        def log_message(self, *_: Any) -> None:
-            """Say nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    part = place.with_suffix(".part")
-    part.write_text(f"http://127.0.0.1:{server.server_address[1]}")
-    part.rename(place)
-    server.serve_forever()
-
-
-if __name__ == "__main__":
-    serve(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

@@ -14,39 +14,72 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 import setproctitle
 
 __all__ = ["Forked", "WarmPython", "warm_python"]
 
 
-class Forked:
-    """A child of a warm Python, with what is used of a `subprocess.Popen`. It leads a session of its own."""
+class Forked(subprocess.Popen[Any]):
+    """A child of a warm Python, as `subprocess` starts one. It leads a session of its own.
 
-    def __init__(self, status: int) -> None:
-        self._status = os.fdopen(status)
-        pid = self._status.readline()
-        assert pid, "the warm Python has ended: it says why on stderr"
-        self.pid = int(pid)
-        self.returncode: int | None = None
+    A subclass may choose another warm Python for each command, or None, which starts a new interpreter.
+    """
 
-    def poll(self) -> int | None:
-        """Return its exit code, if it has ended; that of a signal is negative."""
-        return self._read(0)
+    def __init__(self, *args: Any, warm: WarmPython | None = None, **options: Any) -> None:
+        self._warm, self._status = warm, -1
+        super().__init__(*args, **options)
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end, and return its exit code."""
-        if self._read(timeout) is None:
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
-        assert self.returncode is not None
-        return self.returncode
+    def choose(self, args: Sequence[str], options: Mapping[str, Any]) -> WarmPython | None:
+        """Return the warm Python that forks this command; `options`: those of `Popen` that it has to do with."""
+        return self._warm
 
-    def _read(self, timeout: float | None) -> int | None:
-        if self.returncode is None and select.select([self._status], [], [], timeout)[0]:
-            with self._status:
-                self.returncode = int(self._status.readline() or -signal.SIGKILL)  # "": all of them were killed
+    def _execute_child(
+        self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any,
+        startupinfo: Any, creationflags: Any, shell: Any, stdin: int, to_stdin: int, of_stdout: int, stdout: int,
+        of_stderr: int, stderr: int, *more: Any,
+    ) -> None:
+        new = executable is not None or preexec_fn is not None or pass_fds or shell
+        python = None if new else self.choose(args, {"env": os.environ if env is None else env})
+        if python is None:
+            super()._execute_child(  # type: ignore[misc]  # what `subprocess` itself does, which has no public name
+                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell, stdin,
+                to_stdin, of_stdout, stdout, of_stderr, stderr, *more)
+            return
+        streams = [fd if given == -1 else given for fd, given in enumerate((stdin, stdout, stderr))]
+        self.pid, self._status = python.fork(args[1:], streams, env, cwd)
+        self._child_created = True
+        devnull = getattr(self, "_devnull", None)
+        for theirs, ours in ((stdin, to_stdin), (stdout, of_stdout), (stderr, of_stderr)):
+            if ours != -1 and theirs not in (-1, devnull):
+                os.close(theirs)
+        if devnull is not None:
+            os.close(devnull)
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        """Return its pid and wait status, or zeros, as `os.waitpid` does for a child of this process."""
+        if self._status == -1:
+            return super()._try_wait(wait_flags)  # type: ignore[misc, no-any-return]  # as above
+        if not select.select([self._status], [], [], 0.0 if wait_flags & os.WNOHANG else None)[0]:
+            return 0, 0
+        status = os.read(self._status, 100)
+        os.close(self._status)
+        return self.pid, int(status or signal.SIGKILL)  # "": all of them were killed
+
+    def _internal_poll(self, *args: Any, **options: Any) -> int | None:
+        if self._status == -1 or self.returncode is not None:
+            return super()._internal_poll(*args, **options)  # type: ignore[misc, no-any-return]  # as above
+        if self._waitpid_lock.acquire(False):  # type: ignore[attr-defined]  # as above
+            try:
+                pid, status = self._try_wait(os.WNOHANG)
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+            finally:
+                self._waitpid_lock.release()  # type: ignore[attr-defined]  # as above
         return self.returncode
 
 
@@ -56,38 +89,49 @@ class WarmPython:
     def __init__(self, modules: Sequence[str], variables: Mapping[str, str]) -> None:
         self.variables = dict(variables)
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._turn = threading.Lock()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-W", "ignore", "-m", __name__, str(theirs.fileno()), *modules],
+                [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), *modules],
                 pass_fds=[theirs.fileno()], env={**os.environ, **variables, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL, start_new_session=True)
 
-    def start(
-        self, arguments: Sequence[str], output: IO[Any], errors: IO[Any], variables: Mapping[str, str] | None = None
-    ) -> Forked:
-        """Run what `python ARGUMENTS` runs: a script, or a module after "-m"; with these further variables."""
-        request = json.dumps([list(arguments), {**os.environ, **self.variables, **(variables or {})}, os.getcwd()])
+    def fork(
+        self, arguments: Sequence[str], streams: Sequence[int], variables: Mapping[str, str] | None, folder: Any
+    ) -> tuple[int, int]:
+        """Run what `python ARGUMENTS` runs: a script, or a module after "-m", with stdin, stdout and stderr.
+
+        Returns its pid, and a pipe that its wait status comes from when it has ended.
+        """
+        environment = {**(os.environ if variables is None else variables), **self.variables}
+        request = json.dumps([list(map(os.fspath, arguments)), environment, os.fspath(folder or os.getcwd())])
         ours, theirs = os.pipe()
         try:
-            socket.send_fds(self._requests, [request.encode()], [output.fileno(), errors.fileno(), theirs])
+            with self._turn:
+                socket.send_fds(self._requests, [request.encode()], [*streams, theirs])
         finally:
             os.close(theirs)
-        return Forked(ours)
+        pid = b""
+        while not pid.endswith(b"\n"):
+            read = os.read(ours, 1)
+            assert read, "the warm Python has ended: it says why on stderr"
+            pid += read
+        return int(pid), ours
 
     def run(
         self, arguments: Sequence[str], *, timeout: float, variables: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run it to its end, as `subprocess.run` does that captures its output."""
-        with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-            forked = self.start(arguments, output, errors, variables)
+        with Forked(
+            [sys.executable, *arguments], warm=self, env={**os.environ, **(variables or {})}, text=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        ) as forked:
             try:
-                code = forked.wait(timeout)
+                out, err = forked.communicate(timeout=timeout)
             except BaseException:
                 os.killpg(forked.pid, signal.SIGKILL)
                 raise
-            output.seek(0)
-            errors.seek(0)
-            return subprocess.CompletedProcess(list(arguments), code, output.read(), errors.read())
+        return subprocess.CompletedProcess(list(arguments), forked.returncode, out, err)
 
     def close(self) -> None:
         self._process.kill()
@@ -115,7 +159,7 @@ def _next_script(requests: socket.socket) -> list[str] | None:
     """Fork for each request; return its arguments in the child that is to run them, and None at the end."""
     while True:
         warm = os.getpid()
-        request, descriptors, *_ = socket.recv_fds(requests, 1 << 18, 3)
+        request, descriptors, *_ = socket.recv_fds(requests, 1 << 18, 4)
         if not request:
             return None
         if os.fork() == 0:
@@ -125,24 +169,30 @@ def _next_script(requests: socket.socket) -> list[str] | None:
     _end_with_parent(warm)
     requests.close()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    output, errors, status = descriptors
+    *streams, status = descriptors
     between = os.getpid()
     if (pid := os.fork()) != 0:  # in a process that waits for the script's end, and says how it ended
-        os.close(output)
-        os.close(errors)
+        for descriptor in streams:
+            os.close(descriptor)
+        os.closerange(0, 3)
         os.write(status, b"%d\n" % pid)
-        os.write(status, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        os.write(status, b"%d\n" % os.waitpid(pid, 0)[1])
         os._exit(0)
     _end_with_parent(between)
     os.setsid()
-    os.dup2(output, 1)
-    os.dup2(errors, 2)
+    for standard, descriptor in enumerate(streams):
+        os.dup2(descriptor, standard)
     for descriptor in descriptors:
         os.close(descriptor)
     arguments, variables, folder = json.loads(request)
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(folder)
+    sys.stdin = os.fdopen(0, closefd=False)  # those of the warm Python know where they were in other files
+    sys.stdout = os.fdopen(1, "w", 1 if os.isatty(1) else -1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
+    tempfile.tempdir = None  # it is looked for once
+    setproctitle.setproctitle(" ".join(["python", *arguments]))
     return list(arguments)
 
 
@@ -156,7 +206,9 @@ def main(descriptor: int, modules: Sequence[str]) -> None:
         return
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
-        sys.path.insert(0, os.getcwd())
+        path = [os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        sys.path[:0] = [folder for folder in path if folder not in sys.path]
+        warnings.filterwarnings("ignore", message=".*found in sys.modules", category=RuntimeWarning)
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from trinity_es.actors.settings import HostSettings, ModelSettings, ServersSettings, Settings, settings_from
 from trinity_es.actors.system_key import FILE_VARIABLE, KEY_VARIABLE, HostKeys, make_key, read_key
@@ -202,20 +202,17 @@ def _run_launcher(config: Config, log_dir: Path, setup: Mapping[str, Any]) -> in
     output = output_file(config)
     try:
         with reserved, os.fdopen(open_private(output, os.O_WRONLY | os.O_APPEND), "ab") as out:
-            return _run_module("trinity_es.actors.launch", setup_path, out, env, _LAUNCH_SECONDS + 30)
+            launched = subprocess.run(
+                [sys.executable, "-m", "trinity_es.actors.launch", setup_path],
+                stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True,
+                timeout=_LAUNCH_SECONDS + 30, check=False,
+            )
     except subprocess.TimeoutExpired:
         leftovers.end_all_leftovers(config)  # not its keeper, which may be who starts it
         raise StartupError(f"the actor system did not come up; see {output}") from None
     finally:
         os.unlink(setup_path)
-
-
-def _run_module(module: str, argument: str, output: IO[bytes], env: Mapping[str, str], timeout: float) -> int:
-    """Run `python -m module argument` in a session of its own; returns its exit status. Raises TimeoutExpired."""
-    return subprocess.run(
-        [sys.executable, "-m", module, argument], stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env,
-        start_new_session=True, timeout=timeout, check=False,
-    ).returncode
+    return launched.returncode
 
 
 def _tail(config: Config, lines: int = 12) -> str:

@@ -58,7 +58,8 @@ def test_the_key_is_replaced_in_a_batch_and_nothing_is_lost(postgres: Callable[[
         wait_until(lambda: "calls itself 'c'" in log_of(head), "the refusal of c", 20)
         assert "give that host the head's (hosts.key_file, or TRINITY_ES_KEY)" in log_of(head)
         wait_until(lambda: connected() == {"b": True, "c": False}, "b with the new key", 20)
-        assert "the head hung up: it has another key" in (tmp_path / "host-c" / "host.log").read_text()
+        log_of_c = tmp_path / "host-c" / "host.log"
+        wait_until(lambda: "the head hung up: it has another key" in log_of_c.read_text(), "c to say why", 30)
         on_c.holds(new)
         wait_until(lambda: connected() == {"b": True, "c": True}, "c with the new key", 20)
         head.finish(1, 192)
