@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import pytest
 
-__all__ = ["ALL", "DAY", "EXAMPLES", "FAULTS", "LAUNCHERS", "by_turns", "of_the_day"]
+__all__ = ["ALL", "DAY", "EXAMPLES", "FAULTS", "LAUNCHERS", "OTHERS", "REAL", "by_turns", "of_the_day"]
 
 T = TypeVar("T")
 
@@ -22,6 +22,10 @@ FAULTS = ("network and database", "kinds at random")
 """Tests of faults in a run over several hosts, which take turns."""
 LAUNCHERS = ("ray", "slurm", "compose")
 """Tests of what starts a run over several hosts, which take turns."""
+OTHERS = ("TRL", "verifiers")
+"""Tests with the real package of others, which take turns."""
+REAL = ("adapters", "clients", "servers")
+"""Tests of what is around a real engine, which take turns; the engine itself is played every day."""
 
 
 def of_the_day(cases: Sequence[T], count: int = 1, *, day: int | None = None, everything: bool = ALL) -> list[T]:

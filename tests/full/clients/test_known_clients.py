@@ -17,12 +17,15 @@ import pytest
 
 from tests.helpers.client_packages import LETTERS, OPENENV, TRL, ask, environment, installed
 from tests.helpers.engines import largest_difference
+from tests.helpers.of_the_day import REAL, by_turns
 from tests.helpers.serving import VLLMServed, answers, client_of, recorded
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.experience import Experience
 from trinity_es.serve.proxy import Proxy
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    by_turns("clients", REAL), pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore"),
+]
 
 HERE = Path(__file__).parent
 TOLERANCE = 1e-3

@@ -10,11 +10,14 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.helpers.of_the_day import REAL, by_turns
 from tests.helpers.serving import Load, Serving, VLLMServed, client_of, post, recorded
 from tests.helpers.systems import pid_of
 from trinity_es.actors.engines.devices import cores
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    by_turns("clients", REAL), pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore"),
+]
 
 TOLERANCE = 1e-3
 

@@ -14,6 +14,7 @@ import pytest
 
 from tests.helpers.adapters import ByHand, adapter_for, make_adapter
 from tests.helpers.engines import Live
+from tests.helpers.of_the_day import REAL, by_turns
 from tests.helpers.weight_transfer import free_port, state_of
 from trinity_es.actors.engines.adapters import checked_adapter
 from trinity_es.actors.engines.checkpoints import tensor_shapes
@@ -23,7 +24,9 @@ from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.events.errors import EngineError, SyncError
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    by_turns("adapters", REAL), pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore"),
+]
 
 TOLERANCE = 1e-3
 PROMPT = list(range(10, 50))

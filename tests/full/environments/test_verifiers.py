@@ -22,7 +22,7 @@ import pytest_asyncio
 
 from tests.helpers.client_packages import LETTERS, environment
 from tests.helpers.endpoint import serving, until
-from tests.helpers.of_the_day import ALL
+from tests.helpers.of_the_day import ALL, OTHERS, by_turns
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
@@ -35,7 +35,9 @@ from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.tasksets.taskset import Taskset
 from trinity_es.testing import ScriptedEngine
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    by_turns("verifiers", OTHERS), pytest.mark.timeout(900), pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"),
+]
 
 KINDS = {
     "ProviderError": "infra", "SandboxError": "infra", "TunnelError": "infra", "InterceptionError": "infra",

@@ -17,13 +17,14 @@ import pytest
 import trinity_es
 from benchmarks.trl_kills import KINDS, WRONG, Trainee, account, kill_while_training
 from tests.helpers.client_packages import ask
+from tests.helpers.of_the_day import OTHERS, by_turns
 from tests.helpers.servers import free_port
 from tests.helpers.systems import StartSystem, events
 from tests.helpers.warm_python import WarmPython
 from trinity_es.events import vocabulary as ev
 from trinity_es.system.run_lock import RunLock
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = [by_turns("TRL", OTHERS), pytest.mark.timeout(900), pytest.mark.slow]
 
 HERE = Path(__file__).parent
 SCRIPTED = ["explorer.rollout_model.engine_type=scripted"]

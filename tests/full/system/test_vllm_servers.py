@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.engines import largest_difference
-from tests.helpers.of_the_day import of_the_day
+from tests.helpers.of_the_day import REAL, by_turns, of_the_day
 from tests.helpers.real_engine import TOLERANCE
 from tests.helpers.servers import (
     EXTENSION,
@@ -30,7 +30,9 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
 from trinity_es.testing import wait_until
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    by_turns("servers", REAL), pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore"),
+]
 
 
 def tokens_by(client: RolloutClient, batch: int | str) -> Counter[str]:
