@@ -3,6 +3,9 @@
 httpx's own pool goes through all its connections for each request: 16 ms of a core a request at 256 at once, where
 aiohttp takes a fortieth. (The package httpx-aiohttp does the same, and says of a server that ended during a request
 that it could not be reached.) httpx and aiohttp are imported where they are used.
+
+Every answer has a limit: an endless one would take the runner's memory, and a compressed one of 2 MiB becomes 10 GB.
+So a request asks for no compression, and may say how large its answer can be: `extensions=up_to(largest_answer(...))`.
 """
 
 from __future__ import annotations
@@ -13,13 +16,37 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from urllib.request import getproxies, proxy_bypass
 
+from trinity_es.events.errors import EngineError
+
 if TYPE_CHECKING:
     import httpx
 
-__all__ = ["http_client"]
+__all__ = ["LOOK_BYTES", "http_client", "largest_answer", "up_to"]
 
 KEEP_SECONDS = 15.0
 """How long a connection that nobody uses is kept: less than a runner's server keeps it for."""
+LOOK_BYTES = 8 * 2**20
+"""Maximum size of an answer whose request does not say one, and of an error: `/metrics` of many engines takes 1 MiB."""
+_ENTRY_BYTES, _EVENT_BYTES, _ID_BYTES = 256, 1024, 16
+"""Mean JSON of a token, or of a logprob, with its names and text; of a stream's event beside it; of an id alone: each
+at most."""
+
+
+def largest_answer(
+    *, prompt: int, answers: int = 1, tokens: int = 0, entries: int = 0, of_prompt: int = 0, events: bool = False
+) -> int:
+    """Return the most bytes of JSON that this many answers to a prompt of so many tokens can take.
+
+    `tokens`: of each answer at most; `entries`, `of_prompt`: logprobs that come with each of these, and with each of
+    the prompt's; `events`: each token may have an event of a stream to itself.
+    """
+    each = (1 + entries) * _ENTRY_BYTES + events * _EVENT_BYTES
+    return answers * (tokens * each + prompt * (_ID_BYTES + of_prompt * _ENTRY_BYTES)) + LOOK_BYTES
+
+
+def up_to(most: int) -> dict[str, int]:
+    """Return httpx's `extensions` of a request whose answer may have this many bytes."""
+    return {"most_bytes": most}
 
 
 def http_client(
@@ -30,14 +57,61 @@ def http_client(
 
     `connect`, `read`: how long these may take, in seconds; `trust_env`: by the proxies of the environment;
     `transport`: instead of aiohttp's, for tests. What it raises are httpx's errors: ConnectError and ConnectTimeout
-    for a server that saw nothing of the request, other TransportErrors for one that may have.
+    for a server that saw nothing of the request, other TransportErrors for one that may have. Also EngineError, for an
+    answer that is larger than the request says (else LOOK_BYTES), or compressed.
     """
     import httpx
 
     return httpx.AsyncClient(
-        base_url=base_url, headers=headers, timeout=httpx.Timeout(None, connect=connect, read=read),
-        transport=transport or _aiohttp_transport(trust_env, keep), trust_env=trust_env,
+        base_url=base_url, headers={"accept-encoding": "identity", **(headers or {})},
+        timeout=httpx.Timeout(None, connect=connect, read=read),
+        transport=_limited(transport or _aiohttp_transport(trust_env, keep)), trust_env=trust_env,
     )
+
+
+def _limited(transport: httpx.AsyncBaseTransport) -> httpx.AsyncBaseTransport:
+    """Return a transport whose answers have a limit, and no encoding."""
+    import httpx
+
+    class Counted(httpx.AsyncByteStream):
+        def __init__(self, body: httpx.AsyncByteStream, most: int, server: str) -> None:
+            self._body, self._most, self._server = body, most, server
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            size = 0
+            async for part in self._body:
+                size += len(part)
+                if size > self._most:
+                    raise EngineError(
+                        f"{self._server} answers with more than {self._most:,} bytes, and what it was asked for takes "
+                        "less: see what serves there"
+                    )
+                yield part
+
+        async def aclose(self) -> None:
+            await self._body.aclose()
+
+    class Limited(httpx.AsyncBaseTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            answer = await transport.handle_async_request(request)
+            server = f"{request.url.scheme}://{request.url.netloc.decode()}{request.url.path}"
+            encoding = answer.headers.get("content-encoding", "identity")
+            if encoding != "identity":
+                await answer.aclose()
+                raise EngineError(
+                    f"{server} answers in the encoding {encoding!r:.80}, which it was not asked for: switch "
+                    "compression off there, or in what stands before it"
+                )
+            assert isinstance(answer.stream, httpx.AsyncByteStream)
+            most = request.extensions.get("most_bytes", LOOK_BYTES)
+            most = most if answer.status_code < 300 else min(most, LOOK_BYTES)
+            answer.stream = Counted(answer.stream, most, server)
+            return answer
+
+        async def aclose(self) -> None:
+            await transport.aclose()
+
+    return Limited()
 
 
 @contextmanager

@@ -34,7 +34,15 @@ from trinity_es.actors.engines.http_weights import WATCH_SECONDS, ServerWeights
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling, Tokenizer
 from trinity_es.actors.engines.long_texts import encoded, is_large, off_the_loop
 from trinity_es.actors.engines.vllm_http_api import BUSY, BUSY_SECONDS, ServerGone, VLLMServer, unreached
-from trinity_es.actors.engines.vllm_requests import Answer, TextCutter, answers, body, prompt_logprobs, route
+from trinity_es.actors.engines.vllm_requests import (
+    Answer,
+    TextCutter,
+    answers,
+    body,
+    most_bytes,
+    prompt_logprobs,
+    route,
+)
 from trinity_es.actors.engines.vllm_values import VersionedCompletion
 from trinity_es.events.errors import ConfigError, EngineError
 
@@ -247,7 +255,7 @@ class HTTPEngine(ServerWeights):
         begun, spans = time.monotonic(), self._met().spans
         asked = body(self._tried_with, _TRIED, spans=spans, model=self._met().model, room=4)
         try:
-            told = await self.server.ask("POST", route(spans), asked, seconds=TRY_SECONDS)
+            told = await self.server.ask("POST", route(spans), asked, seconds=TRY_SECONDS, most=self._most(asked))
             self._answers(told, _TRIED)
             await self._know()
         except EngineError as e:
@@ -280,8 +288,6 @@ class HTTPEngine(ServerWeights):
 
         def read(told: Any, version: int) -> list[Completion]:
             made = self._answers(told, sampling)
-            if len(made) != sampling.n:
-                raise EngineError(f"{self.server.url} gave {len(made)} answers where {sampling.n} were asked for")
             texts = [TextCutter(self.tokenizer, sampling.stop).add(a.ids, a.stop, last=True) for a in made]
             spans = [self._spans(a, len(a.ids), version) for a in made]
             return [_completed(ids, *one) for one in zip(made, texts, spans, strict=True)]
@@ -296,7 +302,7 @@ class HTTPEngine(ServerWeights):
         cutter, count = TextCutter(self.tokenizer, sampling.stop), 0
         async with self._going_out() as version:
             asked = body(ids, sampling, spans=spans, model=self._met().model, room=self._room(ids), stream=True)
-            async with contextlib.aclosing(self.server.events(route(spans), asked)) as events:
+            async with contextlib.aclosing(self.server.events(route(spans), asked, self._most(asked))) as events:
                 while True:
                     try:
                         event = await self._or_death(anext(events))
@@ -337,7 +343,7 @@ class HTTPEngine(ServerWeights):
         def read(told: Any, version: int) -> list[float]:
             for answer in self._answers(told, sampling):
                 self._spans(answer, len(answer.ids), version)
-            return prompt_logprobs(told, ids, temperature, spans=self._met().spans)
+            return prompt_logprobs(told, ids, temperature, spans=self._met().spans, server=self.server.url)
 
         return await self._told(ids, sampling, read, of_prompt=-1 if whole else 0)
 
@@ -352,7 +358,7 @@ class HTTPEngine(ServerWeights):
         async with self._going_out() as version:
             asked = body(ids, sampling, spans=spans, model=self._met().model, room=self._room(ids),
                          prompt_logprobs=of_prompt)
-            told = await self._or_death(self.server.tokens(route(spans), asked))
+            told = await self._or_death(self.server.tokens(route(spans), asked, self._most(asked)))
             if not spans:
                 await self._or_death(self._confirm())
             found = read(told, version)
@@ -360,7 +366,12 @@ class HTTPEngine(ServerWeights):
         return found
 
     def _answers(self, told: Any, sampling: Sampling, *, whole: bool = True) -> list[Answer]:
-        return answers(told, sampling, spans=self._met().spans, vocabulary=self._vocabulary, whole=whole)
+        return answers(
+            told, sampling, spans=self._met().spans, vocabulary=self._vocabulary, whole=whole, server=self.server.url,
+        )
+
+    def _most(self, asked: dict[str, Any]) -> int:
+        return most_bytes(asked, self._vocabulary)
 
     @contextlib.asynccontextmanager
     async def _going_out(self) -> AsyncIterator[int]:

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trinity_es.actors import load_balancing
-from trinity_es.actors.engines.http_client import http_client
+from trinity_es.actors.engines.http_client import http_client, largest_answer, up_to
 from trinity_es.actors.engines.interface import Completion, Sampling, Tokenizer
 from trinity_es.actors.openai_clients import Endpoint
 from trinity_es.actors.plugins import resolve
@@ -138,7 +138,10 @@ class RemoteEngine:
         self, prompt: str | list[int], sampling: Sampling, task: str | None = None
     ) -> list[Completion]:
         """Generate as `Engine.generate` does; waits while no engine can be reached."""
-        told = await self._ask("generate", {"prompt": prompt, "sampling": asdict(sampling)}, task)
+        tokens = min(sampling.max_tokens, self.max_model_len or sampling.max_tokens)
+        entries = 1 + sampling.top_logprobs if sampling.logprobs else 0
+        most = largest_answer(prompt=len(prompt), answers=sampling.n, tokens=tokens, entries=entries)
+        told = await self._ask("generate", {"prompt": prompt, "sampling": asdict(sampling)}, task, most)
         return [Completion(**c) for c in told["completions"]]
 
     async def stream(
@@ -152,10 +155,11 @@ class RemoteEngine:
         self, token_ids: list[int], temperature: float = 1.0, task: str | None = None
     ) -> list[float]:
         """Compute as `Engine.logprobs` does; waits while no engine can be reached."""
-        told = await self._ask("logprobs", {"token_ids": list(token_ids), "temperature": temperature}, task)
+        most = largest_answer(prompt=len(token_ids), of_prompt=1)
+        told = await self._ask("logprobs", {"token_ids": list(token_ids), "temperature": temperature}, task, most)
         return list(told["logprobs"])
 
-    async def _ask(self, what: str, body: dict[str, Any], task: str | None) -> dict[str, Any]:
+    async def _ask(self, what: str, body: dict[str, Any], task: str | None, most: int) -> dict[str, Any]:
         import httpx
 
         data = json.dumps(body).encode()
@@ -170,7 +174,9 @@ class RemoteEngine:
             place = self._places[name]
             place.mine += 1
             try:
-                answer = await self._client().post(f"{place.url}/engine/{what}", content=data)
+                answer = await self._client().post(
+                    f"{place.url}/engine/{what}", content=data, extensions=up_to(most)
+                )
             except (httpx.NetworkError, httpx.TimeoutException, httpx.RemoteProtocolError) as e:  # it is gone, or going
                 place.away_until = self._clock() + AGAIN_SECONDS
                 ended += not isinstance(e, httpx.ConnectError | httpx.ConnectTimeout)

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trinity_es.actors.engines.http_client import http_client
+from trinity_es.actors.engines.http_client import LOOK_BYTES, http_client, up_to
 from trinity_es.events.errors import EngineError
 
 if TYPE_CHECKING:
@@ -115,16 +115,19 @@ class VLLMServer:
 
     # --- asking -----------------------------------------------------------------------------------------------------
     async def request(
-        self, method: str, path: str, body: Any = None, *, seconds: float | None = None, **params: str
+        self, method: str, path: str, body: Any = None, *, seconds: float | None = None, most: int = LOOK_BYTES,
+        **params: str,
     ) -> httpx.Response:
-        """Return the answer, whatever its status. `seconds`: how long it may take; None: as long as it takes."""
+        """Return the answer, whatever its status. `seconds`: how long it may take; None: as long as it takes; `most`:
+        the bytes that it may have.
+        """
         import httpx
 
         # A server closes the connection after an error of its own, which shows when it is used again.
         closed = httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError
         for again in (True, False):
             try:
-                sent = self._client().request(method, path, json=body, params=params)
+                sent = self._client().request(method, path, json=body, params=params, extensions=up_to(most))
                 return await (sent if seconds is None else asyncio.wait_for(sent, seconds))
             except (httpx.HTTPError, TimeoutError) as e:
                 if not (again and isinstance(e, closed)):
@@ -132,19 +135,20 @@ class VLLMServer:
         raise AssertionError
 
     async def ask(
-        self, method: str, path: str, body: Any = None, *, seconds: float | None = None, **params: str
+        self, method: str, path: str, body: Any = None, *, seconds: float | None = None, most: int = LOOK_BYTES,
+        **params: str,
     ) -> Any:
         """Return the JSON of an answer that is one. Raises EngineError for any other status."""
-        answer = await self.request(method, path, body, seconds=seconds, **params)
+        answer = await self.request(method, path, body, seconds=seconds, most=most, **params)
         self._check(answer.status_code, answer.text, path)
         return self._read(answer, lambda told: told) if answer.content else None
 
-    async def tokens(self, path: str, body: Any) -> Any:
+    async def tokens(self, path: str, body: Any, most: int) -> Any:
         """Return the same of a request for tokens: asked again after a while where the server takes nothing now."""
         for pause in (*BUSY_SECONDS, None):
             try:
                 with self._having():
-                    return await self.ask("POST", path, body)
+                    return await self.ask("POST", path, body, most=most)
             except ServerGone as e:
                 await _waited_out(e, pause)
         raise AssertionError
@@ -165,23 +169,23 @@ class VLLMServer:
         """
         return any(begun < moment for begun in self._begun.values())
 
-    async def events(self, path: str, body: Any) -> AsyncGenerator[dict[str, Any]]:
+    async def events(self, path: str, body: Any, most: int) -> AsyncGenerator[dict[str, Any]]:
         """Yield the events of a streamed answer to one. Closing it ends the request. Raises as `ask`."""
         for pause in (*BUSY_SECONDS, None):
             try:
                 with self._having():
-                    async with contextlib.aclosing(self._streamed(path, body)) as events:
+                    async with contextlib.aclosing(self._streamed(path, body, most)) as events:
                         async for event in events:
                             yield event
                 return
             except ServerGone as e:  # a server takes nothing now before the first
                 await _waited_out(e, pause)
 
-    async def _streamed(self, path: str, body: Any) -> AsyncGenerator[dict[str, Any]]:
+    async def _streamed(self, path: str, body: Any, most: int) -> AsyncGenerator[dict[str, Any]]:
         import httpx
 
         try:
-            async with self._client().stream("POST", path, json=body) as answer:
+            async with self._client().stream("POST", path, json=body, extensions=up_to(most)) as answer:
                 if answer.status_code != 200:
                     self._check(answer.status_code, (await answer.aread()).decode(errors="replace"), path)
                 async for line in answer.aiter_lines():

@@ -7,17 +7,18 @@ it, else `/v1/completions` with token ids. Both take the same sampling and give 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
+from trinity_es.actors.engines.http_client import largest_answer
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.engines.vllm_http_api import ASKED
 from trinity_es.events.errors import EngineError
 
-__all__ = ["UNREADABLE", "Answer", "TextCutter", "answers", "body", "prompt_logprobs", "route"]
+__all__ = ["UNREADABLE", "Answer", "TextCutter", "answers", "body", "most_bytes", "prompt_logprobs", "route"]
 
 _FLOOR = -9999.0
 """What vLLM writes for minus infinity, and for NaN."""
@@ -78,20 +79,37 @@ def body(
     }
 
 
+def most_bytes(asked: Mapping[str, Any], vocabulary: int) -> int:
+    """Return the most bytes that the answer to a request, as `body` makes it, can take.
+
+    `vocabulary`: how many token ids the model has, all of which may be asked for with each token of the prompt.
+    """
+    shared = asked.get("sampling_params", asked)
+    return largest_answer(
+        prompt=len(asked.get("token_ids") or asked["prompt"]), answers=shared["n"], tokens=shared["max_tokens"],
+        entries=shared["logprobs"] + 2 if "logprobs" in shared else 0,  # its own stands beside those of the likeliest
+        of_prompt={None: 0, -1: vocabulary + 1}.get(shared.get("prompt_logprobs"), 2), events=asked["stream"],
+    )
+
+
 def answers(
-    told: Any, sampling: Sampling, *, spans: bool, vocabulary: int, whole: bool = True
+    told: Any, sampling: Sampling, *, spans: bool, vocabulary: int, whole: bool = True, server: str = "the server"
 ) -> list[Answer]:
     """Return what a response, or an event of a stream (not `whole`), holds, by index.
 
-    `vocabulary`: how many token ids the model has. Raises EngineError for what can't be read, or can't be.
+    `vocabulary`: how many token ids the model has; `server`: its URL, for errors. Raises EngineError for what can't be
+    read, or can't be.
     """
     try:
         choices = sorted(told["choices"], key=lambda choice: _whole(choice["index"]))
+        numbers = [choice["index"] for choice in choices]
+        if numbers != list(range(sampling.n)) and (whole or numbers not in ([], [0])):
+            raise ValueError(f"it has the choices {numbers!r:.80} where {sampling.n} were asked for, numbered from 0")
         found = [_answer(choice, sampling, spans) for choice in choices]
         for answer in found:
             _check(answer, sampling, vocabulary, whole)
     except UNREADABLE as e:
-        raise EngineError(f"the server's answer can't be read ({type(e).__name__}: {e})") from e
+        raise EngineError(f"{server} gave an answer that can't be read ({type(e).__name__}: {e})") from e
     return found
 
 
@@ -178,17 +196,19 @@ def _token(name: str) -> int:
     return int(name.removeprefix("token_id:"))
 
 
-def prompt_logprobs(told: Any, ids: Sequence[int], temperature: float, *, spans: bool) -> list[float]:
+def prompt_logprobs(
+    told: Any, ids: Sequence[int], temperature: float, *, spans: bool, server: str = "the server"
+) -> list[float]:
     """Return the logprob of each token of the prompt but the first; `told` holds all tokens' where temperature != 1.
 
-    Raises EngineError for what can't be read, or can't be.
+    `server`: as in `answers`. Raises EngineError for what can't be read, or can't be.
     """
     try:
         told = told["prompt_logprobs"] if spans else told["choices"][0]["prompt_logprobs"]
         rows = [{int(token): _logprob(item["logprob"]) for token, item in row.items()} for row in told[1:]]
         own = [row[token] for row, token in zip(rows, ids[1:], strict=True)]
     except UNREADABLE as e:
-        raise EngineError(f"the server told no logprobs of the prompt ({type(e).__name__}: {e})") from e
+        raise EngineError(f"{server} told no logprobs of the prompt ({type(e).__name__}: {e})") from e
     if temperature == 1.0:
         return own
     import numpy as np

@@ -36,6 +36,7 @@ TELL_SECONDS = 5.0
 CLOSE_SECONDS = 2.0
 """How long the close of a session may take."""
 MESSAGE_BYTES = 100 * 1024 * 1024
+"""Maximum size of what a server says in one piece."""
 _ENVIRONMENTS_CODE = frozenset({"EXECUTION_ERROR", "VALIDATION_ERROR", "INVALID_JSON", "UNKNOWN_TYPE"})
 _NOWHERE = object()
 _TOOL_ACTIONS = frozenset({"Action", "CallToolAction", "ListToolsAction"})
@@ -140,7 +141,7 @@ class OpenEnvSession:
         """Return the JSON schema of the environment's actions."""
         async with _failing(self._url), self._http.get(f"{self._url}/schema") as response:
             response.raise_for_status()
-            schema: dict[str, Any] = (await response.json())["action"]
+            schema: dict[str, Any] = json.loads(await _body(response))["action"]
         if schema.get("title") in _TOOL_ACTIONS:
             listed = await self.step({"type": "list_tools"})
             return {**_TOOL_CALL, "available_tools": listed["observation"].get("tools")}
@@ -176,6 +177,17 @@ class OpenEnvSession:
         with suppress(Exception):  # who is gone closed it
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._socket.close()
+
+
+async def _body(response: aiohttp.ClientResponse) -> bytes:
+    body = bytearray()
+    async for part in response.content.iter_any():
+        body += part
+        if len(body) > MESSAGE_BYTES:
+            raise EnvironmentFailed(
+                f"{response.url} answers with more than {MESSAGE_BYTES:,} bytes: see whether an OpenEnv server is there"
+            )
+    return bytes(body)
 
 
 def _state(data: dict[str, Any], url: str) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import sys
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
@@ -34,7 +35,7 @@ import orjson
 
 from trinity_es.actors.commands import CountAnswers, DeliverAnswers, GetRoutes, RewardAnswers
 from trinity_es.actors.commands.fields import NAME_LENGTH
-from trinity_es.actors.engines.http_client import http_client
+from trinity_es.actors.engines.http_client import http_client, up_to
 from trinity_es.actors.messages import LIMIT
 from trinity_es.actors.serving.errors import ApiError, StreamPlace
 from trinity_es.actors.serving.http_server import (
@@ -304,7 +305,10 @@ class Proxy:
 
         async def ask(way: Backend) -> Response:
             headers = {**self._headers(), "content-type": "application/json", WANTED: "1"}
-            sent = self._http.build_request("POST", way.endpoint + path, content=raw, headers=headers)
+            # A runner of this system has the answer in its memory already, within what its engine may answer.
+            sent = self._http.build_request(
+                "POST", way.endpoint + path, content=raw, headers=headers, extensions=up_to(sys.maxsize)
+            )
             response = await self._http.send(sent, stream=True)
             streaming = False
             try:

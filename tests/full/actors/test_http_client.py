@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from tests.helpers.servers import free_port
-from trinity_es.actors.engines.http_client import http_client
+from trinity_es.actors.engines.http_client import LOOK_BYTES, http_client, up_to
+from trinity_es.events.errors import EngineError
 
 Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n%s\r\n"
@@ -112,18 +113,49 @@ async def test_answers_are_what_the_server_said() -> None:
     async def answers(head: bytes, reader: Reader, writer: Writer) -> None:
         bodies.append(await body_of(head, reader))
         if b"/moved" in head:
-            writer.write(b"HTTP/1.1 307 x\r\nlocation: /packed\r\ncontent-length: 0\r\n\r\n")
+            writer.write(b"HTTP/1.1 307 x\r\nlocation: /plain\r\ncontent-length: 0\r\n\r\n")
         else:
-            packed = gzip.compress(b"hello")
-            writer.write(OK % (len(packed), b"content-encoding: gzip\r\nx-said: 1\r\nx-said: 2\r\n") + packed)
+            assert b"accept-encoding: identity\r\n" in head.lower()
+            writer.write(OK % (5, b"content-encoding: identity\r\nx-said: 1\r\nx-said: 2\r\n") + b"hello")
 
     large = b"x" * (3 * 2**20)
     async with server(answers) as url, http_client(connect=5, headers={"authorization": "Bearer a"}) as http:
         assert (await http.post(f"{url}/moved", content=large)).status_code == 307
-        answer = await http.post(f"{url}/packed", content=b"small")
+        answer = await http.post(f"{url}/plain", content=b"small")
         assert answer.text == "hello"
         assert answer.headers.get_list("x-said") == ["1", "2"]
     assert bodies == [large, b"small"]
+
+
+async def test_an_answer_without_end_and_one_that_is_compressed_are_refused_and_their_connections_closed() -> None:
+    ended = 0
+
+    async def wrong(head: bytes, reader: Reader, writer: Writer) -> None:
+        nonlocal ended
+        if b"/packed" in head:
+            packed = gzip.compress(b"hello")
+            writer.write(OK % (len(packed), b"content-encoding: gzip\r\n") + packed)
+            return
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        try:
+            while True:
+                writer.write(b"10000\r\n" + b" " * 2**16 + b"\r\n")
+                await writer.drain()
+        except ConnectionError:
+            ended += 1
+
+    async with server(wrong) as url, http_client(connect=5) as http:
+        with pytest.raises(EngineError, match=rf"{url}/packed answers in the encoding 'gzip', .*: switch"):
+            await http.get(f"{url}/packed")
+        with pytest.raises(EngineError, match=rf"{url}/x answers with more than {LOOK_BYTES:,} bytes"):
+            await http.get(f"{url}/x?key=secret")
+        with pytest.raises(EngineError, match=r"more than 100,000 bytes"):
+            await http.get(f"{url}/x", extensions=up_to(100_000))
+        for _ in range(500):
+            if ended == 2:
+                break
+            await asyncio.sleep(0.01)
+        assert ended == 2
 
 
 async def test_a_stream_arrives_as_it_is_sent_and_one_that_is_left_is_closed() -> None:

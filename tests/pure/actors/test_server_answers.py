@@ -1,0 +1,160 @@
+"""What a server of others may answer: no more than was asked for, not compressed, its choices numbered from 0."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from trinity_es.actors.engines.http_client import LOOK_BYTES
+from trinity_es.actors.engines.interface import Sampling
+from trinity_es.actors.engines.remote_engine import RemoteEngine
+from trinity_es.actors.engines.vllm_http_api import VLLMServer
+from trinity_es.actors.engines.vllm_requests import answers, body, most_bytes
+from trinity_es.actors.rollout.result import classify
+from trinity_es.environments import openenv
+from trinity_es.events.errors import EngineError, EnvironmentFailed
+
+PART = 2**18
+ENOUGH = 40 * 2**20
+"""Where the stand-in of a server without end stops, so that a client without a limit fails here and takes no machine
+with it."""
+
+
+class Endless(httpx.AsyncByteStream):
+    """A body without end: spaces, which JSON and SSE go on reading."""
+
+    sent = 0
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        self.sent = 0
+        while self.sent < ENOUGH:
+            self.sent += PART
+            yield b" " * PART
+
+
+def asked(spans: bool, stream: bool = False, **sampling: Any) -> dict[str, Any]:
+    s = Sampling(**{"max_tokens": 100, **sampling})
+    return body([1, 2, 3], s, spans=spans, model="m", room=1000, stream=stream)
+
+
+LOOKS: dict[str, Callable[[VLLMServer], Any]] = {
+    "health": VLLMServer.healthy, "facts": VLLMServer.facts, "label": VLLMServer.label, "metrics": VLLMServer.started,
+    "tokenize": lambda server: server.tokenize("a"), "pause": VLLMServer.pause, "paused": VLLMServer.paused,
+    "workers": lambda server: server.in_workers("reload_weights"),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+@pytest.mark.parametrize("status", [200, 500])
+async def test_a_look_whose_answer_has_no_end_is_the_servers_error(look: Callable[..., Any], status: int) -> None:
+    endless = Endless()
+    server = VLLMServer("http://a:1", transport=httpx.MockTransport(lambda _: httpx.Response(status, stream=endless)))
+    with pytest.raises(EngineError, match=rf"http://a:1/\w+\S* answers with more than {LOOK_BYTES:,} bytes") as failed:
+        await look(server)
+    assert endless.sent <= LOOK_BYTES + PART
+    assert classify(failed.value)[0] == "infra"
+    await server.close()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_tokens_without_end_are_the_servers_error_and_so_is_a_line(stream: bool) -> None:
+    endless, request = Endless(), asked(True, stream)
+    most = most_bytes(request, 1000)
+    assert most < 9 * 2**20, "100 tokens with a logprob each"
+    server = VLLMServer("http://a:1", transport=httpx.MockTransport(lambda _: httpx.Response(200, stream=endless)))
+    ask = anext(server.events("/g", request, most)) if stream else server.tokens("/g", request, most)
+    with pytest.raises(EngineError, match=f"http://a:1/g answers with more than {most:,} bytes"):
+        await ask
+    assert endless.sent <= most + PART
+    await server.close()
+
+
+async def test_no_encoding_is_asked_for_and_one_that_comes_is_refused_unread() -> None:
+    encodings = []
+
+    def packed(request: httpx.Request) -> httpx.Response:
+        encodings.append(request.headers["accept-encoding"])
+        return httpx.Response(200, headers={"content-encoding": "gzip"}, stream=Endless())
+
+    server = VLLMServer("http://a:1", key="k", transport=httpx.MockTransport(packed))
+    with pytest.raises(EngineError, match=r"http://a:1/weight_info answers in the encoding 'gzip', .*: switch"):
+        await server.label()
+    assert encodings == ["identity"]
+    await server.close()
+
+
+@pytest.mark.parametrize("spans", [True, False], ids=["spans", "labels"])
+def test_the_limit_follows_from_what_was_asked(spans: bool) -> None:
+    one = most_bytes(asked(spans, logprobs=False), 1000) - LOOK_BYTES
+    assert 100 * 200 < one < 100 * 300
+    assert most_bytes(asked(spans, n=8, logprobs=False), 1000) - LOOK_BYTES == 8 * one
+    assert most_bytes(asked(spans, max_tokens=200, logprobs=False), 1000) - LOOK_BYTES > 1.9 * one
+    assert most_bytes(asked(spans, max_tokens=2_000_000, logprobs=False), 1000) - LOOK_BYTES < 11 * one, "the room"
+    assert most_bytes(asked(spans, top_logprobs=20), 1000) - LOOK_BYTES > 20 * one
+    whole = body([1] * 50, Sampling(max_tokens=1), spans=spans, model="m", room=9, prompt_logprobs=-1)
+    assert most_bytes(whole, 1000) > 50 * 1000 * 200
+
+
+@pytest.mark.parametrize("spans", [True, False], ids=["spans", "labels"])
+def test_the_longest_answers_of_vllm_are_below_it(spans: bool) -> None:
+    """Names, numbers and texts as long as vLLM writes them: 1,000 tokens with 20 logprobs each, 4 times."""
+    logprob, name = -12.345678901234567, "token_id:248319"
+    item = {"token": name, "token_id": 248319, "logprob": logprob, "bytes": list(name.encode())}
+    content = {"content": [{**item, "top_logprobs": [item] * 21}] * 1000} if spans else {
+        "tokens": [name] * 1000, "token_logprobs": [logprob] * 1000, "text_offset": [123456] * 1000,
+        "top_logprobs": [{f"token_id:{248000 + i}": logprob for i in range(21)}] * 1000,
+    }
+    choice = {"index": 0, "token_ids": [248319] * 1000, "logprobs": content, "text": "\u00e4" * 8000,
+              "prompt_token_ids": [248319] * 3, "finish_reason": "length"}
+    request = asked(spans, n=4, max_tokens=1000, top_logprobs=20)
+    assert len(json.dumps({"choices": [choice] * 4})) < most_bytes(request, 248320) - LOOK_BYTES
+
+
+@pytest.mark.parametrize("spans", [True, False], ids=["spans", "labels"])
+@pytest.mark.parametrize("indexes", [[0, 0], [1, 2], [0], [0, 1, 2], [-1, 0], [0, 2], [], [0, True]], ids=str)
+def test_choices_that_are_not_0_to_n_are_the_servers_error(indexes: list[int], spans: bool) -> None:
+    def told(numbers: list[int]) -> dict[str, Any]:
+        return {"choices": [{"index": i, "token_ids": [5 + i], "finish_reason": "stop"} for i in numbers]}
+
+    sampling = Sampling(n=2, max_tokens=4, logprobs=False)
+    found = answers(told([1, 0]), sampling, spans=spans, vocabulary=9)
+    assert [a.ids for a in found] == [[5], [6]]
+    with pytest.raises(EngineError, match=r"http://a:1 gave an answer that can't be read") as failed:
+        answers(told(indexes), sampling, spans=spans, vocabulary=9, server="http://a:1")
+    assert classify(failed.value)[0] == "infra"
+
+
+@pytest.mark.parametrize("indexes", [[1], [0, 0], [0, 1]], ids=str)
+def test_an_event_of_another_choice_is_the_servers_error(indexes: list[int]) -> None:
+    sampling = Sampling(max_tokens=4, logprobs=False)
+    event = {"choices": [{"index": i, "token_ids": [5]} for i in indexes]}
+    with pytest.raises(EngineError, match=r"it has the choices .* where 1 were asked for, numbered from 0"):
+        answers(event, sampling, spans=True, vocabulary=9, whole=False)
+    assert answers({"choices": []}, sampling, spans=True, vocabulary=9, whole=False) == [], "such as usage alone"
+
+
+async def test_an_auxiliary_models_answer_without_end_fails_the_run_as_infra() -> None:
+    endless = Endless()
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, stream=endless))
+    engine = RemoteEngine("judge", SimpleNamespace(), token="t", transport=transport)  # type: ignore[arg-type]
+    engine.update({"judge-0": "http://127.0.0.1:1"})
+    for ask in (engine.generate([1, 2], Sampling(max_tokens=100)), engine.logprobs([1, 2])):
+        with pytest.raises(EngineError, match=r"http://127.0.0.1:1/engine/\w+ answers with more than") as failed:
+            await ask
+        assert classify(failed.value)[0] == "infra"
+        assert endless.sent < 9 * 2**20
+    await engine.stop()
+
+
+async def test_an_environments_schema_without_end_is_its_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openenv, "MESSAGE_BYTES", 2**20)
+    endless = Endless()
+    response: Any = SimpleNamespace(content=SimpleNamespace(iter_any=endless.__aiter__), url="http://a:1/schema")
+    with pytest.raises(EnvironmentFailed, match=r"http://a:1/schema answers with more than 1,048,576 bytes"):
+        await openenv._body(response)
+    assert endless.sent <= 2**20 + PART
