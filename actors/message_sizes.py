@@ -1,13 +1,21 @@
-"""How what is too big for one message is cut: into groups, and texts to their ends. Pure."""
+"""How what is too big for one message travels: in groups, texts without their ends, a unit's results as a payload."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TypeVar
 
-from trinity_es.actors.messages import LIMIT
+import orjson
 
-__all__ = ["grouped", "shortened"]
+from trinity_es.actors.messages import LIMIT, UnitOutcome
+from trinity_es.events.store.payloads import PayloadStore
+from trinity_es.events.vocabulary import RunResult
+
+__all__ = ["LARGEST_RESULTS", "grouped", "outcome_size", "pack_results", "shortened", "unpack_results"]
+
+LARGEST_RESULTS = 256 * 2**20
+"""Maximum JSON of what came of one unit's runs, in bytes: it becomes one event, and a database takes 1 GB in a row."""
 
 ERROR_LENGTH = 4000
 """Maximum characters of an error's text that are kept in the log."""
@@ -35,3 +43,31 @@ def shortened(message: str) -> str:
 
 
 # --- client <-> guardian, coordinator -------------------------------------------------------------------------------
+
+
+def outcome_size(outcome: UnitOutcome) -> int:
+    """Return the bytes of JSON of an outcome in a message. Raises TypeError for what JSON can't hold."""
+    return len(orjson.dumps([outcome.results, outcome.failures])) + 200
+
+
+def pack_results(outcome: UnitOutcome, payloads: PayloadStore) -> UnitOutcome:
+    """Return an outcome that a message can carry: results that are too large for it lie in the payload store.
+
+    The payload belongs to this attempt alone, so it can be deleted when the results are in the log. Raises what `put`
+    does.
+    """
+    if outcome_size(outcome) <= LIMIT:
+        return outcome
+    of = [outcome.batch_id, outcome.submission, outcome.unit]
+    digest = payloads.put(orjson.dumps([of, outcome.results, outcome.failures]))
+    return replace(outcome, results=[], failures=[], results_digest=digest)
+
+
+def unpack_results(outcome: UnitOutcome, payloads: PayloadStore) -> UnitOutcome:
+    """Return the outcome that `pack_results` took. Raises what `get` does."""
+    if not outcome.results_digest:
+        return outcome
+    _, results, failures = orjson.loads(payloads.get(outcome.results_digest))
+    return replace(
+        outcome, results=[RunResult(**r) for r in results], failures=[tuple(f) for f in failures], results_digest="",
+    )

@@ -1,8 +1,9 @@
 """Every message between processes, on one screen.
 
 Control plane only: a message carries a group (many units out, many outcomes back) and never a token. What could be
-large travels as a `Parcel`: JSON bytes while they are small, otherwise the digest of a payload. Thespian's transport is
-quadratic in the size of a message, so `LIMIT` holds for all of them.
+large travels as a `Parcel`: JSON bytes while they are small, otherwise the digest of a payload; so do a unit's results
+(`UnitOutcome.results_digest`). Thespian's transport is quadratic in the size of a message, so `LIMIT` holds for all of
+them.
 
 Messages are found by class name alone (Thespian pickles them), and every one that crosses a restart names the
 incarnation that it is meant for: an address may be given to another actor later.
@@ -338,6 +339,8 @@ class UnitOutcome:
     results: list[RunResult] = field(default_factory=list)
     failures: list[tuple[int, FailureKind, str]] = field(default_factory=list)
     """(run, kind, message) of each run that failed."""
+    results_digest: str = ""
+    """The payload that holds both, where they are too large for a message."""
     payload: PayloadRef | None = None
     model_version: int = 0
     model_version_end: int = 0

@@ -465,7 +465,9 @@ class Coordinator(BaseActor):
     def outcomes(self, message: OutcomeReport) -> None:
         """Take a group of outcomes of a runner that knows nothing which the log has not."""
         if self.running:
-            self.handlers.batches.check_finalize(self.fleet.on_outcomes(message))
+            self.fleet.with_results(
+                message, lambda whole: self.handlers.batches.check_finalize(self.fleet.on_outcomes(whole))
+            )
 
     def on_LeaseReport(self, message: LeaseReport, sender: Any) -> None:
         if self.running:

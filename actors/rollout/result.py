@@ -51,6 +51,14 @@ class UnitResult:
     lacks: bool = False
     """This machine lacks what they need, a module, say: they failed of that."""
 
+    def add(self, part: UnitResult) -> None:
+        """Take in what came of some further runs."""
+        self.results += part.results
+        self.experiences += part.experiences
+        self.failures += part.failures
+        self.other_tokens = (self.other_tokens[0] + part.other_tokens[0], self.other_tokens[1] + part.other_tokens[1])
+        self.lacks = self.lacks or part.lacks
+
 
 def _number_runs(experiences: Sequence[Experience], runs: range) -> None:
     """Give experiences of several runs their `eid.run`, where the workflow gave none, or numbered them from 0.

@@ -58,6 +58,9 @@ GRACE_SECONDS = 2.0
 """How long an async workflow may take to end once it was cancelled."""
 START_SECONDS = 120.0
 """How long the import of a workflow's module may take."""
+RUNS_AT_ONCE = 256
+"""Maximum number of a unit's async runs that play at the same time: as many as vLLM computes at once. 100,000 that
+begin together hold the loop for half a minute, and stand before all others in the engine's queue."""
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +77,7 @@ class AuxiliaryModel:
 class WorkflowRunner:
     """Runs workflows on an engine.
 
-    `concurrent_mode`: how the runs of one task go: `sequential`, `asynchronous` (all at once on the loop) or
+    `concurrent_mode`: how the runs of one task go: `sequential`, `asynchronous` (at once on the loop) or
     `multi-threading`. `timeout` is seconds for one attempt at a unit. Workflows of `can_reset` are kept and reused.
     `workers` plays the sync workflows whose class another process can import; the others, and all where it is None,
     play in threads. `server` is the engine's endpoint, for workflows that ask by OpenAI clients. Whoever made these two
@@ -147,6 +150,7 @@ class WorkflowRunner:
 
             async def play(part: range) -> None:
                 name = f"{batch_id}/{task.task_id}/{part.start}"
+                own = UnitResult(timeout=out.timeout)
                 try:
                     with self.played.shown(name, len(part), self.engine.model_version) as row:
                         async with AsyncExitStack() as over:
@@ -158,18 +162,25 @@ class WorkflowRunner:
                             for model in models:
                                 await over.enter_async_context(aclosing(model))
                             if portable is not None:
-                                await self._in_worker(portable, task, part, repeats, models, out, begun)
+                                await self._in_worker(portable, task, part, repeats, models, own, begun)
                             else:
                                 begun.append(self.clock())
-                                await self._here(cls, _own(task), part, repeats, models, out)
+                                await self._here(cls, _own(task), part, repeats, models, own)
                 except Exception as e:
-                    self._fail(e, part, out)
+                    self._fail(e, part, own)
+                out.add(own)
 
-            if self.concurrent_mode == "sequential" or len(parts) == 1:
-                for part in parts:
+            waiting = iter(parts)
+
+            async def play_on() -> None:
+                for part in waiting:
                     await play(part)
+
+            at_once = RUNS_AT_ONCE if portable is None or self.workers is None else self.workers.places
+            if self.concurrent_mode == "sequential" or len(parts) == 1:  # a worker process has no loop
+                await play_on()
             else:
-                await asyncio.gather(*(play(part) for part in parts))
+                await asyncio.gather(*(play_on() for _ in range(min(len(parts), at_once))))
         except Exception as e:
             self._fail(e, runs, out)
         out.results.sort(key=lambda r: r.run)

@@ -5,10 +5,8 @@ Whatever is wrong with a unit's experiences or numbers is that unit's failure, n
 
 from __future__ import annotations
 
-import orjson
-
-from trinity_es.actors.message_sizes import grouped, shortened
-from trinity_es.actors.messages import LIMIT, UnitAssignment, UnitOutcome
+from trinity_es.actors.message_sizes import LARGEST_RESULTS, grouped, outcome_size, pack_results, shortened
+from trinity_es.actors.messages import UnitAssignment, UnitOutcome
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.experience import Experience
@@ -20,7 +18,9 @@ __all__ = ["failed", "in_parts", "runs_of", "written"]
 
 
 def written(group: list[tuple[UnitAssignment, UnitResult]], payloads: PayloadStore) -> list[UnitOutcome]:
-    """Write one payload for all experiences of the group; an outcome for each unit of it."""
+    """Write one payload for all experiences of the group, and one for the results of a unit that has many; return an
+    outcome for each unit.
+    """
     kept = [done.experiences if item.keep_experiences else [] for item, done in group]
     broken: dict[int, str] = {}
     try:
@@ -48,12 +48,13 @@ def written(group: list[tuple[UnitAssignment, UnitResult]], payloads: PayloadSto
         )
         first += len(kept[index])
         try:
-            if _size(outcome) > LIMIT:
-                outcome = failed(item, "data", f"its metrics take {_size(outcome)} bytes: {LIMIT} is the most")
+            if (size := outcome_size(outcome)) > LARGEST_RESULTS:
+                outcome = failed(item, "data", f"the metrics of its runs take {size:,} bytes, and {LARGEST_RESULTS:,} "
+                                 "are the most: give each run fewer, or set explorer.max_repeat_times_per_runner")
         except TypeError as e:
             outcome = failed(item, "data", f"its metrics can't be recorded: {e}")
         outcomes.append(outcome)
-    return outcomes
+    return [pack_results(outcome, payloads) for outcome in outcomes]
 
 
 def failed(item: UnitAssignment, kind: FailureKind, message: str) -> UnitOutcome:
@@ -76,10 +77,6 @@ def _brief(failures: list[tuple[int, FailureKind, str]]) -> list[tuple[int, Fail
     return out
 
 
-def _size(outcome: UnitOutcome) -> int:
-    return len(orjson.dumps([outcome.results, outcome.failures])) + 200
-
-
 def in_parts(outcomes: list[UnitOutcome]) -> list[list[UnitOutcome]]:
     """Split into groups that stay under the limit of a message."""
-    return grouped(outcomes, _size)
+    return grouped(outcomes, outcome_size)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 from trinity_es.actors.coordinator.decisions import batches, runners
@@ -10,6 +11,7 @@ from trinity_es.actors.coordinator.fleet.adapters import AdapterLoading
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.fleet.weights import WeightLoading
+from trinity_es.actors.message_sizes import unpack_results
 from trinity_es.actors.messages import (
     EndedRunners,
     Heartbeat,
@@ -19,8 +21,8 @@ from trinity_es.actors.messages import (
     UnitOutcome,
 )
 from trinity_es.actors.reports import clean_text
-from trinity_es.events.errors import InvalidEvent
-from trinity_es.events.values import BatchId
+from trinity_es.events.errors import CorruptPayload, InvalidEvent, PayloadNotFound
+from trinity_es.events.values import BatchId, FailureKind
 from trinity_es.projections.hosts import host_of
 from trinity_es.projections.runner import newest_life
 
@@ -38,6 +40,8 @@ class RunnerLifecycle:
         self.registry, self.weights, self.dispatcher = registry, weights, dispatcher
         self.adapters = AdapterLoading(registry, max_adapters, models)
         self.live, self.servers = registry.live, servers
+        self._reading: set[tuple[str, int, int]] = set()
+        """Groups of outcomes whose results are being read: (runner, incarnation, number)."""
 
     def on_status(self, message: RunnerStatus, address: Any) -> None:
         """Take a runner's state, told when it changes, to every new coordinator, and every few seconds."""
@@ -121,6 +125,35 @@ class RunnerLifecycle:
                 self.on_death(RunnerDied(name, known.incarnation, "it was gone at a census"))
             self.forget_earlier_lives(name, last + 1)
 
+    def with_results(self, message: OutcomeReport, take: Callable[[OutcomeReport], None]) -> None:
+        """Have `take` called with a group whose results are in it: at once, or when they were read from the payload
+        store, which deletes them when they are in the log. Where they can't be read now, the runner sends it again.
+        """
+        digests = [o.results_digest for o in message.outcomes if o.results_digest]
+        group = message.name, message.incarnation, message.number
+        if not digests:
+            take(message)
+        elif group not in self._reading:
+            self._reading.add(group)
+
+            def delete() -> None:
+                for digest in digests:
+                    self.live.payloads.delete(digest)
+
+            def whole(found: OutcomeReport | Exception) -> None:
+                self._reading.discard(group)
+                if not isinstance(found, Exception):
+                    take(found)
+                    self.live.then(lambda: self.live.ask(delete, lambda _: None))
+
+            self.live.ask(lambda: replace(message, outcomes=[*map(self._whole, message.outcomes)]), whole)
+
+    def _whole(self, outcome: UnitOutcome) -> UnitOutcome:
+        try:
+            return unpack_results(outcome, self.live.payloads)
+        except (PayloadNotFound, CorruptPayload) as e:  # it is in the log already, or has to be run again
+            return _failed(outcome, "infra", f"its results are lost: {e}")
+
     def on_outcomes(self, message: OutcomeReport) -> list[BatchId]:
         """Take a group of outcomes; returns the batches that it changed. Acknowledged when it is durable."""
         runner = self.registry.runners.get(message.name)
@@ -149,9 +182,12 @@ class RunnerLifecycle:
 
 def unrecordable(outcome: UnitOutcome, error: InvalidEvent) -> UnitOutcome:
     """Return the outcome of a unit whose results, or what was said of its failures, the log can't hold."""
+    return _failed(outcome, "workflow", f"its outcome can't be recorded: {error}")
+
+
+def _failed(outcome: UnitOutcome, kind: FailureKind, why: str) -> UnitOutcome:
     runs = range(outcome.unit.run_id_base, outcome.unit.run_id_base + outcome.unit.runs)
-    said = clean_text(f"its outcome can't be recorded: {error}")
     return UnitOutcome(
         batch_id=outcome.batch_id, submission=outcome.submission, unit=outcome.unit,
-        failures=[(run, "workflow", said) for run in runs],
+        failures=[(run, kind, clean_text(why)) for run in runs],
     )

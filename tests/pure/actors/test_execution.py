@@ -10,10 +10,11 @@ import pytest
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.plugins import resolve
 from trinity_es.actors.rollout.result import UnitResult
-from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
+from trinity_es.actors.rollout.workflow_runner import RUNS_AT_ONCE, WorkflowRunner
 from trinity_es.events.errors import EngineError, UnknownWorkflow
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.values import Task
+from trinity_es.events.vocabulary import RunResult
 from trinity_es.testing import ManualClock, ScriptedEngine, SleepWorkflow
 from trinity_es.workflows.workflow import Workflow
 
@@ -196,3 +197,92 @@ def test_each_run_has_a_task_of_its_own(workflow: type[Any], mode: str) -> None:
     assert [f[2] for f in done.failures] == []
     assert [e.info["seen"] for e in done.experiences] == [["4", 1, 1]] * 3
     assert row == {"answer": "4", "tags": ["a"]}
+
+
+class Counted(Workflow):
+    """Counts its runs that have begun, and those that play now; each waits some turns of the loop."""
+
+    is_async = True
+    begun = playing = most = 0
+
+    async def run_async(self) -> list[Experience]:
+        Counted.begun += 1
+        Counted.playing += 1
+        Counted.most = max(Counted.most, Counted.playing)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        Counted.playing -= 1
+        return [one()]
+
+
+@pytest.fixture
+def counted() -> None:
+    Counted.begun = Counted.playing = Counted.most = 0
+
+
+async def test_a_unit_of_very_many_runs_keeps_no_other_unit_waiting(counted: None) -> None:
+    plays = runner()
+    many = asyncio.create_task(plays.execute(Task(workflow=Counted), 1, range(5000)))
+    while not Counted.begun:
+        await asyncio.sleep(0)
+    few = await plays.execute(Task(workflow=Repeats), 2, range(4))
+    assert len(few.results) == 4
+    assert Counted.begun <= 2 * RUNS_AT_ONCE, "all 5000 would begin before the four"
+    done = await many
+    assert [r.run for r in done.results] == list(range(5000))
+    assert [e.eid.run for e in done.experiences] == list(range(5000))
+    assert Counted.most <= RUNS_AT_ONCE
+
+
+async def test_sync_runs_wait_for_a_worker_no_more_than_there_are_workers(counted: None) -> None:
+    """The others of a unit would stand before those of all later units."""
+    waiting = most = 0
+
+    class Pool:
+        places, graders = 3, None
+
+        async def run(self, task: Any, *, runs: range, **_: Any) -> tuple[UnitResult, None]:
+            nonlocal waiting, most
+            waiting += 1
+            most = max(most, waiting)
+            await asyncio.sleep(0)
+            waiting -= 1
+            return UnitResult(results=[RunResult(run=runs.start, metrics={})]), None
+
+    done = await runner(workers=Pool()).execute(Task(workflow=SyncOne), 1, range(50))
+    assert [r.run for r in done.results] == list(range(50))
+    assert most == 3
+
+
+class SyncOne(Workflow):
+    def run(self) -> list[Experience]:
+        return [one()]
+
+
+async def test_failures_of_very_many_runs_cost_no_square_of_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each looked through all that was known of the unit: 100,000 runs took hours to fail."""
+    looked = 0
+
+    class Known(list[Any]):
+        def __iter__(self) -> Any:
+            nonlocal looked
+            looked += len(self)
+            return super().__iter__()
+
+    made = UnitResult.__init__
+
+    def counted(self: UnitResult, **given: Any) -> None:
+        made(self, **given)
+        self.failures = Known(self.failures)
+
+    monkeypatch.setattr(UnitResult, "__init__", counted)
+    done = await runner().execute(Task(workflow=Fails), 1, range(300))
+    assert [run for run, _, _ in done.failures] == list(range(300))
+    assert looked < 300 * 10
+
+
+class Fails(Workflow):
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        raise ValueError("no")
