@@ -269,7 +269,7 @@ def measure_whole(table: Table, url: str, f: Facts) -> None:
 @contextmanager
 def dashboard(url: str) -> Iterator[tuple[str, psutil.Process]]:
     """A dashboard of this log: its address and its process."""
-    words = [sys.executable, "-m", "trinity_es", "dashboard", "--log", url]
+    words = [sys.executable, "-m", "trinity_es", "dashboard", "--log", url, "--no-token"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

@@ -82,7 +82,7 @@ def pictures(url: str, folder: Path, *, whole: bool = False, only: list[str] | N
     with open_log(url) as log:
         chosen = {name: path for name, path in pages(log).items() if not only or name in only}
     folder.mkdir(parents=True, exist_ok=True)
-    dashboard, ready, taken = Dashboard(url), threading.Event(), []
+    dashboard, ready, taken = Dashboard(url, no_token=True), threading.Event(), []
     thread = threading.Thread(target=dashboard.run, args=(ready.set,))
     thread.start()
     try:

@@ -15,8 +15,8 @@ __all__ = ["Browser", "live", "serving"]
 
 @contextmanager
 def serving(url: str, **options: Any) -> Iterator[Dashboard]:
-    """A dashboard that answers, in a thread."""
-    dashboard = Dashboard(url, **options)
+    """A dashboard that answers, in a thread. It asks for a token where one is given."""
+    dashboard = Dashboard(url, **{"no_token": "token" not in options, **options})
     ready = threading.Event()
     thread = threading.Thread(target=dashboard.run, args=(ready.set,), name="dashboard")
     thread.start()

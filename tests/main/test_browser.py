@@ -21,9 +21,12 @@ def sample(tmp_path: Path) -> str:
 
 
 def test_a_run_that_ended_from_overview_to_batch_to_rollout_and_back_by_clicks(browser: Browser, sample: str) -> None:
-    with serving(sample) as dashboard:
-        browser.open(dashboard.url)
+    with serving(sample, token=None) as dashboard:
+        browser.open(f"{dashboard.url}/batches")
+        assert "a token is needed" in browser.text("h1"), "another user of this machine"
+        browser.open(dashboard.entrance)
         live(browser)
+        assert browser.path == "/", "the address bar has no token"
         assert browser.text("#steps-trained") == "12"
         assert len(browser.all(".chart canvas")) == 4, "a chart each of reward, evals, throughput, staleness"
         browser.click("nav a[data-go=b]")

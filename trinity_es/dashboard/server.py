@@ -14,32 +14,40 @@ from trinity_es.events.errors import ConfigError, StartupError
 __all__ = ["Dashboard", "token_for"]
 
 
-def token_for(address: str, token: str | None) -> str | None:
-    """Return the token to ask for: the one given; else a new one, where others than this machine can reach it.
+def token_for(address: str, token: str | None, no_token: bool = False) -> str | None:
+    """Return the token to ask for: the one given, else a new one; None with `no_token`.
 
-    Raises ConfigError for one that is too short to be a secret.
+    On loopback too, which every user of the machine reaches, also those that may not read the log's file. Raises
+    ConfigError for one that is too short to be a secret, and for `no_token` with one, or where other machines get in.
     """
+    if no_token:
+        if token is not None:
+            raise ConfigError("a token (--token, TRINITY_ES_TOKEN) and --no-token are given: leave one of them out")
+        if not is_loopback(address):
+            raise ConfigError(f"--no-token is for this machine alone, and other machines reach {address}: leave it out")
+        return None
     if token is not None and (len(token) < 8 or not token.isascii() or not token.isprintable()):
         raise ConfigError("the token must have 8 or more printable ASCII characters")
-    return token if token is not None or is_loopback(address) else secrets.token_urlsafe(24)
+    return token if token is not None else secrets.token_urlsafe(24)
 
 
 class Dashboard:
     """A server for the log at `url`, listening from the start; `run` answers until `stop`, SIGINT or SIGTERM.
 
-    `other`: a second log, to compare with; `cert`, `key`: files of a certificate, with which it speaks HTTPS. Raises
-    StartupError where it can't listen there or use these, ConfigError for a bad token.
+    `token`, `no_token`: see `token_for`; `other`: a second log, to compare with; `cert`, `key`: files of a certificate,
+    with which it speaks HTTPS. Raises StartupError where it can't listen there or use these, ConfigError for a bad
+    token.
     """
 
     def __init__(
         self, url: str, *, address: str = "127.0.0.1", port: int = 0, token: str | None = None,
-        hosts: Sequence[str] = (), other: str | None = None, cert: str = "", key: str = "",
+        no_token: bool = False, hosts: Sequence[str] = (), other: str | None = None, cert: str = "", key: str = "",
     ) -> None:
         import uvicorn
 
         from trinity_es.dashboard.app import create_app
 
-        self.token = token_for(address, token)
+        self.token = token_for(address, token, no_token)
         if bool(cert) != bool(key):
             raise ConfigError("a certificate and its private key are given together: --cert FILE --key FILE")
         tls = tls_options(cert, key)

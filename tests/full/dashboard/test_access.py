@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from tests.helpers.handmade import ROOT
 from trinity_es.dashboard.app import create_app
 from trinity_es.dashboard.server import Dashboard, token_for
 from trinity_es.events.errors import ConfigError, StartupError
+from trinity_es.testing import wait_until
 
 TOKEN = "a-token-of-some-length"
 
@@ -96,13 +98,21 @@ def test_a_redirect_stays_on_this_server(guarded: TestClient) -> None:
     assert answer.headers["location"].startswith("/evil.example")
 
 
-def test_another_address_than_loopback_asks_for_a_token() -> None:
-    assert token_for("127.0.0.1", None) is None
-    assert token_for("::1", None) is None
-    made = token_for("0.0.0.0", None)
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "localhost", "0.0.0.0"])
+def test_every_address_asks_for_a_token(address: str) -> None:
+    """Each user of a machine reaches its loopback."""
+    made = token_for(address, None)
     assert made is not None
     assert len(made) >= 32
-    assert made != token_for("0.0.0.0", None)
+    assert made != token_for(address, None)
+
+
+def test_the_token_may_be_given_or_none_be_asked_for_on_loopback() -> None:
+    assert token_for("127.0.0.1", None, no_token=True) is None
+    with pytest.raises(ConfigError, match=r"--no-token is for this machine alone, and other machines reach 0\.0\.0\.0"):
+        token_for("0.0.0.0", None, no_token=True)
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        token_for("127.0.0.1", TOKEN, no_token=True)
     assert token_for("127.0.0.1", TOKEN) == TOKEN
     with pytest.raises(ConfigError, match="8 or more"):
         token_for("0.0.0.0", "")
@@ -135,6 +145,32 @@ def test_the_command_on_a_network_waits_for_the_log_asks_for_a_token_and_ends_wi
         assert process.returncode == 130
         assert "waiting for it" in said
         assert told["token"] not in said
+
+
+def test_the_command_opens_a_browser_by_a_file_that_is_its_users_alone(hand: str, tmp_path: Path) -> None:
+    """Every user of a machine sees the arguments of a program, and so of a browser."""
+    seen = tmp_path / "seen"
+    looks = (f"import os, sys; from urllib.parse import urlsplit as s; p = s(sys.argv[1]).path; "
+             f"open({str(seen)!r} + '-', 'w').write(repr((sys.argv[1], oct(os.stat(p).st_mode), open(p).read()))); "
+             f"os.rename({str(seen)!r} + '-', {str(seen)!r})")
+    (tmp_path / "look.py").write_text(looks)
+    command = [sys.executable, "-m", "trinity_es", "dashboard", "--log", hand, "--json", "--open"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={
+        **os.environ, "PYTHONPATH": str(ROOT), "BROWSER": f"{sys.executable} {tmp_path / 'look.py'} %s",
+    }) as process:
+        try:
+            assert process.stdout is not None
+            told = json.loads("".join(process.stdout.readline() for _ in range(5)))
+            wait_until(seen.is_file, "the browser", 20)
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(20)
+    address, mode, text = ast.literal_eval(seen.read_text())
+    assert address.startswith("file:///")
+    assert told["token"] not in address
+    assert mode == "0o100600"
+    assert f'content="0; url={told["entrance"]}"' in text
+    assert not Path(address.removeprefix("file://")).exists()
 
 
 @pytest.mark.parametrize("other", ['prefs={"a":1}', "x=a b", "bareword", "lang=dé"])

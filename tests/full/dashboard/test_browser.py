@@ -156,7 +156,8 @@ def test_a_token_opens_the_dashboard_and_is_seen_nowhere(browser: Browser, hand:
 def _start(path: str, port: int) -> subprocess.Popen[str]:
     """The command itself, in a process of its own."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "trinity_es", "dashboard", "--log", path, "--port", str(port)], cwd=ROOT,
+        [sys.executable, "-m", "trinity_es", "dashboard", "--log", path, "--port", str(port), "--no-token"],
+        cwd=ROOT,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert process.stdout is not None
@@ -200,6 +201,19 @@ def test_a_dead_server_comes_back_and_no_event_is_missed(browser: Browser, hand:
     finally:
         if server.poll() is None:
             _end(server, signal.SIGTERM)
+
+
+def test_a_page_says_that_the_next_server_asks_for_another_token(browser: Browser, hand: str) -> None:
+    with serving(hand, token=None) as first:
+        browser.open(first.entrance)
+        browser.open(f"{first.url}/batch?id=3")
+        live(browser)
+        port = int(first.url.rpartition(":")[2])
+    browser.wait(lambda: browser.all(".dot.off"), "the page to say that the server is gone")
+    with serving(hand, token=None, port=port) as second:
+        browser.wait(lambda: "a token is needed" in browser.text("h1"), "the page to ask for the token")
+        browser.open(second.entrance)
+        live(browser)
 
 
 @pytest.mark.parametrize("opened", ["before the log went", "after it"])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import socket
 import sys
+import tempfile
+from html import escape
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -29,14 +32,17 @@ def dashboard(
     log: LogOption = None,
     config: ConfigOption = None,
     address: Annotated[
-        str, typer.Option("--address", help="Where to listen. Another than this machine's own asks for a token.")
+        str, typer.Option("--address", help="Where to listen.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: a free one.")] = 0,
     token: Annotated[
         str | None,
         typer.Option("--token", envvar="TRINITY_ES_TOKEN", show_envvar=True,
-                     help="Ask for this token. Default: a new one, printed, where others can reach it; else none."),
+                     help="Ask for this token. Default: a new one, in the printed address."),
     ] = None,
+    no_token: Annotated[
+        bool, typer.Option("--no-token", help="Let every user of this machine in.")
+    ] = False,
     host: Annotated[
         list[str] | None,
         typer.Option("--host", metavar="NAME", help="A name besides this machine's own that leads here; repeat."),
@@ -51,7 +57,8 @@ def dashboard(
 ) -> None:
     """Show a log in a browser: of a run that is going on, or of one that ended long ago. It only reads.
 
-    Everything works offline. Where the log is not there yet, the pages come up with it.
+    Everything works offline. Where the log is not there yet, the pages come up with it. The printed address has the
+    token that is asked for; a browser that came by it once is let in from then on.
 
     \b
     Examples:
@@ -66,9 +73,12 @@ def dashboard(
     except LogNotFound as e:
         note(f"{e.message}; waiting for it")
 
-    served = Dashboard(url, address=address, port=port, token=token, hosts=host or [], other=other, cert=cert, key=key)
+    served = Dashboard(url, address=address, port=port, token=token, no_token=no_token, hosts=host or [], other=other,
+                       cert=cert, key=key)
+    opened = Path()
 
     def ready() -> None:
+        nonlocal opened
         if as_json:
             print_json({"url": served.url, "token": served.token, "entrance": served.entrance})
         else:
@@ -78,13 +88,26 @@ def dashboard(
             print("end with Ctrl-C")
         sys.stdout.flush()
         if open_browser:
-            import webbrowser
-
-            webbrowser.open(served.entrance)
+            opened = _open(served.entrance)
 
     traces = start_traces(url, None if config is None else read_config(config).monitor.otlp_endpoint)
     try:
         served.run(ready)
     finally:
+        if opened.is_file():
+            opened.unlink()
         if traces is not None:
             traces.close()
+
+
+def _open(address: str) -> Path:
+    """Open this address in a browser by a file that only this user can read: every user sees a program's arguments.
+
+    Returns the file.
+    """
+    import webbrowser
+
+    with tempfile.NamedTemporaryFile("w", prefix="trinity-es-dashboard-", suffix=".html", delete=False) as file:
+        file.write(f'<!doctype html><meta http-equiv="refresh" content="0; url={escape(address)}">\n')
+    webbrowser.open(Path(file.name).as_uri())
+    return Path(file.name)

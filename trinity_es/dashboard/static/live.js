@@ -66,7 +66,9 @@
     source.onopen = () => { again = 0; dot("on", "live"); if (wanted) refresh(); };
     source.onerror = () => {
       dot("off", "the dashboard does not answer; it is asked again and again");
-      if (source.readyState === EventSource.CLOSED) setTimeout(connect, Math.min(10000, 500 * 2 ** again++));
+      if (source.readyState !== EventSource.CLOSED) return;
+      setTimeout(connect, Math.min(10000, 500 * 2 ** again++));
+      refresh();  // the next server may ask for another token: its answer says so
     };
     source.addEventListener("log", (message) => {
       const told = JSON.parse(message.data);
