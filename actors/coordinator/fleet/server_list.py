@@ -22,6 +22,8 @@ _log = logging.getLogger(__name__)
 
 COMMAND_SECONDS = 60.0
 """How long a command that lists servers may take."""
+LIST_BYTES = 2**20
+"""Maximum size of a list: a command that never stops printing fills the coordinator's memory otherwise."""
 
 
 def read_lines(text: str) -> tuple[list[str], list[str]]:
@@ -71,21 +73,43 @@ class ServerList:
 
     def _text(self) -> str:
         if self._settings.file:
-            return Path(self._settings.file).read_text()
+            with Path(self._settings.file).open("rb") as file:
+                return _decoded(file.read(LIST_BYTES + 1))
         # A session of its own: what a command that hangs has started is ended with it.
         process = subprocess.Popen(
             self._settings.command, shell=True, start_new_session=True, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, text=True,
+            stdout=subprocess.PIPE,
         )
-        try:
-            text, _ = process.communicate(timeout=COMMAND_SECONDS)
-        except subprocess.TimeoutExpired:  # its own text has the command in it, which may hold a key
-            raise ValueError(f"the command had not ended after {COMMAND_SECONDS:g} s") from None
-        finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
+        late = threading.Event()
+
+        def end() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+        def end_late() -> None:
+            late.set()
+            end()
+
+        timer = threading.Timer(COMMAND_SECONDS, end_late)
+        timer.start()
+        assert process.stdout is not None
+        with process.stdout:
+            try:
+                text = _decoded(process.stdout.read(LIST_BYTES + 1))
+                process.wait()
+            finally:
+                timer.cancel()
+                if process.poll() is None:
+                    end()
+                    process.wait()
+        if late.is_set():
+            raise ValueError(f"the command had not ended after {COMMAND_SECONDS:g} s")
         if process.returncode != 0:  # what it printed may be half of the list
             raise ValueError(f"the command failed (exit status {process.returncode})")
         return text
+
+
+def _decoded(data: bytes) -> str:
+    if len(data) > LIST_BYTES:
+        raise ValueError(f"it has more than {LIST_BYTES:,} bytes: a list has a URL a line")
+    return data.decode()

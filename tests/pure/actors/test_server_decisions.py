@@ -263,6 +263,20 @@ def test_a_command_that_hangs_is_ended_with_what_it_started(
     wait_until(lambda: not status.exists() or "State:\tZ" in status.read_text(), "its child to end", 5.0)
 
 
+def test_a_list_without_end_changes_nothing_and_fills_no_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_list, "COMMAND_SECONDS", 5.0)
+    told: list[list[str]] = []
+    file = tmp_path / "servers"
+    file.write_text(f"{A}\n" * (2 * server_list.LIST_BYTES // len(A)))
+    for settings in (settings_of(file=str(file)), settings_of(command=f"cat {file}; sleep 60")):
+        caplog.clear()
+        ServerList(settings, told.append).read()
+        assert f"it has more than {server_list.LIST_BYTES:,} bytes: a list has a URL a line" in caplog.text
+    assert told == []
+
+
 # --- a restart command ------------------------------------------------------------------------------------------------
 def test_a_value_with_the_name_of_another_in_it_stays_in_its_quotes(tmp_path: Path) -> None:
     values = {"url": "http://a:1/{path}", "path": f"/it's; touch {tmp_path}/broken; '", "version": "3"}
