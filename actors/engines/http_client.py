@@ -96,7 +96,7 @@ def _limited(transport: httpx.AsyncBaseTransport) -> httpx.AsyncBaseTransport:
             answer = await transport.handle_async_request(request)
             server = f"{request.url.scheme}://{request.url.netloc.decode()}{request.url.path}"
             encoding = answer.headers.get("content-encoding", "identity")
-            if encoding != "identity":
+            if encoding.strip().lower() not in ("identity", ""):
                 await answer.aclose()
                 raise EngineError(
                     f"{server} answers in the encoding {encoding!r:.80}, which it was not asked for: switch "

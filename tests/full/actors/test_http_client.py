@@ -116,7 +116,7 @@ async def test_answers_are_what_the_server_said() -> None:
             writer.write(b"HTTP/1.1 307 x\r\nlocation: /plain\r\ncontent-length: 0\r\n\r\n")
         else:
             assert b"accept-encoding: identity\r\n" in head.lower()
-            writer.write(OK % (5, b"content-encoding: identity\r\nx-said: 1\r\nx-said: 2\r\n") + b"hello")
+            writer.write(OK % (5, b"content-encoding: Identity\r\nx-said: 1\r\nx-said: 2\r\n") + b"hello")
 
     large = b"x" * (3 * 2**20)
     async with server(answers) as url, http_client(connect=5, headers={"authorization": "Bearer a"}) as http:
