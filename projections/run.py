@@ -13,6 +13,7 @@ from typing import Any
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId, BatchLifecycleState, batch_stream
+from trinity_es.projections.batch import metric_prefix
 
 _EVAL_REWARD = re.compile(r"/reward/mean@(\d+)(?:/mean)?\Z")  # the second form where monitor.detailed_stats is on
 
@@ -37,7 +38,7 @@ class BatchProgress:
     reward: float | None = None
     """Mean reward (train: over tasks; eval: the mean of mean@n)."""
     missing: int = 0
-    """Runs of an eval that have none."""
+    """Runs that the mean reward is not over: those of an eval that failed, and completed ones without a reward."""
     model_version: int | None = None
     """The newest weights that made any of its tokens."""
     submitted_at: float = 0.0
@@ -202,8 +203,9 @@ def _evolve_batch(state: RunState, batch: BatchProgress, item: Recorded, event: 
 
 
 def missing_runs(result: dict[str, Any]) -> int:
-    """Return how many runs of an eval have no reward, so that its means are over the others."""
-    return int(sum(v for k, v in result["metrics"].items() if k.endswith("/missing_run_count")))
+    """Return how many runs a result's mean reward is not over: an eval's that failed, and those without a reward."""
+    prefix, metrics = metric_prefix(result["batch_id"], result["batch_type"]), result["metrics"]
+    return int(sum(metrics.get(f"{prefix}/{name}missing_run_count", 0) for name in ("", "reward/")))
 
 
 def mean_reward(result: dict[str, Any]) -> float | None:
