@@ -130,6 +130,11 @@ def test_c8_a_value_of_theirs_is_answered(key: str, value: str) -> None:
     assert said.endswith(f"; {FOREIGN_VALUES[key, value]}")
 
 
+def test_c8_a_monitor_that_is_built_in_is_answered_by_its_name() -> None:
+    answers = {value: text for (key, value), text in FOREIGN_VALUES.items() if key == "monitor.monitor_type"}
+    assert answers == {name: f"write [{name}]" for name in ("tensorboard", "wandb", "mlflow", "swanlab")}
+
+
 def test_c8_an_interpolation_that_is_not_resolved_is_refused_with_what_to_write() -> None:
     data = {"model": {"model_path": "${buffer.batch_size}"}}
     assert told(data) == [

@@ -19,6 +19,7 @@ from trinity_es.config.buffer import FormatConfig, TasksetConfig
 from trinity_es.events.errors import DataError, TasksetError, UnknownWorkflow
 from trinity_es.workflows.prompts import require_prompt_form
 from trinity_es.workflows.registry import REWARD_FUNCTIONS, WORKFLOWS
+from trinity_es.workflows.rewards import keys_needed
 
 __all__ = ["CHECKED_ROWS", "RowCheck", "TableRows", "no_prompt", "parse_row", "require_answers"]
 
@@ -52,19 +53,22 @@ class RowCheck:
     """Checks the rows of a taskset, one by one, as its file is opened."""
 
     def __init__(self, config: TasksetConfig) -> None:
-        self._format, self._names = config.format, set[tuple[str, str]]()
+        self._config, self._format, self._names = config, config.format, set[tuple[str, str]]()
         path = WORKFLOWS.paths.get(config.workflow, config.workflow)
         self._asks = (path.startswith("trinity_es.") and config.kind in ("file", "hub")
                       and not config.format.workflow_key)
         """Its prompts are asked by a workflow of ours, which knows texts and messages."""
+        self._needs: dict[tuple[str, str | None], list[str]] = {}
 
-    @property
-    def keys(self) -> tuple[str | None, ...]:
-        """Keys of the values that are checked."""
-        return self._format.prompt_key, self._format.workflow_key, self._format.reward_fn_key
+    def looks_at(self, key: str) -> bool:
+        """Return True if the values under this key are checked, whatever their type."""
+        all_keys = self._format.workflow_key or self._format.reward_fn_key or self._needed({})
+        return bool(all_keys) or key == self._format.prompt_key
 
     def check(self, row: dict[str, Any], where: str, details: dict[str, Any]) -> None:
-        """Require a prompt, and workflows and rewards that exist where the row names them. Raises TasksetError."""
+        """Require a prompt, workflows and rewards that exist where the row names them, and the keys that its reward
+        needs. Raises TasksetError.
+        """
         key = self._format.prompt_key
         if row.get(key) is None:
             raise TasksetError(f"{where}: the prompt is null: remove it", **details)
@@ -84,6 +88,26 @@ class RowCheck:
             except UnknownWorkflow as e:
                 raise TasksetError(f"{where}: {own}: {e.message}", **details) from e
             self._names.add((str(own), name))
+        if lacking := [name for name in self._needed(row) if name not in row]:
+            raise TasksetError(
+                f"{where}: its reward {self._reward(row)} needs {', '.join(lacking)}, and the row has only "
+                f"{', '.join(list(row)[:20])}: name it in reward_fn_args, or put it into the rows", **details)
+
+    def _reward(self, row: dict[str, Any]) -> str | None:
+        return row.get(self._format.reward_fn_key or "") or self._config.reward_fn
+
+    def _needed(self, row: dict[str, Any]) -> list[str]:
+        """Return the keys that the reward of a row needs; none where the reward, or the workflow, can't be found."""
+        names = row.get(self._format.workflow_key or "") or self._config.workflow, self._reward(row)
+        if names not in self._needs:
+            try:
+                workflow = WORKFLOWS.get(names[0])
+                reward = names[1] or getattr(workflow, "default_reward", None)
+                args = self._config.reward_fn_args
+                self._needs[names] = keys_needed(workflow, REWARD_FUNCTIONS.get(reward), args) if reward else []
+            except UnknownWorkflow:  # `Config.check` names it
+                self._needs[names] = []
+        return self._needs[names]
 
 
 def no_prompt(key: str, there: Sequence[str]) -> str:
@@ -122,7 +146,7 @@ class TableRows:
 
         What can't be wrong in a column of its type is not made a value of Python.
         """
-        looked_at = [field.name for field in table.schema if _may_fail(field.type) or field.name in self._check.keys]
+        looked_at = [field.name for field in table.schema if _may_fail(field.type) or self._check.looks_at(field.name)]
         for name in self._readers.keys() - set(looked_at):
             try:
                 table.column(name).validate(full=True)

@@ -186,7 +186,8 @@ def wanted(batch: list[list[Any]], batch_id: int | str, detailed: bool) -> dict[
         for run in (run for run in task if run is not None):
             seconds = Fraction(run[1])
             one = over_parts([
-                {k: Fraction(v) for k, v in metrics.items()} | ({"reward": Fraction(reward)} if reward is not None else {})
+                {k: Fraction(v) for k, v in metrics.items() if reward is None or k != "reward"}
+                | ({} if reward is None else {"reward": Fraction(reward)})
                 for metrics, reward in run[0]
             ])
             per_run.append(one | {"time/run_execution": seconds})
