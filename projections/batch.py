@@ -370,7 +370,7 @@ def batch_result(
     batch, tasks in order of their id). A task that failed for good counts in `finished_task_count`, as settled, and in
     `failed_task_count`; its completed runs count in the means, its failed runs are no zero. In an eval those are
     counted by `missing_run_count`, with those that were dropped. A metric that some completed runs lack has
-    `<name>/missing_run_count` beside its mean, which is over the others. The finished runs of dropped tasks count in the
+    `<name>/missing_run_count` beside its mean, which is over the others. Finished runs of dropped tasks count in the
     means if they are delivered; these tasks do not count as finished. `form`: one of `RESULT_FORMS`.
     """
     is_eval, prefix = state.batch_type == "eval", metric_prefix(state.batch_id, state.batch_type)

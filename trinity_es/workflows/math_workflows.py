@@ -108,12 +108,12 @@ class AsyncMathBoxedWorkflow(AsyncSimpleWorkflow, MathBoxedWorkflow):
 
 
 class MathEvalWorkflow(SimpleWorkflow):
-    """An evaluation: Qwen2.5-Math's prompt and its sampling (temperature 0.6, top_p 0.8); reward: `math_boxed_reward`.
+    """An evaluation: Qwen2.5-Math's prompt and its sampling (temperature 0.6, top_p 0.8); reward: `math_eval_reward`.
 
     The row's `question` is asked, whatever its `prompt_key`.
     """
 
-    default_reward = "math_boxed_reward"
+    default_reward = "math_eval_reward"
 
     @property
     def rollout_args(self) -> dict[str, Any]:
