@@ -117,8 +117,8 @@ class Args(dict[str, Any]):
 
 @dataclass
 class Task:
-    """One unit of the trainer's wish: a data sample, the workflow that plays it, how often. Fields are in the order that
-    Trinity-RFT has, for tasks that are built by position.
+    """One unit of the trainer's wish: a data sample, the workflow that plays it, how often. Its fields are in the order
+    that they have in Trinity-RFT, for tasks that are built by position.
 
     `batch_id` and `task_id` (the position in the batch) are set on submission. Everything but the two classes is plain
     JSON: it is written to the log.

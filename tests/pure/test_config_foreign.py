@@ -182,6 +182,16 @@ def test_p56_interpolations_and_foreign_keys_are_told_in_one_round(tmp_path: Pat
     assert len(told(wrong)) == 2
 
 
+def test_c8_the_guide_names_the_defaults_of_the_keys_that_it_says_differ() -> None:
+    guide = (ROOT / "docs" / "FROM_TRINITY_RFT.md").read_text().partition("Defaults that differ")[2]
+    rows = re.findall(r"^\| `([\w.\[\]]+)` \| (.+) \| (.+) \|$", guide, re.MULTILINE)
+    assert len(rows) == 17
+    default = {row[0]: row[2] for row in describe()}
+    for key, theirs, here in rows:
+        assert here.partition(":")[0].strip("`") == default[key].strip("`"), key
+        assert theirs != here
+
+
 def test_c8_the_page_of_keys_is_what_the_code_prints() -> None:
     page = (ROOT / "docs" / "TRINITY_RFT_KEYS.md").read_text()
     assert page == markdown(), "docs/TRINITY_RFT_KEYS.md is old: make docs"
