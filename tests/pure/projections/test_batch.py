@@ -110,7 +110,8 @@ def test_an_eval_whose_tasks_lost_runs_has_one_mean_over_all_and_says_how_many_a
     result = batch_result(state)
     assert {k: v for k, v in result["metrics"].items() if "reward/mean" in k} == {"eval/check/reward/mean@4": 0.5}
     assert result["metrics"]["eval/check/reward/best@4"] == 0.5
-    assert result["metrics"]["eval/check/missing_run_count"] == missing_runs(result) == 5
+    missing = missing_runs("5/check", "eval", result["metrics"])
+    assert result["metrics"]["eval/check/missing_run_count"] == missing == 5
     assert mean_reward(result) == 0.5
     old = batch_result(state, form=1)
     assert (old["metrics"]["eval/check/reward/mean@4"], old["metrics"]["eval/check/reward/mean@3"]) == (1.0, 0.0)
@@ -140,7 +141,7 @@ def test_a_mean_that_some_completed_runs_are_not_in_has_their_number_beside_it(
     assert (found[f"{prefix}/acc/{mean}"], found[f"{prefix}/bonus/{mean}"]) == (0.25, 1.0)
     counts = {name: count for name, count in found.items() if name.endswith("missing_run_count")}
     assert counts == {f"{prefix}/bonus/missing_run_count": 3.0, f"{prefix}/reward/missing_run_count": 1.0}
-    assert missing_runs(result) == 1
+    assert missing_runs(batch_id, result["batch_type"], found) == 1
     older = batch_result(state, form=2)
     assert found.keys() - older["metrics"].keys() == counts.keys()
     for stored in (result, older):
