@@ -60,10 +60,10 @@ class RowCheck:
         """Its prompts are asked by a workflow of ours, which knows texts and messages."""
         self._needs: dict[tuple[str, str | None], list[str]] = {}
 
-    def looks_at(self, key: str) -> bool:
-        """Return True if the values under this key are checked, whatever their type."""
-        all_keys = self._format.workflow_key or self._format.reward_fn_key or self._needed({})
-        return bool(all_keys) or key == self._format.prompt_key
+    @property
+    def keys(self) -> tuple[str | None, ...]:
+        """Keys of the values that are checked."""
+        return self._format.prompt_key, self._format.workflow_key, self._format.reward_fn_key
 
     def check(self, row: dict[str, Any], where: str, details: dict[str, Any]) -> None:
         """Require a prompt, workflows and rewards that exist where the row names them, and the keys that its reward
@@ -88,7 +88,7 @@ class RowCheck:
             except UnknownWorkflow as e:
                 raise TasksetError(f"{where}: {own}: {e.message}", **details) from e
             self._names.add((str(own), name))
-        if lacking := [name for name in self._needed(row) if name not in row]:
+        if lacking := [name for name in self.needed(row) if name not in row]:
             raise TasksetError(
                 f"{where}: its reward {self._reward(row)} needs {', '.join(lacking)}, and the row has only "
                 f"{', '.join(list(row)[:20])}: name it in reward_fn_args, or put it into the rows", **details)
@@ -96,9 +96,11 @@ class RowCheck:
     def _reward(self, row: dict[str, Any]) -> str | None:
         return row.get(self._format.reward_fn_key or "") or self._config.reward_fn
 
-    def _needed(self, row: dict[str, Any]) -> list[str]:
+    def needed(self, row: dict[str, Any]) -> list[str]:
         """Return the keys that the reward of a row needs; none where the reward, or the workflow, can't be found."""
         names = row.get(self._format.workflow_key or "") or self._config.workflow, self._reward(row)
+        if not all(isinstance(name, str | None) for name in names):
+            return []
         if names not in self._needs:
             try:
                 workflow = WORKFLOWS.get(names[0])
@@ -146,7 +148,7 @@ class TableRows:
 
         What can't be wrong in a column of its type is not made a value of Python.
         """
-        looked_at = [field.name for field in table.schema if _may_fail(field.type) or self._check.looks_at(field.name)]
+        looked_at = [field.name for field in table.schema if _may_fail(field.type) or field.name in self._check.keys]
         for name in self._readers.keys() - set(looked_at):
             try:
                 table.column(name).validate(full=True)
@@ -158,6 +160,9 @@ class TableRows:
             for at in range(part.num_rows):
                 number = first + begin + at
                 row = self._read(part, at, number, looked_at)
+                row |= self._read(part, at, number, self._readers.keys() & set(self._check.needed(row)) - row.keys())
+                if not row.keys() >= set(self._check.needed(row)):  # an error tells all that the row has
+                    row = self._read(part, at, number, self._readers)
                 self._check.check(row, f"{self._source} row {number}", {"file": str(self._source), "row": number})
 
     def row(self, table: Any, at: int, number: int) -> dict[str, Any]:

@@ -62,7 +62,9 @@ class Monitor(Protocol):
     """Where metrics go. Built once with its `monitor_args`, then called from one thread."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take the metrics of a step: finite numbers by names with slashes. A step may come in several calls."""
+        """Take the metrics of a step: finite numbers by names with slashes. A step may come in several calls, and
+        after later ones.
+        """
 
     def close(self) -> None:
         """Write what is left."""
