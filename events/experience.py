@@ -167,8 +167,9 @@ class Experience:
         if array.dtype == dtype:
             return array.astype(dtype, copy=False)
         fits = {"i": "iu", "f": "fiu", "b": "biu"}[dtype.kind]
-        if dtype.kind == "i" and array.dtype.kind == "f" and bool((array == np.rint(array)).all()):
-            _warn_once(f"{name} given as {array.dtype}: whole numbers are taken as {dtype}, give them as integers")
+        if dtype.kind in "ib" and array.dtype.kind == "f" and bool((array == np.rint(array)).all()):
+            if dtype.kind == "i":
+                _warn_once(f"{name} given as {array.dtype}: whole numbers are taken as {dtype}, give them as integers")
             fits += "f"
         if array.size and array.dtype.kind not in fits:
             raise self._bad(name, f"has dtype {array.dtype}, expected {dtype}")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import orjson
 
@@ -91,30 +91,34 @@ def batch_stream(batch_id: BatchId) -> str:
 
 
 class Args(dict[str, Any]):
-    """Arguments of a task: plain keys, readable and writable as attributes too. A known one that is not there is None.
+    """Arguments of a task: plain keys, readable and writable as attributes too. The attribute of a known key that is
+    missing is its default; None: what the config says.
 
     >>> args = Args({"prompt_key": "question"})
-    >>> args.prompt_key, args.system_prompt
-    ('question', None)
+    >>> args.prompt_key, args.response_key, args.system_prompt
+    ('question', 'answer', None)
     """
 
-    _KNOWN = frozenset({
-        "prompt_key", "response_key", "system_prompt", "reply_prefix",
-        "temperature", "top_p", "top_k", "max_tokens", "logprobs", "seed", "n",
-    })
+    _DEFAULTS: ClassVar[dict[str, Any]] = {
+        "prompt_key": "prompt", "response_key": "answer", "n": 1,
+        **dict.fromkeys((
+            "system_prompt", "reply_prefix", "temperature", "top_p", "top_k", "max_tokens", "logprobs", "seed",
+        )),
+    }
 
     def __getattr__(self, name: str) -> Any:
-        if name in self or name in self._KNOWN:
-            return self.get(name)
+        if name in self or name in self._DEFAULTS:
+            return self.get(name, self._DEFAULTS.get(name))
         raise AttributeError(f"there is no {name!r} among these arguments: {', '.join(self) or 'there are none'}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Task:
-    """One unit of the trainer's wish: a data sample, the workflow that plays it, how often.
+    """One unit of the trainer's wish: a data sample, the workflow that plays it, how often. Its fields are in the order
+    that they have in Trinity-RFT, for tasks that are built by position.
 
     `batch_id` and `task_id` (the position in the batch) are set on submission. Everything but the two classes is plain
     JSON: it is written to the log.
@@ -130,15 +134,15 @@ class Task:
     rollout_args: dict[str, Any] = field(default_factory=Args)
     """`temperature, top_p, top_k, max_tokens, logprobs, seed, n` of the sampling. Its keys are attributes too."""
     workflow_args: dict[str, Any] = field(default_factory=dict)
-    reward_fn: type[Any] | str | None = None
     reward_fn_args: dict[str, Any] = field(default_factory=dict)
     is_eval: bool = False
+    reward_fn: type[Any] | str | None = None
     raw_task: dict[str, Any] | None = None
     """The data sample as it stands in the taskset."""
-    index: dict[str, Any] = field(default_factory=dict)
-    """Where the sample came from: `{"taskset": name, "index": row}`."""
     batch_id: BatchId = ""
     task_id: int | str = ""
+    index: dict[str, Any] = field(default_factory=dict)
+    """Where the sample came from: `{"taskset": name, "index": row}`."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("format_args", "rollout_args") and type(value) is dict:
@@ -162,6 +166,10 @@ class Task:
             raise UnknownWorkflow("the task names no workflow: set Task.workflow")
         return cls(task=self, model=model, auxiliary_models=auxiliary_models)
 
+    def to_dict(self) -> dict[str, Any] | None:
+        """Return `raw_task`: the name that Trinity-RFT has for it."""
+        return self.raw_task
+
     @property
     def task_desc(self) -> str | list[dict[str, Any]] | None:
         """The prompt: `raw_task[format_args["prompt_key"]]`, key "prompt" by default; a text, or chat messages."""
@@ -183,7 +191,7 @@ class TaskWrapper:
     repeat_times: int = 1
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Status:
     """What came of a task: how many of its runs completed, and their metrics.
 

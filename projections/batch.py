@@ -15,9 +15,23 @@ from typing import Any
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogCorrupt
 from trinity_es.events.values import BatchId, BatchLifecycleState, BatchType, Status
-from trinity_es.projections.metrics import aggregate_batch, aggregate_eval_batch, aggregate_task
+from trinity_es.projections.metrics import (
+    aggregate_batch,
+    aggregate_eval_batch,
+    aggregate_task,
+    missing_runs_by_metric,
+)
 
-__all__ = ["BatchState", "Flight", "TaskState", "batch_result", "contiguous", "evolve", "fold"]
+__all__ = [
+    "RESULT_FORMS", "BatchState", "Flight", "TaskState", "batch_result", "contiguous", "evolve", "fold",
+    "metric_prefix",
+]
+
+RESULT_FORMS = 3
+"""Ways in which releases have computed `batch_result`, numbered from 1. 1: the tasks of an eval that lost runs have a
+`mean@n` of their own. 2: an eval has one mean over all tasks, and counts its missing runs. 3: each mean that is not
+over all completed runs has the count of those that lack its metric beside it, and the finished runs of tasks that are
+delivered in part count, too."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -348,42 +362,51 @@ def _reopened(state: BatchState, event: ev.TaskReopened) -> None:
 
 
 def batch_result(
-    state: BatchState, pipeline_metrics: dict[str, float] | None = None, *, before_2026_11: bool = False
+    state: BatchState, pipeline_metrics: dict[str, float] | None = None, *, form: int = RESULT_FORMS
 ) -> dict[str, Any]:
     """Return what finalize returns, from the state alone: the same numbers, bit for bit, wherever it is computed.
 
     Keys `batch_id, batch_type, finished_task_count, metrics`. Metrics follow `projections.metrics` (run to task to
     batch, tasks in order of their id). A task that failed for good counts in `finished_task_count`, as settled, and in
     `failed_task_count`; its completed runs count in the means, its failed runs are no zero. In an eval those are
-    counted by `missing_run_count`, where there are some. `before_2026_11`: as it was computed then, when the tasks of
-    an eval that lost runs had a `mean@n` of their own.
+    counted by `missing_run_count`, with those that were dropped. A metric that some completed runs lack has
+    `<name>/missing_run_count` beside its mean, which is over the others. Finished runs of dropped tasks count in the
+    means if they are delivered; these tasks do not count as finished. `form`: one of `RESULT_FORMS`.
     """
-    is_eval = state.batch_type == "eval"
-    per_task = []
-    failed = 0
-    for task_id in sorted(state.statuses):
-        status = state.statuses[task_id]
-        failed += not status.ok
+    is_eval, prefix = state.batch_type == "eval", metric_prefix(state.batch_id, state.batch_type)
+    counted = {**state.statuses, **{task: state.tasks[task].status() for task in state.partial if form > 2}}
+    per_task, runs = [], []
+    for task_id in sorted(counted):
+        status = counted[task_id]
+        runs += status.metrics
         if status.metrics:
-            metrics = aggregate_task(status.metrics, is_eval, 0 if before_2026_11 else status.total_runs)
+            metrics = aggregate_task(status.metrics, is_eval, status.total_runs if form > 1 else 0)
             metrics["time/task_execution"] = state.tasks[task_id].seconds
             per_task.append(metrics)
     metrics = dict(pipeline_metrics or {})
     if is_eval:
-        name = str(state.batch_id).split("/", 1)[-1]
-        prefix = name if name.startswith("bench/") else f"eval/{name}"
         metrics |= aggregate_eval_batch(per_task, prefix=prefix, detailed_stats=state.detailed_stats)
-        missing = sum(s.total_runs - s.completed_runs for s in state.statuses.values())
-        if missing and not before_2026_11:
+        asked = state.tasks if form > 2 else counted.values()
+        missing = sum(one.total_runs for one in asked) - sum(s.completed_runs for s in counted.values())
+        if missing and form > 1:
             metrics[f"{prefix}/missing_run_count"] = float(missing)
     else:
-        prefix = "rollout"
         metrics |= aggregate_batch(per_task, prefix=prefix)
+    for name, count in missing_runs_by_metric(runs).items() if form > 2 else ():
+        metrics[f"{prefix}/{name}/missing_run_count"] = float(count)
     metrics[f"{prefix}/finished_task_count"] = float(state.completed_task_count)
-    metrics[f"{prefix}/failed_task_count"] = float(failed)
+    metrics[f"{prefix}/failed_task_count"] = float(sum(not s.ok for s in state.statuses.values()))
     return {
         "batch_id": state.batch_id,
         "batch_type": state.batch_type,
         "finished_task_count": state.completed_task_count,
         "metrics": metrics,
     }
+
+
+def metric_prefix(batch_id: BatchId, batch_type: str) -> str:
+    """Return what the names of a batch's metrics begin with, such as `rollout` or `eval/gsm8k`."""
+    if batch_type != "eval":
+        return "rollout"
+    name = str(batch_id).split("/", 1)[-1]
+    return name if name.startswith("bench/") else f"eval/{name}"

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from numbers import Real
@@ -24,7 +25,7 @@ from typing import Any, Final
 
 from trinity_es.events.errors import DataError
 
-__all__ = ["aggregate_batch", "aggregate_eval_batch", "aggregate_run", "aggregate_task"]
+__all__ = ["aggregate_batch", "aggregate_eval_batch", "aggregate_run", "aggregate_task", "missing_runs_by_metric"]
 
 Metrics = dict[str, float]
 
@@ -90,6 +91,18 @@ def aggregate_eval_batch(tasks: Iterable[Metrics], prefix: str = "", detailed_st
     not finite.
     """
     return _over_tasks(tasks, prefix, ("mean", "max", "min", "std") if detailed_stats else ())
+
+
+def missing_runs_by_metric(runs: Iterable[Metrics]) -> dict[str, int]:
+    """Return how many of these runs lack a metric that others of them have, by its name: a mean is over the others.
+
+    Only metrics whose values are averaged, and that some run lacks. Raises DataError for a value that is not finite.
+    """
+    count, having = 0, Counter[str]()
+    for metrics in runs:
+        count += 1
+        having.update(key for key, (how, _) in _by_key([metrics]).items() if how == "mean")
+    return {name: count - there for name, there in having.items() if there < count}
 
 
 def _over_tasks(tasks: Iterable[Metrics], prefix: str, stats: tuple[str, ...]) -> Metrics:

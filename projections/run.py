@@ -6,17 +6,18 @@ Pure: times are those that the log recorded. It keeps one small row a batch, not
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId, BatchLifecycleState, batch_stream
+from trinity_es.projections.batch import metric_prefix
 
 _EVAL_REWARD = re.compile(r"/reward/mean@(\d+)(?:/mean)?\Z")  # the second form where monitor.detailed_stats is on
 
-__all__ = ["BatchProgress", "RunState", "evolve_run", "fold_run", "mean_reward"]
+__all__ = ["BatchProgress", "RunState", "evolve_run", "fold_run", "mean_reward", "missing_runs"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,7 +38,7 @@ class BatchProgress:
     reward: float | None = None
     """Mean reward (train: over tasks; eval: the mean of mean@n)."""
     missing: int = 0
-    """Runs of an eval that have none."""
+    """Runs that the mean reward is not over: those of an eval that failed, and completed ones without a reward."""
     model_version: int | None = None
     """The newest weights that made any of its tokens."""
     submitted_at: float = 0.0
@@ -193,7 +194,8 @@ def _evolve_batch(state: RunState, batch: BatchProgress, item: Recorded, event: 
         case ev.BatchFinalized():
             batch.state, batch.ended_at = BatchLifecycleState.FINALIZED.value, item.recorded_at
             state.open.discard(item.stream)
-            batch.reward, batch.missing = mean_reward(event.result), missing_runs(event.result)
+            batch.reward = mean_reward(event.result)
+            batch.missing = missing_runs(batch.batch_id, batch.batch_type, event.result["metrics"])
         case ev.BatchAborted():
             batch.state, batch.ended_at = BatchLifecycleState.ABORTED.value, item.recorded_at
             state.open.discard(item.stream)
@@ -201,9 +203,10 @@ def _evolve_batch(state: RunState, batch: BatchProgress, item: Recorded, event: 
             batch.trained_step = event.step
 
 
-def missing_runs(result: dict[str, Any]) -> int:
-    """Return how many runs of an eval have no reward, so that its means are over the others."""
-    return int(sum(v for k, v in result["metrics"].items() if k.endswith("/missing_run_count")))
+def missing_runs(batch_id: BatchId, batch_type: str, metrics: Mapping[str, float]) -> int:
+    """Return how many runs a batch's mean reward is not over: an eval's that failed, and those without a reward."""
+    prefix = metric_prefix(batch_id, batch_type)
+    return int(sum(metrics.get(f"{prefix}/{name}missing_run_count", 0) for name in ("", "reward/")))
 
 
 def mean_reward(result: dict[str, Any]) -> float | None:

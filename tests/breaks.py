@@ -110,7 +110,7 @@ BREAKS = (
     Break(5, "An actor does not end with its parent.", "actors/transport.py", "end_with_parent(parent.pid or 0)",
           "pass", "full/system/test_nothing_left.py::test_nothing_of_a_system_is_left_whoever_dies_first[kill admin]"),
     Break(6, "A batch's metrics are summed in the order in which tasks happened to finish.", "projections/batch.py",
-          "for task_id in sorted(state.statuses):", "for task_id in state.statuses:",
+          "for task_id in sorted(counted):", "for task_id in counted:",
           "pure/projections/test_batch.py::test_promise_6_the_result_does_not_depend_on_the_order_in_which_runs_"
           "finish"),
     Break(6, "A decision counts failures in the state itself, beside the event that it records.",

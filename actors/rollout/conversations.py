@@ -131,16 +131,15 @@ class Conversing:
         Of more than `limit` tokens the rest is cut off: `truncate_status` is "response_truncated", or, where no token
         of a response is left, "prompt_truncated" with a mask that is all false.
 
-        Raises WorkflowError when there is no assistant turn, or none that can be learned from.
+        Without an assistant turn there is nothing to learn from: the mask is all false, behind a prompt of one token.
+        Raises WorkflowError when no assistant turn can be learned from.
         """
         given = plain_messages(messages)
-        if not any(m.get("role") == "assistant" for m in given):
-            raise WorkflowError("no message has the role assistant: there is nothing to learn from")
         marked = self._template_mask(given, tools)
         tokens, mask, others = (*marked, []) if marked is not None else self._grown_mask(given, tools)
-        if True not in mask:
+        if True not in mask and any(m.get("role") == "assistant" for m in given):
             raise WorkflowError("the chat template gives the assistant's turns no tokens")
-        first = max(mask.index(True), 1)
+        first = max(mask.index(True), 1) if True in mask else 1
         status = None
         if limit is not None and len(tokens) > limit:
             _log.warning("a conversation of %d tokens is cut to %d", len(tokens), limit)
@@ -231,25 +230,33 @@ class Conversing:
                 continue
             own += 1
             before, after = messages[:i], messages[: i + 1]
-            opened, closed = self._text(before, tools, answer=True), self._text(after, tools)
+            closed = self._text(after, tools)
+            opened = self._text(before, tools, answer=True) if before else self._opening(closed, message)
             # What opens a turn may hold more than the turn has in the end ("<think>"): the turn is what follows both.
             begun = closed.startswith(opened) or (bool(before) and closed.startswith(self._text(before, tools)))
             if not begun or not text.startswith(closed):
                 others.append(i)
                 continue
             # By tokens, not by counting: two texts that share a start may not share the token on its edge.
-            start = _common(self._tokens(before, tools, answer=True), tokens)
+            opening = self._tokens(before, tools, answer=True) if before else self.encode(opened)
+            start = _common(opening, tokens)
             stop = _common(self._tokens(after, tools), tokens)
             if end_of_turn is not None and end_of_turn in tokens[start:stop]:
                 # what the template puts behind the end of a turn (a newline, often) was not generated
                 stop -= tokens[start:stop][::-1].index(end_of_turn)
             mask[start:stop] = [True] * (stop - start)
-        if len(others) == own:
+        if others and len(others) == own:
             raise WorkflowError(
                 f"the chat template renders message {others[0]} differently inside the whole conversation: return an "
                 "experience for each turn (chat_async gives one) instead of one for all"
             )
         return tokens, mask, others
+
+    def _opening(self, text: str, first: Message) -> str:
+        """Return what a text has before its first message, an assistant's: templates render no empty conversation."""
+        asks = self.marks().asks
+        before, found, _ = text.partition(asks) if asks else ("", "", "")
+        return before + found if found else text[: max(text.find(str(first.get("content"))), 0)]
 
     def _tokens(self, messages: list[Message], tools: Any, answer: bool = False) -> list[int]:
         return _flat(self._template(messages, tools, tokenize=True, add_generation_prompt=answer))

@@ -144,6 +144,11 @@ class Model(Remembering):
 
         return version()
 
+    @property
+    def generate_kwargs(self) -> dict[str, Any]:
+        """`temperature`, `top_p` and `max_tokens` of the task's sampling, for a client that is not of this model."""
+        return {name: getattr(self.sampling, name) for name in ("temperature", "top_p", "max_tokens")}
+
     # --- what a workflow tells of itself ------------------------------------------------------------------------------
     async def set_workflow_state(self, state: Mapping[str, Any]) -> None:
         """Add to what this run shows of itself in its runner's state (`get_runner_state`) while it plays.

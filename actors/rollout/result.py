@@ -155,9 +155,10 @@ def run_result(run: int, experiences: list[Experience], seconds: float) -> RunRe
 
 
 def _metrics(experience: Experience) -> dict[str, float]:
-    """Return an experience's metrics; its reward is one of them even where the workflow did not say so."""
+    """Return an experience's metrics. `reward` is the reward that it is trained with, whatever its workflow says."""
     metrics = dict(experience.metrics or {})
-    if experience.reward is not None and "reward" not in metrics:
+    if experience.reward is not None:
+        metrics.pop("reward:mean", None)
         metrics["reward"] = float(experience.reward)
     return metrics
 

@@ -39,7 +39,7 @@ from trinity_es.events.store.retry import is_transient
 from trinity_es.events.store.sqlite_file import check_file, check_pages, frames_in_use
 from trinity_es.events.store.verify import Problems, raw_text
 from trinity_es.events.values import BatchLifecycleState, batch_stream
-from trinity_es.projections.batch import BatchState, batch_result, evolve
+from trinity_es.projections.batch import RESULT_FORMS, BatchState, batch_result, evolve
 from trinity_es.projections.leases import OpenLeases, evolve_leases
 from trinity_es.projections.tables import host_work, read_models, runner_history
 from trinity_es.projections.verify.payloads import Needs, Payloads
@@ -93,11 +93,9 @@ def recomputed_result(state: BatchState, finalized: ev.BatchFinalized | ev.Batch
     the stored one is that.
     """
     metrics = finalized.pipeline_metrics if isinstance(finalized, ev.BatchFinalized) else {}
-    result, stored = batch_result(state, metrics), canonical(finalized.result)
-    if canonical(result) == stored:
-        return result
-    older = batch_result(state, metrics, before_2026_11=True)
-    return older if canonical(older) == stored else result
+    stored = canonical(finalized.result)
+    results = (batch_result(state, metrics, form=form) for form in range(RESULT_FORMS, 0, -1))
+    return next((r for r in results if canonical(r) == stored), None) or batch_result(state, metrics)
 
 
 def verify_log(

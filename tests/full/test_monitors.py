@@ -6,6 +6,8 @@ import asyncio
 import json
 import logging
 import math
+import posixpath
+import re
 import resource
 import subprocess
 import sys
@@ -256,7 +258,8 @@ def test_p37_a_service_has_one_run_for_all_lives(
     def init(**args: Any) -> Any:
         began.append(args)
         return SimpleNamespace(
-            log=lambda metrics, step: said.append((step, metrics)), finish=lambda: said.append("finish")
+            log=lambda metrics, step=None: said.append((metrics.pop("step", step), metrics)),
+            define_metric=lambda *_, **__: None, finish=lambda: said.append("finish"),
         )
 
     stub = ModuleType(package)
@@ -277,6 +280,57 @@ def test_p37_a_service_has_one_run_for_all_lives(
     other.log({"a/b": 1.0}, 1)
     other.close()
     assert began[2]["name" if package == "trackio" else "id"] != same, "another store is another run"
+
+
+class Wandb:
+    """A run of wandb: rows by its own step, of which an older one than the newest is dropped."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.steps: list[int] = []
+        self.axes: dict[str, str | None] = {}
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.axes[name] = step_metric
+
+    def log(self, metrics: dict[str, float], step: int | None = None) -> None:
+        step = len(self.rows) if step is None else step
+        if not self.steps or step >= self.steps[-1]:
+            self.rows.append(metrics)
+            self.steps.append(step)
+
+    def finish(self) -> None:
+        """Do nothing: all is there."""
+
+
+LATE = [("rollout/x", 1), ("rollout/x", 2), ("eval/e/x", 1), ("trainer/x", 1), ("rollout/x", 3), ("trainer/x", 3),
+        ("eval/e/x", 3)]
+"""Metrics in the order of a log: evals and trainer steps end after later steps."""
+
+
+def test_p37_wandb_gets_what_comes_after_a_later_step_on_the_axis_of_our_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, stub = Wandb(), ModuleType("wandb")
+    stub.init = lambda **_: run  # type: ignore[attr-defined]  # a stub
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    monitors = Monitors(config(tmp_path, "wandb"))
+    for name, step in LATE:
+        monitors.log({name: step / 2}, step)
+    monitors.close()
+    assert run.rows == [{name: step / 2, "step": step} for name, step in LATE]
+    assert run.axes == {"step": None, "*": "step"}
+
+
+def test_p37_tensorboard_gets_what_comes_after_a_later_step(tmp_path: Path) -> None:
+    conf = config(tmp_path, "tensorboard")
+    monitors = Monitors(conf)
+    for name, step in LATE:
+        monitors.log({name: step / 2}, step)
+    monitors.close()
+    assert scalars(Path(conf.run_dir) / "tensorboard") == {
+        name: [(step, step / 2) for of, step in LATE if of == name] for name, _ in LATE
+    }
 
 
 class Mlflow:
@@ -313,7 +367,9 @@ class Mlflow:
 
     def log_batch(self, run_id: str, metrics: list[Any]) -> None:
         assert len(metrics) <= 1000
-        assert not any("@" in name for name, *_ in metrics)
+        for name, *_ in metrics:  # one that it refuses takes all others of the call with it
+            assert re.fullmatch(r"[/\w.\- :]{1,250}", name), name
+            assert posixpath.normpath(name) == name.removeprefix("/"), name
         self.told += [(run_id, name, value, step) for name, value, _, step in metrics]
 
 
@@ -333,15 +389,18 @@ def test_p37_mlflow_has_one_run_for_all_lives(tmp_path: Path, monkeypatch: pytes
     conf = config(tmp_path, "mlflow", mlflow={"tracking_uri": "http://x:1", "experiment": "mine"})
     for after in (None, 1):
         monitors = Monitors(conf, after=after)
-        monitors.log({"eval/a/mean@4": 1.0} | {f"a/{n}": 0.5 for n in range(1500)}, (after or 0) + 1)
+        odd = {"rollout/right (%)/mean": 2.0, "rollout//a/../b": 3.0, "/c/": 4.0, f"rollout/{'d' * 300}": 5.0}
+        monitors.log({"eval/a/mean@4": 1.0} | {f"a/{n}": 0.5 for n in range(1496)} | odd, (after or 0) + 1)
         monitors.close()
     assert asked == ["http://x:1"] * 2
     assert [(r.experiment, r.name) for r in server.runs] == [("0", "r")]
     assert list(server.experiments) == ["mine"]
     assert server.statuses == ["RUNNING", "FINISHED"] * 2
     assert len(server.told) == 2 * 1501
-    assert {t for t in server.told if "mean" in t[1]} == {
-        ("run-0", "eval/a/mean_at_4", 1.0, 1), ("run-0", "eval/a/mean_at_4", 1.0, 2)}
+    names = ["eval/a/mean_at_4", "rollout/right ___/mean", "rollout/b", "c", f"rollout/{'d' * 242}"]
+    assert {t for t in server.told if t[2] != 0.5} == {
+        ("run-0", name, float(value), step) for step in (1, 2) for value, name in enumerate(names, 1)
+    }
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "mlflow", "swanlab"])

@@ -130,6 +130,11 @@ def test_c8_a_value_of_theirs_is_answered(key: str, value: str) -> None:
     assert said.endswith(f"; {FOREIGN_VALUES[key, value]}")
 
 
+def test_c8_a_monitor_that_is_built_in_is_answered_by_its_name() -> None:
+    answers = {value: text for (key, value), text in FOREIGN_VALUES.items() if key == "monitor.monitor_type"}
+    assert answers == {name: f"write [{name}]" for name in ("tensorboard", "wandb", "mlflow", "swanlab")}
+
+
 def test_c8_an_interpolation_that_is_not_resolved_is_refused_with_what_to_write() -> None:
     data = {"model": {"model_path": "${buffer.batch_size}"}}
     assert told(data) == [
@@ -175,6 +180,16 @@ def test_p56_interpolations_and_foreign_keys_are_told_in_one_round(tmp_path: Pat
     ]
     wrong = {"buffer": {"batch_size": "${oc.env:BATCH}"}, "explorer": {"max_concurrency": 0}}
     assert len(told(wrong)) == 2
+
+
+def test_c8_the_guide_names_the_defaults_of_the_keys_that_it_says_differ() -> None:
+    guide = (ROOT / "docs" / "FROM_TRINITY_RFT.md").read_text().partition("Defaults that differ")[2]
+    rows = re.findall(r"^\| `([\w.\[\]]+)` \| (.+) \| (.+) \|$", guide, re.MULTILINE)
+    assert len(rows) == 17
+    default = {row[0]: row[2] for row in describe()}
+    for key, theirs, here in rows:
+        assert here.partition(":")[0].strip("`") == default[key].strip("`"), key
+        assert theirs != here
 
 
 def test_c8_the_page_of_keys_is_what_the_code_prints() -> None:

@@ -141,9 +141,51 @@ async def test_p48_a_conversation_beyond_the_models_context_is_cut_and_says_so()
     assert (none.action_mask.tolist(), none.logprobs.tolist()) == ([False], [0.0])
 
 
-def test_a_conversation_without_an_assistant_is_refused() -> None:
-    with pytest.raises(WorkflowError, match="assistant"):
-        Model(Recorder()).tokenized(HELLO)
+async def test_p48_a_conversation_without_an_assistant_has_a_mask_that_is_all_false() -> None:
+    for tokenizer in (ByteTokenizer(), Marked(), Strict()):
+        engine = Recorder()
+        engine.tokenizer = tokenizer
+        e = await Model(engine).experience_from_messages_async(HELLO)
+        assert e.tokens.tolist() == tokenizer.apply_chat_template(HELLO)
+        assert (e.prompt_length, e.experience_type) == (1, "multi_turn")
+        assert e.action_mask.tolist() == [False] * (len(e.tokens) - 1)
+        assert len(e.logprobs) == len(e.tokens) - 1
+
+
+class Strict(ByteTokenizer):
+    """A template without generation marks that renders no empty conversation, and begins with a system prompt."""
+
+    chat_template = "of messages[0]"
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+        text = "" if messages[0]["role"] == "system" else "<|im_start|>system\nBe kind.<|im_end|>\n"
+        text += "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+        text += "<|im_start|>assistant\n" if kwargs.get("add_generation_prompt") else ""
+        return self.encode(text) if kwargs.get("tokenize", True) else text
+
+
+class Bare(Strict):
+    """It renders nothing that ends with a user's turn, so what it writes before an answer can't be compared."""
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+        if messages[-1]["role"] != "assistant":
+            raise ValueError("conversations end with the assistant")
+        return super().apply_chat_template(messages, **kwargs)
+
+
+@pytest.mark.parametrize("tokenizer", [Strict(), Bare()])
+async def test_p48_a_conversation_may_begin_with_the_assistant(tokenizer: ByteTokenizer) -> None:
+    engine = Recorder()
+    engine.tokenizer = tokenizer
+    hello = {"role": "assistant", "content": "hello"}
+    e = await Model(engine).experience_from_messages_async([hello])
+    assert e.prompt_text == "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>assistant\n"
+    assert (e.response_text, e.action_mask.all()) == ("hello<|im_end|>\n", True)
+    if not isinstance(tokenizer, Bare):
+        e = await Model(engine).experience_from_messages_async([hello, *TALK])
+        learned = bytes(t for t, m in zip(e.tokens[e.prompt_length :].tolist(), e.action_mask, strict=True) if m)
+        assert learned.decode() == "".join(f"{said}<|im_end|>\n" for said in ("hello", "a1", "a2"))
+        assert "untrained_turns" not in e.info
 
 
 async def test_a_conversation_gets_the_logprobs_of_its_response() -> None:

@@ -18,6 +18,11 @@ from trinity_es.testing import ByteTokenizer
 
 
 # --- experiences ------------------------------------------------------------------------------------------------------
+async def test_p47_the_sampling_of_a_task_is_told_for_clients_of_other_models() -> None:
+    model = Model(Recorder(), defaults={"temperature": 0.5, "max_tokens": 7})
+    assert model.generate_kwargs == {"temperature": 0.5, "top_p": 1.0, "max_tokens": 7}
+
+
 async def test_a_chat_gives_an_experience_that_lacks_only_its_reward() -> None:
     model = Model(Recorder(response="yes"), defaults={"max_tokens": 8})
     (e,) = await model.chat_async(HELLO)

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 
 from trinity_es import AsyncSimpleWorkflow, Experience, SimpleWorkflow, SingleTurnWorkflow
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
+from trinity_es.config.buffer import TasksetConfig
+from trinity_es.events.errors import TasksetError
 from trinity_es.events.values import Task
+from trinity_es.tasksets.taskset import Taskset
 from trinity_es.testing import ScriptedEngine
+
+HERE = "tests.pure.test_rewards_of_trl"
 
 WORKFLOWS: list[type[Any]] = [SingleTurnWorkflow, SimpleWorkflow, AsyncSimpleWorkflow]
 """All others, with processes: tests/full/workflows/test_every_reward.py."""
@@ -125,6 +133,65 @@ def test_a_reward_that_needs_what_nobody_gives_is_named() -> None:
     said = "the reward asks needs difficulty, and there is only .*: name it in reward_fn_args"
     assert re.search(said, status.message)
     assert played(SimpleWorkflow, asks, reward_fn_args={"difficulty": 2.0})[0].ok
+
+
+def of_columns(completions: list[str], difficulty: list[float]) -> list[float]:
+    return difficulty
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS)
+def test_a_parameter_without_a_default_is_a_key_of_the_row(workflow: type[Any]) -> None:
+    status, found = played(workflow, asks, {**ROW, "difficulty": 3.0})
+    assert status.ok, status.message
+    assert {e.reward for e in found} == {3.0}
+    for reward in (asks, of_columns):
+        status, _ = played(workflow, reward)
+        assert re.search("needs difficulty, and there is only .*answer.*: name it in reward_fn_args", status.message)
+
+
+@pytest.mark.parametrize(("workflow", "reward", "lacks"), [
+    ("single_turn", "asks", "difficulty"), ("async_math_boxed_workflow", "asks", "difficulty"),
+    ("single_turn", "of_columns", "difficulty"), ("math_rm_workflow", "of_the_workflow", ""),
+    ("simple_workflow", "of_the_workflow", "ground_truth"), (f"{HERE}:Own", "asks", ""),
+])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_row_without_what_its_reward_needs_is_refused_when_its_file_is_opened(
+    workflow: str, reward: str, lacks: str, kind: str, tmp_path: Path
+) -> None:
+    rows = [{"prompt": "a", "answer": "b", "difficulty": 1.0}, {"prompt": "c", "answer": "d", "difficulty": None}]
+    file = tmp_path / f"rows.{kind}"
+    if kind == "jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    named = f"{HERE}:{reward}"
+    for own in (False, True):
+        settings = TasksetConfig.model_validate({
+            "name": "x", "path": str(file), "workflow": workflow, "reward_fn": None if own else named,
+            "format": {"reward_fn_key": "judge"} if own else {},
+        })
+        if own and kind == "jsonl":
+            file.write_text("".join(json.dumps({**row, "judge": named}) + "\n" for row in rows))
+        elif own:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{**row, "judge": named} for row in rows]), file)
+        if not lacks:
+            assert len(Taskset(settings)) == 2
+            continue
+        where = "line" if kind == "jsonl" else "row"
+        number = (lacks == "difficulty") + (kind == "jsonl")
+        with pytest.raises(TasksetError, match=rf"{where} {number}: its reward {named} needs {lacks}, and the row has "
+                                               r"only prompt, answer.*: name it in reward_fn_args"):
+            Taskset(settings)
+    given = settings.model_copy(update={"reward_fn_args": {lacks: 1.0}})
+    assert len(Taskset(given)) == 2
+
+
+def of_the_workflow(response: str, ground_truth: str) -> float:
+    return 1.0
+
+
+class Own(SingleTurnWorkflow):
+    """Gives its rewards what nobody else knows of."""
 
 
 def changes_its_column(completions: list[str], tags: list[list[str]], **kwargs: Any) -> list[float]:

@@ -12,7 +12,7 @@ import pytest
 from trinity_es import WORKFLOWS, AsyncSimpleWorkflow, Experience, RewardFn, SimpleWorkflow
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
-from trinity_es.events.values import Args, Task, task_from_dict, task_to_dict
+from trinity_es.events.values import Args, Status, Task, task_from_dict, task_to_dict
 from trinity_es.testing import ScriptedEngine
 
 HERE = "tests.pure.test_workflows_simple"
@@ -81,6 +81,21 @@ def test_p9_a_sampling_of_none_is_that_of_the_task() -> None:
 
     [one] = played(Asks, response="abcdef", runs=1, rollout_args={"max_tokens": 2})
     assert one.response_text == "ab"
+
+
+def test_p2_a_task_may_be_built_by_position_and_outside_of_a_runner_has_the_known_defaults() -> None:
+    task = Task(SimpleWorkflow, 4, {}, {}, {}, {"scale": 1.0}, True, Share, {"prompt": "q"}, 3, 1, {"index": 0})
+    assert task == Task(
+        workflow=SimpleWorkflow, repeat_times=4, reward_fn_args={"scale": 1.0}, is_eval=True, reward_fn=Share,
+        raw_task={"prompt": "q"}, batch_id=3, task_id=1, index={"index": 0},
+    )
+    assert task.to_dict() == {"prompt": "q"}
+    known = Task().rollout_args, Task().format_args
+    assert [a.n for a in known] == [1, 1]  # type: ignore[attr-defined]
+    assert Task().format_args.prompt_key == "prompt"  # type: ignore[attr-defined]
+    assert known == ({}, {}), "what nobody set is not recorded"
+    status = Status(1, 2, [{"reward": 1.0}], "one is late")
+    assert status == Status(completed_runs=1, total_runs=2, metrics=[{"reward": 1.0}], message="one is late")
 
 
 def test_p2_arguments_of_a_task_are_keys_and_attributes() -> None:

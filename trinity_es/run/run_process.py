@@ -98,6 +98,7 @@ class RunProcess:
         """
         if self._left is None:
             self.unrecorded = []
+            plugins.look_in(self.config.code_path, first=False)  # rows are checked against what their rewards take
             try:
                 for role in self.roles:
                     self._locks.append(RunLock(self.config, role))

@@ -19,6 +19,7 @@ from trinity_es.config.buffer import FormatConfig, TasksetConfig
 from trinity_es.events.errors import DataError, TasksetError, UnknownWorkflow
 from trinity_es.workflows.prompts import require_prompt_form
 from trinity_es.workflows.registry import REWARD_FUNCTIONS, WORKFLOWS
+from trinity_es.workflows.rewards import keys_needed
 
 __all__ = ["CHECKED_ROWS", "RowCheck", "TableRows", "no_prompt", "parse_row", "require_answers"]
 
@@ -52,11 +53,12 @@ class RowCheck:
     """Checks the rows of a taskset, one by one, as its file is opened."""
 
     def __init__(self, config: TasksetConfig) -> None:
-        self._format, self._names = config.format, set[tuple[str, str]]()
+        self._config, self._format, self._names = config, config.format, set[tuple[str, str]]()
         path = WORKFLOWS.paths.get(config.workflow, config.workflow)
         self._asks = (path.startswith("trinity_es.") and config.kind in ("file", "hub")
                       and not config.format.workflow_key)
         """Its prompts are asked by a workflow of ours, which knows texts and messages."""
+        self._needs: dict[tuple[str, str | None], list[str]] = {}
 
     @property
     def keys(self) -> tuple[str | None, ...]:
@@ -64,7 +66,9 @@ class RowCheck:
         return self._format.prompt_key, self._format.workflow_key, self._format.reward_fn_key
 
     def check(self, row: dict[str, Any], where: str, details: dict[str, Any]) -> None:
-        """Require a prompt, and workflows and rewards that exist where the row names them. Raises TasksetError."""
+        """Require a prompt, workflows and rewards that exist where the row names them, and the keys that its reward
+        needs. Raises TasksetError.
+        """
         key = self._format.prompt_key
         if row.get(key) is None:
             raise TasksetError(f"{where}: the prompt is null: remove it", **details)
@@ -84,6 +88,28 @@ class RowCheck:
             except UnknownWorkflow as e:
                 raise TasksetError(f"{where}: {own}: {e.message}", **details) from e
             self._names.add((str(own), name))
+        if lacking := [name for name in self.needed(row) if name not in row]:
+            raise TasksetError(
+                f"{where}: its reward {self._reward(row)} needs {', '.join(lacking)}, and the row has only "
+                f"{', '.join(list(row)[:20])}: name it in reward_fn_args, or put it into the rows", **details)
+
+    def _reward(self, row: dict[str, Any]) -> str | None:
+        return row.get(self._format.reward_fn_key or "") or self._config.reward_fn
+
+    def needed(self, row: dict[str, Any]) -> list[str]:
+        """Return the keys that the reward of a row needs; none where the reward, or the workflow, can't be found."""
+        names = row.get(self._format.workflow_key or "") or self._config.workflow, self._reward(row)
+        if not all(isinstance(name, str | None) for name in names):
+            return []
+        if names not in self._needs:
+            try:
+                workflow = WORKFLOWS.get(names[0])
+                reward = names[1] or getattr(workflow, "default_reward", None)
+                args = self._config.reward_fn_args
+                self._needs[names] = keys_needed(workflow, REWARD_FUNCTIONS.get(reward), args) if reward else []
+            except UnknownWorkflow:  # `Config.check` names it
+                self._needs[names] = []
+        return self._needs[names]
 
 
 def no_prompt(key: str, there: Sequence[str]) -> str:
@@ -134,6 +160,9 @@ class TableRows:
             for at in range(part.num_rows):
                 number = first + begin + at
                 row = self._read(part, at, number, looked_at)
+                row |= self._read(part, at, number, self._readers.keys() & set(self._check.needed(row)) - row.keys())
+                if not row.keys() >= set(self._check.needed(row)):  # an error tells all that the row has
+                    row = self._read(part, at, number, self._readers)
                 self._check.check(row, f"{self._source} row {number}", {"file": str(self._source), "row": number})
 
     def row(self, table: Any, at: int, number: int) -> dict[str, Any]:

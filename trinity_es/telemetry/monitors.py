@@ -19,7 +19,9 @@ import importlib
 import logging
 import math
 import os
+import posixpath
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -60,7 +62,9 @@ class Monitor(Protocol):
     """Where metrics go. Built once with its `monitor_args`, then called from one thread."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take the metrics of a step: finite numbers by names with slashes. A step may come in several calls."""
+        """Take the metrics of a step: finite numbers by names with slashes. A step may come in several calls, and
+        after later ones.
+        """
 
     def close(self) -> None:
         """Write what is left."""
@@ -178,8 +182,11 @@ class ServiceMonitor:
     """`wandb`, `trackio`, `swanlab`: a run of the config's project and name; arguments are those of its `init`.
 
     Needs the package. wandb and swanlab are offline with `mode: offline`, trackio is on this machine alone unless it is
-    given a `space_id`. A run that goes on is the same run there (by an id made from project, name and store), and
-    steps that are done again keep what they had, as these have it.
+    given a `space_id`. A run that goes on is the same run there, by an id made from project, name and store. Steps that
+    are done again are there with both values; swanlab keeps the first one.
+
+    An eval often ends after later steps. wandb drops what comes with a step before its newest, so it counts our calls
+    as its own steps, and our step is the metric `step`, the x axis of all others.
     """
 
     def __init__(self, package: str, config: Config, args: Mapping[str, Any]) -> None:
@@ -192,14 +199,20 @@ class ServiceMonitor:
             "trackio": {"name": one, "embed": False},
         }
         self._args = {"project": config.project, "resume": "allow", "config": config.masked(), **names[package], **args}
-        self._folder = folder
+        self._folder, self._in_order = folder, package == "wandb"
         self._run: Any = None
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if self._run is None:  # not before: it may ask a server
             make_private_folder(self._args.get("dir", self._folder))
             self._run = self._package.init(**self._args)
-        self._run.log(dict(metrics), step=step)
+            if self._in_order:
+                self._run.define_metric("step")
+                self._run.define_metric("*", step_metric="step")
+        if self._in_order:
+            self._run.log({**metrics, "step": step})
+        else:
+            self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
         if self._run is not None:
@@ -211,7 +224,7 @@ class MlflowMonitor:
 
     `tracking_uri`: where, such as `http://localhost:5000` or `sqlite:///mlflow.db`; MLFLOW_TRACKING_URI where it is not
     given. `experiment`: its name. A run that goes on is the same run there, found by the tag `trinity_es.run`. Names
-    have `_at_` for `@`, which MLflow has in none.
+    have `_at_` for `@` and `_` for other characters that MLflow refuses, with all metrics of that call.
     """
 
     def __init__(self, config: Config, *, tracking_uri: str | None = None, experiment: str = "") -> None:
@@ -233,7 +246,7 @@ class MlflowMonitor:
             self._client, self._run = client, run.info.run_id
             client.update_run(self._run, status="RUNNING")
         at = round(time.time() * 1000)
-        found = [self._metric(name.replace("@", "_at_"), value, at, step) for name, value in sorted(metrics.items())]
+        found = [self._metric(_mlflow_name(name), value, at, step) for name, value in sorted(metrics.items())]
         for begin in range(0, len(found), _MLFLOW_MOST):
             self._client.log_batch(self._run, metrics=found[begin : begin + _MLFLOW_MOST])
 
@@ -242,6 +255,14 @@ class MlflowMonitor:
             self._client.set_terminated(self._run)
 
 
+def _mlflow_name(name: str) -> str:
+    """Return a metric's name as MLflow takes it, which may make files of it."""
+    plain = re.sub(r"[^\w./: -]", "_", name.replace("@", "_at_"))
+    return posixpath.normpath(plain).strip("./")[:_MLFLOW_LONGEST] or "_"
+
+
+_MLFLOW_LONGEST = 250
+"""Maximum length of a metric's name in MLflow, in characters."""
 _MLFLOW_MOST = 1000
 """Maximum of metrics in a call, as MLflow's REST API has it."""
 

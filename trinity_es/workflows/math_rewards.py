@@ -16,8 +16,8 @@ from trinity_es.events.errors import ConfigError, DataError
 from trinity_es.workflows.rewards import RewardFn
 
 __all__ = [
-    "AccuracyReward", "FormatReward", "GSM8KReward", "MathBoxedRewardFn", "MathDAPORewardFn", "MathRewardFn",
-    "boxed_answer",
+    "AccuracyReward", "FormatReward", "GSM8KReward", "MathBoxedRewardFn", "MathDAPORewardFn", "MathEvalRewardFn",
+    "MathRewardFn", "boxed_answer",
 ]
 
 _GRADER = f"{__package__}.math_grader"
@@ -105,6 +105,20 @@ class MathBoxedRewardFn(_Math):
         }
 
 
+class MathEvalRewardFn(_Math):
+    """`accuracy`: 1 where the response's answer equals the truth, or the truth's own last \\boxed{}.
+
+    The answer is the last \\boxed{}, else what follows "the answer is" on its line, else the last number, as in
+    Qwen2.5-Math's evaluation.
+    """
+
+    def __call__(self, response: str, truth: Any = None, **kwargs: Any) -> dict[str, float]:
+        gold = _after_hashes(truth)
+        gold = gold if (boxed := boxed_answer(gold)) is None else boxed
+        answer = _last_answer(response)
+        return {"accuracy": float(answer is not None and _same(answer, gold))}
+
+
 class GSM8KReward(_Math):
     """`accuracy`: 1 where the response's answer equals what follows the truth's `####`.
 
@@ -170,6 +184,16 @@ def boxed_answer(text: str) -> str | None:
         if depth == 0:
             return rest[1:i]
     return None
+
+
+def _last_answer(text: str) -> str | None:
+    """Return what a text gives as its answer, boxed or not; None where it has no number either."""
+    if (boxed := boxed_answer(text)) is not None:
+        return boxed
+    if said := re.search(r"(?:(?:final|the)\s+answer\s+is|答案是)\s*:?\s*(.+)", text, re.IGNORECASE):
+        return said.group(1).strip().strip("$*").rstrip(".。")
+    numbers = re.findall(r"[-+]?\d*\.?\d+", text.replace(",", ""))
+    return numbers[-1] if numbers else None
 
 
 def _same(answer: str, truth: str) -> bool:

@@ -18,6 +18,7 @@ from trinity_es.events.experience import Experience
 from trinity_es.events.values import Args, Task
 from trinity_es.workflows.prompts import asked_by, chat_of, plain_text
 from trinity_es.workflows.simple import AsyncSimpleWorkflow, SimpleWorkflow
+from trinity_es.workflows.workflow import KNOWN
 
 __all__ = [
     "AsyncMathBoxedWorkflow", "AsyncMathEvalWorkflow", "AsyncMathRMWorkflow", "AsyncMathWorkflow", "MathBoxedWorkflow",
@@ -68,6 +69,7 @@ class MathBoxedWorkflow(SimpleWorkflow):
 
     default_reward = "math_boxed_reward"
     ARGS = frozenset({"with_think", "format_score_coef", "use_base"})
+    KNOWN_TO_REWARDS = KNOWN | {"with_think", "format_score_coef", "response_token"}
 
     def reset(self, task: Task) -> None:
         super().reset(task)
@@ -106,12 +108,12 @@ class AsyncMathBoxedWorkflow(AsyncSimpleWorkflow, MathBoxedWorkflow):
 
 
 class MathEvalWorkflow(SimpleWorkflow):
-    """An evaluation: Qwen2.5-Math's prompt and its sampling (temperature 0.6, top_p 0.8); reward: `math_boxed_reward`.
+    """An evaluation: Qwen2.5-Math's prompt and its sampling (temperature 0.6, top_p 0.8); reward: `math_eval_reward`.
 
     The row's `question` is asked, whatever its `prompt_key`.
     """
 
-    default_reward = "math_boxed_reward"
+    default_reward = "math_eval_reward"
 
     @property
     def rollout_args(self) -> dict[str, Any]:
@@ -132,6 +134,8 @@ class AsyncMathEvalWorkflow(AsyncSimpleWorkflow, MathEvalWorkflow):
 
 class MathRMWorkflow(SimpleWorkflow):
     """For rewards that ask for `answer` (its Experience), `messages` and `ground_truth`: reward models."""
+
+    KNOWN_TO_REWARDS = KNOWN | {"answer", "messages", "ground_truth"}
 
     def _known(self, answer: Experience) -> dict[str, Any]:
         return {**super()._known(answer), "answer": answer, "messages": self.format_messages(),

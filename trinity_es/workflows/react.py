@@ -23,7 +23,7 @@ from trinity_es.actors.plugins import resolve
 from trinity_es.events.errors import DataError
 from trinity_es.events.experience import Experience
 from trinity_es.workflows.rewards import known_of, value_of
-from trinity_es.workflows.workflow import MultiTurnWorkflow
+from trinity_es.workflows.workflow import KNOWN, MultiTurnWorkflow
 
 __all__ = ["ReActWorkflow", "Tool", "tool_of"]
 
@@ -78,6 +78,7 @@ class ReActWorkflow(MultiTurnWorkflow):
 
     ARGS = frozenset({"tools", "max_turns"})
     FUNCTION_ARGS = frozenset({"tools"})
+    KNOWN_TO_REWARDS = KNOWN
 
     def run(self) -> list[Experience]:
         tools = {tool.name: tool for tool in map(tool_of, self.task.workflow_args.get("tools", ()))}

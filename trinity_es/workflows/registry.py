@@ -82,6 +82,7 @@ REWARD_FUNCTIONS = WorkflowRegistry({
     "format_reward": f"{_HERE}.math_rewards:FormatReward",
     "math_reward": f"{_HERE}.math_rewards:MathRewardFn",
     "math_boxed_reward": f"{_HERE}.math_rewards:MathBoxedRewardFn",
+    "math_eval_reward": f"{_HERE}.math_rewards:MathEvalRewardFn",
     "math_dapo_reward": f"{_HERE}.math_rewards:MathDAPORewardFn",
     "gsm8k_reward": f"{_HERE}.math_rewards:GSM8KReward",
     "countdown_reward": f"{_HERE}.countdown:CountDownRewardFn",

@@ -1,8 +1,8 @@
 """How a reward is called: in one way by every workflow, with what its signature asks for of what is known.
 
 What is known of an answer: `response`, `prompt`, `truth`, `completion_ids` (the response's tokens), and what a workflow
-adds. All of it goes by keyword; a reward gets what it has parameters for, all where it has `**kwargs`. What its
-`reward_fn_args` set is theirs.
+adds. All of it goes by keyword; a reward gets what it has parameters for, all where it has `**kwargs`. A parameter of
+another name that has no default is a key of the task's row. What its `reward_fn_args` set is theirs.
 
 A reward that has a `grader_timeout` (seconds) is called in a process of its own, which is killed then
 (`actors/rollout/graders.py`): that is a failure of kind `grader`, and no zero. Others are called where their workflow
@@ -33,10 +33,13 @@ from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task, class_path, task_to_dict
 from trinity_es.workflows.registry import REWARD_FUNCTIONS
 
-__all__ = ["Reward", "RewardFn", "as_parts", "call_of", "has_trl_form", "known_of", "reward_of", "rewarded", "value_of"]
+__all__ = [
+    "Reward", "RewardFn", "as_parts", "call_of", "has_trl_form", "keys_needed", "known_of", "reward_of", "rewarded",
+    "value_of",
+]
 
-_OF_ROW = frozenset({"prompt", "truth"})
-"""What is known of an answer and belongs to its row, which all answers share."""
+_OF_TRL = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
+"""What a reward of TRL's form gets beside the columns of its row."""
 _NO_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 """Keys of a row that TRL passes on under other names."""
 
@@ -79,6 +82,7 @@ class Reward:
             raise WorkflowError("the task has no reward_fn: name one in the taskset, or compute it in your workflow")
         found: Any = REWARD_FUNCTIONS.get(task.reward_fn) if isinstance(task.reward_fn, str) else task.reward_fn
         self._name: Any = task.reward_fn
+        self._row = task.raw_task or {}
         arguments = dict(task.reward_fn_args)
         timeout = _timeout(found, arguments)
         self._form = _form(found, arguments)
@@ -92,13 +96,15 @@ class Reward:
     def __call__(self, *args: Any, **known: Any) -> Any:
         """Call it with what is known. `args`: for workflows that call a reward of theirs by position.
 
-        Prompt and truth are the reward's own: one that changes them in place changes no other answer's. Raises
+        What is of the row is the reward's own: one that changes it in place changes no other answer's. Raises
         WorkflowError where the reward needs what nobody gives.
         """
-        known = {name: copy.deepcopy(value) if name in _OF_ROW else value for name, value in known.items()}
-        if not args and (lacks := self._form.lacks(known)):
-            raise WorkflowError(f"the reward {_named(self._name)} needs {', '.join(lacks)}, and there is only "
-                                f"{', '.join(known)}: name it in reward_fn_args, or write a workflow that gives it")
+        row, shared = self._row, {"prompt", "truth"}
+        if not self._form.of_trl and not args:
+            columns = {name: row[name] for name in self._form.lacks(known) if name in row}
+            known, shared = known | columns, shared | columns.keys()
+            _require(self._name, self._form.lacks(known), [*known, *row])
+        known = {name: copy.deepcopy(value) if name in shared else value for name, value in known.items()}
         if self._form.of_trl:
             return self._called(**{name: known[name] for name in ("response", "completion_ids") if name in known})
         return self._called(*args, **self._form.of(known))
@@ -128,14 +134,31 @@ class _Form:
                 if (self.whatever or name in self.names) and name not in self.set_already}
 
     def lacks(self, known: Collection[str]) -> list[str]:
-        """Return what it can't be called without, and is not known; nothing of one of TRL's form, which takes columns.
-        """
-        return [] if self.of_trl else [n for n in self.needed if n not in known and n not in self.set_already]
+        """Return what it can't be called without, and is not known."""
+        return [n for n in self.needed if n not in known and n not in self.set_already]
 
     @property
     def of_trl(self) -> bool:
         asked = self.names - self.set_already
         return bool(asked & {"completions", "prompts"}) or ("completion_ids" in asked and "response" not in asked)
+
+
+def keys_needed(workflow: Any, reward: Any, arguments: Mapping[str, Any]) -> list[str]:
+    """Return the keys that a row must have for its reward to be called; none where a workflow of the user's calls it.
+
+    `workflow` and `reward` are classes or functions; `arguments`: the `reward_fn_args`.
+    """
+    ours = getattr(workflow, "__module__", "").startswith("trinity_es.")
+    known = getattr(workflow, "KNOWN_TO_REWARDS", None) if ours else None
+    form = _form(reward, arguments)
+    return [] if known is None else form.lacks(_OF_TRL if form.of_trl else known)
+
+
+def _require(reward: Any, lacks: Collection[str], there: Collection[str]) -> None:
+    """Raise WorkflowError where a reward lacks something; `there`: what it could have."""
+    if lacks:
+        raise WorkflowError(f"the reward {_named(reward)} needs {', '.join(lacks)}, and there is only "
+                            f"{', '.join(dict.fromkeys(there))}: name it in reward_fn_args, or put it into the row")
 
 
 def has_trl_form(reward: Any, arguments: Mapping[str, Any]) -> bool:
@@ -250,6 +273,7 @@ class _TRL:
                   "log_extra": _ignored, "log_metric": _ignored}
         if completion_ids is not None:
             known["completion_ids"] = [[int(token) for token in completion_ids]]
+        _require(self._called, self._form.lacks(known), known)
         said = self._called(**self._form.of(known))
         return _awaited(self._called, said) if inspect.isawaitable(said) else _first(self._called, said)
 

@@ -18,7 +18,7 @@ from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
 from trinity_es.workflows.prompts import chat_of
 from trinity_es.workflows.rewards import RewardFn, as_parts, known_of, reward_of, value_of
-from trinity_es.workflows.workflow import Workflow
+from trinity_es.workflows.workflow import KNOWN, Workflow
 
 __all__ = ["AsyncSimpleWorkflow", "RewardFn", "SimpleWorkflow"]
 
@@ -33,6 +33,7 @@ class SimpleWorkflow(Workflow):
     can_reset = True
     can_repeat = True
     ARGS: ClassVar[frozenset[str] | None] = frozenset()
+    KNOWN_TO_REWARDS: ClassVar[frozenset[str] | None] = KNOWN
     default_reward: str | None = None
     """The registered reward of tasks that name none."""
 

@@ -23,7 +23,11 @@ from trinity_es.workflows.prompts import chat_of
 from trinity_es.workflows.registry import WORKFLOWS, WorkflowRegistry
 from trinity_es.workflows.rewards import as_parts, call_of, known_of, reward_of, value_of
 
-__all__ = ["WORKFLOWS", "MultiTurnWorkflow", "SingleTurnWorkflow", "Workflow", "WorkflowRegistry"]
+__all__ = ["KNOWN", "WORKFLOWS", "MultiTurnWorkflow", "SingleTurnWorkflow", "Workflow", "WorkflowRegistry"]
+
+
+KNOWN = frozenset({"response", "completion_ids", "prompt", "truth"})
+"""What every ready-made workflow with a reward calls it with."""
 
 
 class Workflow:
@@ -42,6 +46,9 @@ class Workflow:
     given. A subclass of yours takes whatever it is given, unless it says so itself."""
     FUNCTION_ARGS: ClassVar[frozenset[str]] = frozenset()
     """Those of `ARGS` that are a "module:name", or a list of them: imported before a run starts."""
+
+    KNOWN_TO_REWARDS: ClassVar[frozenset[str] | None] = None
+    """What a ready-made workflow calls a task's reward with; None: it calls none."""
 
     @classmethod
     def taken_args(cls) -> frozenset[str] | None:
@@ -195,6 +202,7 @@ class SingleTurnWorkflow(Workflow):
     can_repeat = True
     is_async = True
     ARGS: ClassVar[frozenset[str] | None] = frozenset()
+    KNOWN_TO_REWARDS: ClassVar[frozenset[str] | None] = KNOWN
 
     def reset(self, task: Task) -> None:
         self.task = task

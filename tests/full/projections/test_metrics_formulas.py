@@ -180,18 +180,19 @@ async def played(batch: list[list[Any]], batch_id: int | str, order: random.Rand
 def wanted(batch: list[list[Any]], batch_id: int | str, detailed: bool) -> dict[str, float]:
     """The reference, from experiences to the batch."""
     is_eval = isinstance(batch_id, str)
-    rows, failed, missing = [], 0, 0
+    rows, failed, missing, completed = [], 0, 0, list[Metrics]()
     for task in batch:
         per_run, longest = [], Fraction()
         for run in (run for run in task if run is not None):
             seconds = Fraction(run[1])
             one = over_parts([
-                {k: Fraction(v) for k, v in metrics.items()}
-                | ({"reward": Fraction(reward)} if reward is not None and "reward" not in metrics else {})
+                {k: Fraction(v) for k, v in metrics.items() if reward is None or k != "reward"}
+                | ({} if reward is None else {"reward": Fraction(reward)})
                 for metrics, reward in run[0]
             ])
             per_run.append(one | {"time/run_execution": seconds})
             longest = max(longest, seconds)
+        completed += per_run
         failed += len(per_run) < len(task)
         missing += len(task) - len(per_run)
         if per_run:
@@ -203,6 +204,9 @@ def wanted(batch: list[list[Any]], batch_id: int | str, detailed: bool) -> dict[
         out |= {f"{prefix}/missing_run_count": float(missing)} if missing else {}
     else:
         out = over_tasks(rows, prefix, ("mean", "max", "min"))
+    for (name, how), values in columns(completed).items():
+        if how == "mean" and len(values) < len(completed):
+            out[f"{prefix}/{name}/missing_run_count"] = float(len(completed) - len(values))
     return out | {f"{prefix}/finished_task_count": float(len(batch)), f"{prefix}/failed_task_count": float(failed)}
 
 

@@ -69,6 +69,13 @@ async def test_the_prompts_are_those_of_trinity_rft(pool: WorkerPool) -> None:
     assert engine.prompts[-1] == "Be brief.\nHow many clips?\n"
 
 
+async def test_an_evaluation_counts_answers_that_are_not_boxed(pool: WorkerPool) -> None:
+    right = ["\\boxed{72}", "So the final answer is: 72.", "答案是 72。", "48 + 24 clips make 72", "1,072 - 1,000 = 72"]
+    wrong = ["72, so \\boxed{7}", "The answer is 7\n72", "none", "72 of 73"]
+    found = await rewards(pool, "async_math_eval_workflow", [*right, *wrong], **OF_GSM8K)
+    assert found == [1.0] * len(right) + [0.0] * len(wrong)
+
+
 async def test_an_evaluation_tells_its_accuracy(pool: WorkerPool) -> None:
     for kind in ("", "async_"):
         done = await played(pool, f"{kind}math_eval_workflow", Answers("\\boxed{72}", "\\boxed{7}"), 2, **OF_GSM8K)

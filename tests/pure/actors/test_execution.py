@@ -58,6 +58,15 @@ class ReturnsNumbers(Workflow):
         return [one(), 2]
 
 
+class RewardsOtherwise(Workflow):
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        two = one(), one()
+        two[0].metrics, two[1].metrics = {"reward": 7.0}, {"reward:mean": 8.0}
+        return list(two)
+
+
 class Blocking(Workflow):
     def run(self) -> list[Experience]:
         [experience] = self.model.chat([{"role": "user", "content": "hello"}], max_tokens=4)
@@ -82,6 +91,12 @@ def test_p8_a_run_is_stamped_with_where_it_is_from_and_which_weights_made_it() -
         assert e.info["task_index"] == {"taskset": "t", "index": 7}
         assert e.info["use_count"] == 0
     assert status.metrics[0] == {"score": 2.0, "reward": 0.5, "time/run_execution": 0.0}
+
+
+def test_a_run_s_reward_is_the_one_that_it_is_trained_with_whatever_its_workflow_calls_by_that_name() -> None:
+    status, experiences = asyncio.run(runner().run_task(Task(workflow=RewardsOtherwise), 1))
+    assert [e.reward for e in experiences] == [0.5, 0.5]
+    assert status.metrics[0]["reward"] == 0.5
 
 
 class TwoVersions(Workflow):

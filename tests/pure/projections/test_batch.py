@@ -110,11 +110,66 @@ def test_an_eval_whose_tasks_lost_runs_has_one_mean_over_all_and_says_how_many_a
     result = batch_result(state)
     assert {k: v for k, v in result["metrics"].items() if "reward/mean" in k} == {"eval/check/reward/mean@4": 0.5}
     assert result["metrics"]["eval/check/reward/best@4"] == 0.5
-    assert result["metrics"]["eval/check/missing_run_count"] == missing_runs(result) == 5
+    missing = missing_runs("5/check", "eval", result["metrics"])
+    assert result["metrics"]["eval/check/missing_run_count"] == missing == 5
     assert mean_reward(result) == 0.5
-    old = batch_result(state, before_2026_11=True)
+    old = batch_result(state, form=1)
     assert (old["metrics"]["eval/check/reward/mean@4"], old["metrics"]["eval/check/reward/mean@3"]) == (1.0, 0.0)
     for stored in (result, old):  # a log of then is sound, too, and another number in neither
         assert recomputed_result(state, ev.BatchFinalized(result=stored)) == stored
         wrong = {**stored, "metrics": {**stored["metrics"], "eval/check/reward/mean@4": 0.75}}
         assert recomputed_result(state, ev.BatchFinalized(result=wrong)) == result
+
+
+@pytest.mark.parametrize(("batch_id", "prefix", "mean"), [(7, "rollout", "mean"), ("7/check", "eval/check", "mean@2")])
+def test_a_mean_that_some_completed_runs_are_not_in_has_their_number_beside_it(
+    batch_id: int | str, prefix: str, mean: str
+) -> None:
+    runs = [{"acc": 1.0, "bonus": 1.0, "reward": 2.0, "turns:sum": 1}, {"acc": 0.0}, {"acc:mean": 0.0, "reward": 0.0},
+            {"acc": 0.0, "reward": 0.0}]
+    state = fold([
+        ev.BatchSubmitted(
+            batch_id=batch_id, batch_type="eval" if prefix != "rollout" else "train", repeat_times=[2, 2]),
+        *(ev.RunsFinished(
+            task=i // 2, run_id_base=i % 2, attempt=1, runner="a", incarnation=1, payload=None, model_version=0,
+            model_version_end=0, seconds=0.5, runs=[ev.RunResult(run=i % 2, metrics=metrics, experiences=1)],
+        ) for i, metrics in enumerate(runs)),
+    ])
+    assert state is not None
+    result = batch_result(state)
+    found = result["metrics"]
+    assert (found[f"{prefix}/acc/{mean}"], found[f"{prefix}/bonus/{mean}"]) == (0.25, 1.0)
+    counts = {name: count for name, count in found.items() if name.endswith("missing_run_count")}
+    assert counts == {f"{prefix}/bonus/missing_run_count": 3.0, f"{prefix}/reward/missing_run_count": 1.0}
+    assert missing_runs(batch_id, result["batch_type"], found) == 1
+    older = batch_result(state, form=2)
+    assert found.keys() - older["metrics"].keys() == counts.keys()
+    for stored in (result, older):
+        assert recomputed_result(state, ev.BatchFinalized(result=stored)) == stored
+    less = {**result, "metrics": {k: v for k, v in found.items() if k != f"{prefix}/bonus/missing_run_count"}}
+    assert recomputed_result(state, ev.BatchFinalized(result=less)) == result
+
+
+def test_a_result_is_over_what_is_delivered_and_counts_the_runs_that_an_eval_gave_up() -> None:
+    def result(batch_type: Any, kept: list[int], form: int = 3) -> dict[str, float]:
+        state = fold([
+            ev.BatchSubmitted(batch_id="2/x", batch_type=batch_type, repeat_times=[1, 2, 2]),
+            *(ev.RunsFinished(
+                task=task, run_id_base=0, attempt=1, runner="a", incarnation=1, payload=None, model_version=0,
+                model_version_end=0, seconds=0.5,
+                runs=[ev.RunResult(run=0, metrics={"reward": float(task)}, experiences=1)],
+            ) for task in (0, 1)),
+            ev.TaskDropped(tasks=[1, 2], reason="the batch has enough", kept=kept),
+        ])
+        assert state is not None
+        assert state.ready_tasks() == [0, *kept]
+        metrics: dict[str, float] = batch_result(state, form=form)["metrics"]
+        return metrics
+
+    partly, whole = result("train", [1]), result("train", [])
+    assert (partly["rollout/reward/mean"], whole["rollout/reward/mean"]) == (0.5, 0.0)
+    assert partly["rollout/finished_task_count"] == whole["rollout/finished_task_count"] == 1.0
+    assert result("train", [1], form=2)["rollout/reward/mean"] == 0.0
+    partly, whole = result("eval", [1]), result("eval", [])
+    assert (partly["eval/x/missing_run_count"], whole["eval/x/missing_run_count"]) == (3.0, 4.0)
+    assert "eval/x/missing_run_count" not in result("eval", [], form=2)

@@ -65,6 +65,18 @@ def test_p5_a_single_turn_experience_has_an_action_mask_of_ones() -> None:
     assert (e.experience_type, e.action_mask.tolist()) == ("single_turn", [True, True])
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.int64, np.bool_])
+def test_p45_a_mask_of_whole_numbers_is_taken_whatever_their_type(kind: Any) -> None:
+    assert small(action_mask=np.ones(2, dtype=kind)).action_mask.tolist() == [True, True]
+    assert small(action_mask=np.array([0, 1], dtype=kind)).action_mask.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("value", [0.5, math.nan])
+def test_p45_a_mask_of_other_numbers_is_refused(value: float) -> None:
+    with pytest.raises(DataError, match="action_mask has dtype float64, expected bool"):
+        small(action_mask=[1.0, value])
+
+
 def test_p5_a_truncated_prompt_has_an_action_mask_of_zeros() -> None:
     e = small(truncate_status="prompt_truncated", logprobs=[0, 0])
     assert e.action_mask.tolist() == [False, False]

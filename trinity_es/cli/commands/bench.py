@@ -13,8 +13,9 @@ from trinity_es.cli.common import ConfigArgument, JsonOption, SetOption, note, p
 from trinity_es.cli.run_in_view import in_view, quiet
 from trinity_es.config.config import Config
 from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.projections.run import missing_runs
 from trinity_es.run import single_task
-from trinity_es.run.checkpoint_eval import BenchRow, read_results
+from trinity_es.run.checkpoint_eval import BenchRow, batch_id_of, read_results
 from trinity_es.run.explorer import Explorer
 from trinity_es.run.single_task import PlayedTask
 from trinity_es.text import error_line, plain
@@ -70,8 +71,8 @@ def _show(rows: list[BenchRow], names: list[str], where: str) -> None:
     for row in rows:
         rewards = (row.rewards.get(name) for name in names)
         cells = "".join(f"{'-' if reward is None else f'{reward:z.3f}':>{width + 2}}" for reward in rewards)
-        missing = [f"{count:.0f} runs of {name} missing" for name in names
-                   if (count := row.metrics.get(f"bench/{name}/missing_run_count"))]
+        missing = [f"{count} runs of {name} missing" for name in names
+                   if (count := missing_runs(batch_id_of(row.step, name), "eval", row.metrics))]
         said = ", ".join([*missing, *([row.problem] if row.problem else [])])
         print(f"{row.step or 'the model':<12}{cells}" + (f"  {said}" if said else ""))
     print(f"\nmean reward of each; every metric: --json\nlog  {where}")
