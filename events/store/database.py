@@ -417,7 +417,7 @@ class Database:
             fcntl.flock(self._lock_file, fcntl.LOCK_UN)
 
     def _open_lock_file(self) -> int:
-        name = f"{self.path}.lock"
+        name = f"{os.path.realpath(self.path or '')}.lock"  # one for all names that lead to the file
         try:
             return open_private(name)
         except OSError as e:

@@ -2,6 +2,8 @@
 
 A lease is not for a time: it is held until another takes it, and its epoch, compared in the transaction of each append,
 says who that is. So no clock, of a host or of the database, decides who may write.
+
+With its holder a lease says for which store it was taken. In a copy of that store nobody holds it.
 """
 
 from __future__ import annotations
@@ -17,18 +19,22 @@ from trinity_es.events.store import schema
 from trinity_es.events.store.database import Database
 from trinity_es.events.store.recorded import Lease
 from trinity_es.events.store.statements import lock_head
+from trinity_es.events.store.store_identity import StoreIdentity, identity_of
 
 __all__ = ["acquire", "check", "read", "release"]
 
 _L = schema.leases.c
+_STORE = "store"
+"""Key of an owner's row that holds the identity of the store."""
 
 
 def acquire(db: Database, name: str, owner: Mapping[str, Any]) -> Lease:
     """Take the lease, whoever holds it."""
-    owner_json = orjson.dumps(dict(owner), option=orjson.OPT_SORT_KEYS)
 
     def work(connection: Connection) -> Lease:
         lock_head(connection, db)
+        row_owner = {**owner, _STORE: identity_of(db, connection).to_dict()}
+        owner_json = orjson.dumps(row_owner, option=orjson.OPT_SORT_KEYS)
         row = connection.execute(select(schema.leases).where(_L.name == name)).one_or_none()
         if row is None:
             epoch = 1
@@ -42,9 +48,24 @@ def acquire(db: Database, name: str, owner: Mapping[str, Any]) -> Lease:
 
 
 def read(db: Database, name: str) -> Lease | None:
-    """Return the holder of the lease, with an empty `owner` where it was given back; None where it was never taken."""
-    row = db.read(lambda c: c.execute(select(schema.leases).where(_L.name == name)).one_or_none())
-    return Lease(name=row.name, epoch=row.epoch, owner=orjson.loads(row.owner)) if row else None
+    """Return the lease, or None if it was never taken.
+
+    Its `owner` is empty if the holder gave it back, and in a copy of the store that it was taken for.
+    """
+
+    def work(connection: Connection) -> Lease | None:
+        row = connection.execute(select(schema.leases).where(_L.name == name)).one_or_none()
+        if row is None:
+            return None
+        owner = orjson.loads(row.owner)
+        store = owner.pop(_STORE, None)  # an older release did not write it
+        if store is not None:
+            taken_for = StoreIdentity.from_dict(store)
+            if not taken_for.is_same(identity_of(db, connection)):
+                return Lease(name=row.name, epoch=row.epoch, owner={}, copied_from=taken_for.place)
+        return Lease(name=row.name, epoch=row.epoch, owner=owner)
+
+    return db.read(work)
 
 
 def release(db: Database, lease: Lease) -> None:

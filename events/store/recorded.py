@@ -91,6 +91,8 @@ class Lease:
     name: str
     epoch: int
     owner: dict[str, Any]
+    copied_from: str = ""
+    """Host and place of the store that the holder took the lease for, if this store is a copy of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
