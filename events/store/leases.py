@@ -33,16 +33,17 @@ def acquire(db: Database, name: str, owner: Mapping[str, Any]) -> Lease:
 
     def work(connection: Connection) -> Lease:
         lock_head(connection, db)
-        row_owner = {**owner, _STORE: identity_of(db, connection).to_dict()}
-        owner_json = orjson.dumps(row_owner, option=orjson.OPT_SORT_KEYS)
+        store = identity_of(db, connection)
+        owner_json = orjson.dumps({**owner, _STORE: store.to_dict()}, option=orjson.OPT_SORT_KEYS)
         row = connection.execute(select(schema.leases).where(_L.name == name)).one_or_none()
+        copied_from = ""
         if row is None:
             epoch = 1
             connection.execute(insert(schema.leases).values(name=name, epoch=epoch, owner=owner_json))
         else:
-            epoch = row.epoch + 1
+            epoch, copied_from = row.epoch + 1, _copied_from(orjson.loads(row.owner), store)
             connection.execute(update(schema.leases).where(_L.name == name).values(epoch=epoch, owner=owner_json))
-        return Lease(name=name, epoch=epoch, owner=dict(owner))
+        return Lease(name=name, epoch=epoch, owner=dict(owner), copied_from=copied_from)
 
     return db.write(work)
 
@@ -58,14 +59,19 @@ def read(db: Database, name: str) -> Lease | None:
         if row is None:
             return None
         owner = orjson.loads(row.owner)
-        store = owner.pop(_STORE, None)  # an older release did not write it
-        if store is not None:
-            taken_for = StoreIdentity.from_dict(store)
-            if not taken_for.is_same(identity_of(db, connection)):
-                return Lease(name=row.name, epoch=row.epoch, owner={}, copied_from=taken_for.place)
-        return Lease(name=row.name, epoch=row.epoch, owner=owner)
+        copied_from = _copied_from(owner, identity_of(db, connection)) if owner else ""
+        owner.pop(_STORE, None)
+        return Lease(name=row.name, epoch=row.epoch, owner={} if copied_from else owner, copied_from=copied_from)
 
     return db.read(work)
+
+
+def _copied_from(owner: Mapping[str, Any], here: StoreIdentity) -> str:
+    """Return the place of the store that a lease with this owner was taken for; empty if it is the one here."""
+    if _STORE not in owner:  # given back, or an older release's
+        return ""
+    taken_for = StoreIdentity.from_dict(owner[_STORE])
+    return "" if taken_for.is_same(here) else taken_for.place
 
 
 def release(db: Database, lease: Lease) -> None:

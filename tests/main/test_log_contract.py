@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -208,8 +209,9 @@ class TestLease:
             assert (found.epoch, found.owner) == (1, {})
             assert str(parse_url(store_url).database) in found.copied_from
             mine = copy.acquire_lease("coordinator", {"pid": 8, "host": "here"})
-            assert mine.epoch == 2
-            assert copy.read_lease("coordinator") == mine
+            assert (mine.epoch, mine.copied_from) == (2, found.copied_from)
+            assert copy.read_lease("coordinator") == replace(mine, copied_from="")
+            assert copy.acquire_lease("coordinator", {"pid": 9, "host": "here"}).copied_from == ""
         with EventLog.open(store_url) as origin:
             assert origin.read_lease("coordinator") == theirs
 
