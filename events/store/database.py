@@ -42,7 +42,7 @@ Tell = Callable[[Exception], None]
 
 CHECKPOINT_BYTES = 4 * 1024 * 1024
 """Maximum, about, of what a writer adds to SQLite's write-ahead log before it moves it into the database file."""
-MOST_WAL_BYTES = 4 * CHECKPOINT_BYTES
+MOST_WAL_BYTES = 2 * CHECKPOINT_BYTES
 """Size from which a write-ahead log is cut. It grows so long while a reader keeps it from being begun again."""
 CUT_SECONDS = 1.0
 """Interval between two tries to cut it, which fail while that reader is there."""
