@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from trinity_es.events.atomic_file import sync
+
 __all__ = ["create_private", "holder", "make_private_folder", "open_private", "take_lock", "tighten"]
 
 LOOK_SECONDS = 0.02
@@ -28,7 +30,7 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def make_private_folder(path: str | Path) -> None:
-    """Make this folder and those above it that are missing, mode 0700. Raises OSError.
+    """Make this folder and those above it that are missing, mode 0700, with their names on the disk. Raises OSError.
 
     One that is there stays as it is: it may be meant for others too.
     """
@@ -37,6 +39,8 @@ def make_private_folder(path: str | Path) -> None:
         if path.parent != path:
             make_private_folder(path.parent)
         path.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(PermissionError):  # a folder that may be written and not read
+            sync(path.parent)
 
 
 def tighten(*paths: str | Path) -> None:

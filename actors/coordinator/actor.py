@@ -217,6 +217,9 @@ class Coordinator(BaseActor):
             open_batches=list(self.live.batches),
         )
         self.live.record(ev.SystemConfigured(config=self.config.recorded), started)
+        if session.lease.copied_from:
+            self.log.warning("the log is a copy of %s: its open leases are left to that", session.lease.copied_from)
+            self.handlers.leases.leave()
         self.handlers.batches.recover({**self.alive, **far_lives(self.live.hosts, self.live.lives)})
         session.go_on()
         self.live.then(self.recovered)

@@ -157,7 +157,7 @@ class LogSession:
         """See that the log holds what guardian and host know of it. Raises LogRewound."""
         claims = list(self._known)
         if self._memory is not None:
-            claims += self._memory.claims(log.head().generation)
+            claims += log.remembered(self._memory)
         log.require(claims)
         log.memory = self._memory
 

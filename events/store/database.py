@@ -30,7 +30,9 @@ from trinity_es.events.store.disk import room
 from trinity_es.events.store.file_identity import BesideGone, Place
 from trinity_es.events.store.retry import TLS_TROUBLE, Trouble, classify
 
-__all__ = ["Database", "Durability", "Tell", "file_of", "file_url", "masked", "parse_url", "require_encoding"]
+__all__ = [
+    "Database", "Durability", "Tell", "file_of", "file_url", "masked", "parse_url", "place_of", "require_encoding",
+]
 
 Durability = Literal["process", "power"]
 
@@ -40,6 +42,10 @@ Tell = Callable[[Exception], None]
 
 CHECKPOINT_BYTES = 4 * 1024 * 1024
 """Maximum, about, of what a writer adds to SQLite's write-ahead log before it moves it into the database file."""
+MOST_WAL_BYTES = 2 * CHECKPOINT_BYTES
+"""Size from which a write-ahead log is cut. It grows so long while a reader keeps it from being begun again."""
+CUT_SECONDS = 1.0
+"""Interval between two tries to cut it, which fail while that reader is there."""
 
 _SECRET_KEYS = re.compile(r"(?i)(password|passwd|sslpassword|secret|token)=[^&\s'\"]+")
 
@@ -89,6 +95,16 @@ def file_of(url: str) -> Path | None:
     return Path(str(parsed.database)) if parsed.get_backend_name() == "sqlite" else None
 
 
+def place_of(url: URL | str) -> str:
+    """Return where a store is, in words that stay: the path of its file without links, or the address of its database
+    without the user.
+    """
+    url = parse_url(url) if isinstance(url, str) else url
+    if url.get_backend_name() == "sqlite":
+        return os.path.realpath(url.database or "")
+    return f"postgresql {url.host or ''}:{url.port or ''} {url.query.get('host', '')} {url.database}"
+
+
 def require_encoding(shown: str, connection: Any, *, refused: Sequence[str] = ()) -> None:
     """Require a PostgreSQL database in UTF-8, or at least in none of these encodings. Raises ConfigError."""
     encoding = connection.info.parameter_status("server_encoding")
@@ -119,7 +135,7 @@ class Database:
         if durability not in ("process", "power"):
             raise ConfigError(f"durability is {durability!r}: it must be 'process' or 'power'")
         parsed = parse_url(url)
-        self.shown = masked(parsed)
+        self.shown, self.place = masked(parsed), place_of(parsed)
         self.durability = durability
         self.read_only = read_only
         self.patience = patience
@@ -132,6 +148,7 @@ class Database:
         self._thread_lock = threading.RLock()
         self._lock_file = -1
         self._unflushed = 0  # bytes written since the last checkpoint, about
+        self._next_cut = 0.0  # of the write-ahead log, by the monotonic clock
         self.engine = self._sqlite_engine() if self.path else self._postgres_engine(parsed)
 
     # --- connecting -------------------------------------------------------------------------------------------------
@@ -145,7 +162,7 @@ class Database:
         @event.listens_for(engine, "connect")
         def _configure(connection: Any, _record: Any) -> None:
             cursor = connection.cursor()
-            cursor.execute("PRAGMA busy_timeout=5000")
+            cursor.execute(f"PRAGMA busy_timeout={_BUSY_MILLISECONDS}")
             if not self.read_only:
                 cursor.execute(f"PRAGMA synchronous={synchronous}")
             # SQLite before 3.51.3 can corrupt a database when two processes write and checkpoint at once (the
@@ -239,10 +256,11 @@ class Database:
                 except BesideGone as e:
                     self._save_beside(e)
                     result = self._write(work)
-                if self.path:
+                if self._place is not None:
                     self._unflushed += size
-                    if self._unflushed >= CHECKPOINT_BYTES:
-                        self._checkpoint()
+                    long = self._place.wal_bytes > MOST_WAL_BYTES and time.monotonic() >= self._next_cut
+                    if long or self._unflushed >= CHECKPOINT_BYTES:
+                        self._checkpoint(cut=long)
                 return result
 
         return self._patiently(attempt, self.patience if patience is None else patience, size, tell)
@@ -274,6 +292,11 @@ class Database:
             why = gone
             with self._thread_lock, self._file_lock():
                 self._patiently(lambda: self._save_beside(why), 0.0)
+
+    @property
+    def named(self) -> tuple[int, int] | None:
+        """Device and inode of the SQLite file that is open here; None on PostgreSQL."""
+        return self._place.named if self._place is not None else None
 
     def is_replaced(self) -> bool:
         """Return True if another SQLite file lies under the name of the one that was opened here."""
@@ -345,21 +368,31 @@ class Database:
                     )
                 # Writers that were killed before their turn to checkpoint leave it to the next.
                 with contextlib.suppress(OSError):
-                    if os.stat(f"{self.path}-wal").st_size > CHECKPOINT_BYTES:
-                        self._checkpoint()
+                    size = os.stat(f"{self.path}-wal").st_size
+                    if size > CHECKPOINT_BYTES:
+                        self._checkpoint(cut=size > MOST_WAL_BYTES)
 
         self._patiently(attempt, min(5.0, self.patience))
 
-    def _checkpoint(self) -> None:
-        """Move SQLite's write-ahead log into the database file. The write lock is held; never waits for readers."""
-        self._unflushed = 0
+    def _checkpoint(self, *, cut: bool) -> None:
+        """Move SQLite's write-ahead log into the database file, and with `cut` make its file empty if no reader needs
+        it. The write lock is held; never waits for readers.
+        """
+        self._unflushed, self._next_cut = 0, time.monotonic() + CUT_SECONDS
         # The append before it is committed already: what goes wrong here is no failure of that append, and a full
         # disk will be told to the next one.
         with (
             contextlib.suppress(DBAPIError),
             self.engine.connect().execution_options(es_begin="") as connection,
         ):
-            connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)")
+            if cut:
+                connection.exec_driver_sql("PRAGMA busy_timeout=0")
+                try:
+                    connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
+                finally:
+                    connection.exec_driver_sql(f"PRAGMA busy_timeout={_BUSY_MILLISECONDS}")
+            else:
+                connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)")
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -384,7 +417,7 @@ class Database:
             fcntl.flock(self._lock_file, fcntl.LOCK_UN)
 
     def _open_lock_file(self) -> int:
-        name = f"{self.path}.lock"
+        name = f"{os.path.realpath(self.path or '')}.lock"  # one for all names that lead to the file
         try:
             return open_private(name)
         except OSError as e:
@@ -486,6 +519,8 @@ class Database:
     def __repr__(self) -> str:
         return f"<Database {self.shown}>"
 
+
+_BUSY_MILLISECONDS = 5000
 
 _NO_ROOM = ("SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE", "SQLITE_IOERR_SHMOPEN", "SQLITE_IOERR_TRUNCATE")
 """Failures of a write, for which SQLite does not tell a full disk, a quota and a limit of file sizes apart."""

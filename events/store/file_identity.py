@@ -76,6 +76,16 @@ class Place:
         for name in self._beside:
             self._look_beside(name)
 
+    @property
+    def named(self) -> Named | None:
+        """Device and inode of the file; None before it was opened."""
+        return self._file
+
+    @property
+    def wal_bytes(self) -> int:
+        """Size of the write-ahead log, as it was when it was looked at last."""
+        return self._beside.get(f"{self._real}-wal", ((0, 0), 0))[1]
+
     def require(self) -> None:
         """See that what is committed now has a name. Raises LogReplaced, LogCorrupt, BesideGone.
 

@@ -2,6 +2,8 @@
 
 A lease is not for a time: it is held until another takes it, and its epoch, compared in the transaction of each append,
 says who that is. So no clock, of a host or of the database, decides who may write.
+
+With its holder a lease says for which store it was taken. In a copy of that store nobody holds it.
 """
 
 from __future__ import annotations
@@ -17,34 +19,59 @@ from trinity_es.events.store import schema
 from trinity_es.events.store.database import Database
 from trinity_es.events.store.recorded import Lease
 from trinity_es.events.store.statements import lock_head
+from trinity_es.events.store.store_identity import StoreIdentity, identity_of
 
 __all__ = ["acquire", "check", "read", "release"]
 
 _L = schema.leases.c
+_STORE = "store"
+"""Key of an owner's row that holds the identity of the store."""
 
 
 def acquire(db: Database, name: str, owner: Mapping[str, Any]) -> Lease:
     """Take the lease, whoever holds it."""
-    owner_json = orjson.dumps(dict(owner), option=orjson.OPT_SORT_KEYS)
 
     def work(connection: Connection) -> Lease:
         lock_head(connection, db)
+        store = identity_of(db, connection)
+        owner_json = orjson.dumps({**owner, _STORE: store.to_dict()}, option=orjson.OPT_SORT_KEYS)
         row = connection.execute(select(schema.leases).where(_L.name == name)).one_or_none()
+        copied_from = ""
         if row is None:
             epoch = 1
             connection.execute(insert(schema.leases).values(name=name, epoch=epoch, owner=owner_json))
         else:
-            epoch = row.epoch + 1
+            epoch, copied_from = row.epoch + 1, _copied_from(orjson.loads(row.owner), store)
             connection.execute(update(schema.leases).where(_L.name == name).values(epoch=epoch, owner=owner_json))
-        return Lease(name=name, epoch=epoch, owner=dict(owner))
+        return Lease(name=name, epoch=epoch, owner=dict(owner), copied_from=copied_from)
 
     return db.write(work)
 
 
 def read(db: Database, name: str) -> Lease | None:
-    """Return the holder of the lease, with an empty `owner` where it was given back; None where it was never taken."""
-    row = db.read(lambda c: c.execute(select(schema.leases).where(_L.name == name)).one_or_none())
-    return Lease(name=row.name, epoch=row.epoch, owner=orjson.loads(row.owner)) if row else None
+    """Return the lease, or None if it was never taken.
+
+    Its `owner` is empty if the holder gave it back, and in a copy of the store that it was taken for.
+    """
+
+    def work(connection: Connection) -> Lease | None:
+        row = connection.execute(select(schema.leases).where(_L.name == name)).one_or_none()
+        if row is None:
+            return None
+        owner = orjson.loads(row.owner)
+        copied_from = _copied_from(owner, identity_of(db, connection)) if owner else ""
+        owner.pop(_STORE, None)
+        return Lease(name=row.name, epoch=row.epoch, owner={} if copied_from else owner, copied_from=copied_from)
+
+    return db.read(work)
+
+
+def _copied_from(owner: Mapping[str, Any], here: StoreIdentity) -> str:
+    """Return the place of the store that a lease with this owner was taken for; empty if it is the one here."""
+    if _STORE not in owner:  # given back, or an older release's
+        return ""
+    taken_for = StoreIdentity.from_dict(owner[_STORE])
+    return "" if taken_for.is_same(here) else taken_for.place
 
 
 def release(db: Database, lease: Lease) -> None:

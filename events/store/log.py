@@ -55,6 +55,7 @@ from trinity_es.events.store.recorded import (
     from_row,
 )
 from trinity_es.events.store.statements import PAGE, LockedHead, lock_head
+from trinity_es.events.store.store_identity import identity_of
 from trinity_es.events.vocabulary import ClockStepped
 
 if TYPE_CHECKING:
@@ -275,13 +276,21 @@ class EventLog:
                 )
             actual[w.stream] = version + len(w.events)
 
+    def remembered(self, memory: Memory) -> list[Claim]:
+        """Return what a host remembers of this log; from now on the memory knows which store it is of."""
+        memory.key = self._db.read(lambda c: identity_of(self._db, c)).key
+        return memory.claims(self.head().generation)
+
     # --- leases -----------------------------------------------------------------------------------------------------
     def acquire_lease(self, name: str, owner: Mapping[str, Any]) -> Lease:
         """Take the lease, whoever holds it: from now on no earlier holder can append. `owner` is plain JSON."""
         return leases.acquire(self._db, name, owner)
 
     def read_lease(self, name: str) -> Lease | None:
-        """Return the holder of the lease; an empty `owner`: it was given back. None: it was never taken."""
+        """Return the lease, or None if it was never taken.
+
+        Its `owner` is empty if it was given back, and in a copy of the store that it was taken for.
+        """
         return leases.read(self._db, name)
 
     def release_lease(self, lease: Lease) -> None:

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
-from sqlalchemy import URL, Connection, Row, select
+from sqlalchemy import Connection, Row, select
 
 from trinity_es.events.errors import LogRewound
 from trinity_es.events.private_files import make_private_folder, open_private
 from trinity_es.events.store import schema
 from trinity_es.events.store import type_index as rare
-from trinity_es.events.store.database import parse_url
+from trinity_es.events.store.database import place_of
 from trinity_es.events.store.recorded import Head, from_row
 from trinity_es.events.store.statements import LockedHead
 from trinity_es.events.vocabulary import KnownEnd, RewindAccepted
@@ -199,6 +199,8 @@ class Memory:
         self._fd, self._inode = -1, 0
         self._number = 0
         self._lock = threading.Lock()
+        self.key: tuple[Any, ...] = ()
+        """Key of the store's identity, once its log was read (`EventLog.remembered`)."""
         self._others: list[Claim] = []
         """Marks besides that of its writer: what somebody else knew, and the log had not."""
         self.trouble = ""
@@ -207,15 +209,16 @@ class Memory:
     @classmethod
     def of(cls, url: str, folder: str | Path) -> Memory:
         """Return the memory of this store, with the file in this folder."""
-        parsed = parse_url(url)
-        digest = hashlib.sha256(_place(parsed).encode()).hexdigest()[:12]
-        return cls(Path(folder) / f"acknowledged-{digest}", _place(parsed))
+        place = place_of(url)
+        digest = hashlib.sha256(place.encode()).hexdigest()[:12]
+        return cls(Path(folder) / f"acknowledged-{digest}", place)
 
     def claims(self, generation: str = "") -> list[Claim]:
         """Return what is known here of this store; [] where nothing is.
 
         With `generation`, of a log of that generation that nothing is known of under its own address, also what is
-        known under another one: it was moved, or is reached another way. Else that other is a copy, a log of its own.
+        known under another one: it was moved, or is reached another way. Else that other is a copy, a log of its own:
+        its file is still there, or its database is another one by the memory's key.
         """
         own = _read(self.path)
         found = [] if own is None else list(own[1])
@@ -223,9 +226,16 @@ class Memory:
             return found
         for path in sorted(self.path.parent.glob("acknowledged-*")):
             other = None if path == self.path else _read(path)
-            if other is not None and not (other[2].startswith("/") and os.path.exists(other[2])):
+            if other is not None and not self._is_copy(other[2], other[3]):
                 found += [c for c in other[1] if c.mark.generation == generation and c not in found]
         return found
+
+    def _is_copy(self, place: str, key: Sequence[Any]) -> bool:
+        """Return True if the log at another place is there beside this one."""
+        if place.startswith("/"):
+            return os.path.exists(place)
+        # Without the port: a server that takes over from another one has the same data, and may have lost the end.
+        return any(a != b for a, b in zip(self.key[:2], key, strict=False) if None not in (a, b))
 
     def note(self, mark: Mark) -> None:
         """Keep this as the end of the log. Never raises: `trouble` says what hindered it."""
@@ -256,7 +266,7 @@ class Memory:
             if self._fd < 0 or not self._is_there():
                 self._open()
             self._number += 1
-            os.pwrite(self._fd, _encode(self._number, claims[:MOST], self._url), SLOT * (self._number % 2))
+            os.pwrite(self._fd, _encode(self._number, claims[:MOST], self._url, self.key), SLOT * (self._number % 2))
             self.trouble = ""
         except OSError as e:
             self.close()
@@ -280,22 +290,19 @@ class Memory:
         self._inode = os.fstat(self._fd).st_ino
 
 
-def _place(url: URL) -> str:
-    """Return where a log is, in words that stay: the path of a file, the address of a database without the user."""
-    if url.get_backend_name() == "sqlite":
-        return os.path.realpath(url.database or "")
-    return f"postgresql {url.host or ''}:{url.port or ''} {url.query.get('host', '')} {url.database}"
+_Slot = tuple[int, list[Claim], str, list[Any]]
 
 
-def _encode(number: int, claims: Sequence[Claim], place: str) -> bytes:
-    said = orjson.dumps({"number": number, "log": place[-512:], "known": [claim_to_dict(c) for c in claims]})
+def _encode(number: int, claims: Sequence[Claim], place: str, key: Sequence[Any]) -> bytes:
+    known = [claim_to_dict(c) for c in claims]
+    said = orjson.dumps({"number": number, "log": place[-512:], "key": list(key), "known": known})
     if len(said) > SLOT - 10:
-        return _encode(number, claims[:-1], place)
+        return _encode(number, claims[:-1], place, key)
     return (b"%08x %b" % (zlib.crc32(said), said)).ljust(SLOT - 1) + b"\n"
 
 
-def _read(path: Path) -> tuple[int, list[Claim], str] | None:
-    """Return the newer of the two slots that is whole: its number, the claims, the place of the log.
+def _read(path: Path) -> _Slot | None:
+    """Return the newer of the two slots that is whole: its number, the claims, the place of the log, its key.
 
     None: there is none.
     """
@@ -308,12 +315,12 @@ def _read(path: Path) -> tuple[int, list[Claim], str] | None:
     return max(found, key=lambda slot: slot[0], default=None)
 
 
-def _decode(slot: bytes) -> tuple[int, list[Claim], str] | None:
+def _decode(slot: bytes) -> _Slot | None:
     try:
         check, said = slot.split(b" ", 1)
         if int(check, 16) != zlib.crc32(said):
             return None
         data = orjson.loads(said)
-        return int(data["number"]), list(claims_of(data["known"])), str(data["log"])
+        return int(data["number"]), list(claims_of(data["known"])), str(data["log"]), list(data.get("key", ()))
     except (ValueError, KeyError, TypeError):
         return None

@@ -90,10 +90,16 @@ def open_payloads(
     """
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":
-        return _Files(Path(f"{Path(parsed.database or '').absolute()}.payloads"), create, durability)
+        return _Files(_beside(Path(parsed.database or "").absolute()), create, durability)
     rows = _Rows(Database(url, durability=durability, patience=patience), patience)
     rows.require(create)
     return rows
+
+
+def _beside(log: Path) -> Path:
+    """Return the folder of the payloads: beside the file itself, or, in older logs, beside a link to it."""
+    folder = Path(f"{log}.payloads")
+    return folder if folder.is_dir() else Path(f"{os.path.realpath(log)}.payloads")
 
 
 def patient(store: PayloadStore, seconds: float) -> PayloadStore:
@@ -137,6 +143,8 @@ class _Files:
 
     def __init__(self, root: Path, create: bool, durability: Durability) -> None:
         self._root, self._power = root, durability == "power"
+        self._durable: set[str] = set()
+        """Folders whose names in the store are on the disk."""
         if create:
             try:
                 make_private_folder(root)
@@ -153,10 +161,10 @@ class _Files:
         if self._holds(path, data):
             return digest
         try:
-            new = not path.parent.exists()
-            path.parent.mkdir(mode=0o700, exist_ok=True)  # not its parents: a deleted store is not begun again, empty
-            if new and self._power:
-                sync(self._root)
+            if not path.parent.exists():
+                path.parent.mkdir(mode=0o700, exist_ok=True)  # not its parents: a deleted store is not begun anew
+                self._durable.discard(path.parent.name)
+            self._keep(path.parent)
             with whole_file(path, durable=self._power, prefix=".put-") as file:
                 file.write(data)
         except OSError as e:
@@ -166,6 +174,12 @@ class _Files:
             ) from e
         return digest
 
+    def _keep(self, folder: Path) -> None:
+        """Bring the name of a folder to the disk, once: whoever made it may have been killed before."""
+        if self._power and folder.name not in self._durable:
+            sync(self._root)
+            self._durable.add(folder.name)
+
     def _holds(self, path: Path, data: bytes) -> bool:
         """Return True if these bytes lie there, and are as durable as this store makes them."""
         try:
@@ -174,6 +188,7 @@ class _Files:
             if self._power:  # who wrote it may have been killed before, or been content with less
                 sync(path)
                 sync(path.parent)
+                self._keep(path.parent)
         except OSError:  # it is not there, or can't be read: it is written anew
             return False
         return True

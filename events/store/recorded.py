@@ -91,6 +91,10 @@ class Lease:
     name: str
     epoch: int
     owner: dict[str, Any]
+    copied_from: str = ""
+    """Host and place of the store that its holder took it for, or of one just taken its last holder, if this store is a
+    copy of that.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

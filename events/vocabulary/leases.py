@@ -85,4 +85,6 @@ class LeaseReleased(Event):
     stream: ClassVar[str] = "leases"
     lease: str
     by: Literal["owner", "coordinator"]
-    """The run that took it, or the coordinator, which has it released for an owner that can't."""
+    """The run that took it, or the coordinator, which has it released for an owner that can't. In a copy of a store:
+    the owner, to whom it is left, since that run belongs to the original.
+    """

@@ -449,11 +449,13 @@ class Log:
 
     def processes(self) -> dict[str, Any]:
         """`up`: whether the system that wrote last has processes; None where that can't be seen: its lease names them,
-        and only their own host sees them. `released`: it was ended in order. `pid`, `host`: of its coordinator.
+        and only their own host sees them. `released`: it was ended in order. `copied_from`: host and
+        place of the store that this one is a copy of, whose system it was. `pid`, `host`: of its coordinator.
         """
         lease = self._events.read_lease("coordinator")
         if lease is None or not lease.owner:
-            return {"up": False, "released": lease is not None}
+            copied_from = lease.copied_from if lease is not None else ""
+            return {"up": False, "released": lease is not None and not copied_from, "copied_from": copied_from}
         owner, admin = lease.owner, lease.owner.get("admin", {})
         facts: dict[str, Any] = {"up": None, "pid": owner.get("pid"), "host": owner.get("host")}
         started = admin.get("started")

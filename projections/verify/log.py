@@ -185,9 +185,8 @@ def _remembered(log: EventLog, url: str, folder: str) -> list[Claim]:
         folders.append(str(Path(parse_url(url).database or "").absolute().parent / "logs"))
     claims: list[Claim] = []
     with suppress(*UNREADABLE, LogError):
-        generation = log.head().generation
         for place in dict.fromkeys(folders):
-            claims += Memory.of(url, place).claims(generation)
+            claims += log.remembered(Memory.of(url, place))
     return claims
 
 

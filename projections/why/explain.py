@@ -64,7 +64,8 @@ def why(
 
     `live`: what a running system answers to `status` (`system`, `runners`, `batches`); None: it was not asked, or gave
     no answer. `system`: `up` (whether its processes exist; None: not known), `pid` and `host` of its last coordinator,
-    `released` (it was ended in order), `kept` (pid of the keeper that starts it again), `ends` (why what is left of it
+    `released` (it was ended in order), `copied_from` (what this store is a copy of, if its last coordinator was
+    that one's), `kept` (pid of the keeper that starts it again), `ends` (why what is left of it
     ends by itself), `asked` (False: nobody asked it, so that it gave no answer means nothing).
     """
     course = situation.courses.get(batch_id)
@@ -196,6 +197,8 @@ def _machine(
         pid = f" (coordinator pid {facts['pid']} on {facts.get('host', 'this host')})" if facts.get("pid") else ""
         ended = "it has ended (guardian.log says why)"
         how = ended if facts.get("released") else f"its processes are gone{pid}"
+        if facts.get("copied_from"):
+            how = f"it is a copy of {facts['copied_from']}, and the system that it names is that one's"
         last = "" if situation.last_at is None else f"; the last event was at {moment(situation.last_at)}"
         text = f"no actor system runs on this store: {how}{last}"
         if facts.get("kept"):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from typing import Any
 
-from sqlalchemy import inspect, text
+from sqlalchemy import create_engine, inspect, text
 
 from trinity_es.events import vocabulary as ev
+from trinity_es.events.store.database import file_of, parse_url
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.vocabulary import BatchTrained, TaskDropped
 
-__all__ = ["answers", "dropped", "tables", "trained", "write", "write_steps"]
+__all__ = ["answers", "copied", "dropped", "renamed", "tables", "trained", "write", "write_steps"]
 
 
 def trained(*steps: int) -> list[BatchTrained]:
@@ -28,6 +31,35 @@ def answers(digest: str) -> list[ev.Event]:
         for i in range(3)
     ]
     return [ev.AnswersRecorded(answers=given), ev.AnswersRewarded(messages=["chatcmpl-1"], reward=0.5, task="t", run=2)]
+
+
+def copied(url: str, to: str) -> str:
+    """The URL of a copy of this log under another name, beside it. On PostgreSQL nobody may be connected."""
+    file = file_of(url)
+    if file is None:
+        return _database(url, to, f"CREATE DATABASE {to} TEMPLATE {parse_url(url).database}")
+    copy = file.with_name(to)
+    with closing(sqlite3.connect(file)) as source, closing(sqlite3.connect(copy)) as target:
+        source.backup(target)
+    return f"sqlite:///{copy}"
+
+
+def renamed(url: str, to: str) -> str:
+    """The URL of this log after it was given another name, in the place of what had that. Nobody may be connected."""
+    file = file_of(url)
+    if file is None:
+        _database(url, to, f"DROP DATABASE IF EXISTS {to}")
+        return _database(url, to, f"ALTER DATABASE {parse_url(url).database} RENAME TO {to}")
+    return f"sqlite:///{file.rename(file.with_name(to))}"
+
+
+def _database(url: str, name: str, statement: str) -> str:
+    parsed = parse_url(url)
+    engine = create_engine(parsed.set(database="postgres"), isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.exec_driver_sql(statement)
+    engine.dispose()
+    return parsed.set(database=name).render_as_string(hide_password=False)
 
 
 def write(log: EventLog, stream: str, expected: int, *, size: int = 1, commit: str = "") -> None:

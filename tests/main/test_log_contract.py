@@ -9,13 +9,15 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
-from tests.helpers.logs import dropped, trained
+from tests.helpers.logs import copied, dropped, renamed, trained
 from tests.helpers.logs import write_steps as write
 from tests.helpers.paths import ROOT
 from tests.helpers.projectors import Counts
@@ -29,6 +31,7 @@ from trinity_es.events.errors import (
     LogTooNew,
     LogUnavailable,
 )
+from trinity_es.events.store.database import parse_url
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.vocabulary import BatchTrained, RunnerRetired
 from trinity_es.testing import wait_until
@@ -197,6 +200,32 @@ class TestLease:
         released = log.read_lease("coordinator")
         assert (released.epoch, released.owner) == (1, {})
         assert log.acquire_lease("coordinator", {}).epoch == 2
+
+    def test_nobody_holds_it_in_a_copy_of_the_store(self, log: EventLog, store_url: str) -> None:
+        theirs = log.acquire_lease("coordinator", {"pid": 7, "host": "here"})
+        log.close()
+        with EventLog.open(copied(store_url, "copy_of_it")) as copy:
+            found = copy.read_lease("coordinator")
+            assert (found.epoch, found.owner) == (1, {})
+            assert str(parse_url(store_url).database) in found.copied_from
+            mine = copy.acquire_lease("coordinator", {"pid": 8, "host": "here"})
+            assert (mine.epoch, mine.copied_from) == (2, found.copied_from)
+            assert copy.read_lease("coordinator") == replace(mine, copied_from="")
+            assert copy.acquire_lease("coordinator", {"pid": 9, "host": "here"}).copied_from == ""
+        with EventLog.open(store_url) as origin:
+            assert origin.read_lease("coordinator") == theirs
+
+    def test_its_holder_has_it_in_a_store_that_was_moved_and_in_a_copy_that_was_put_in_its_place(
+        self, log: EventLog, store_url: str
+    ) -> None:
+        lease = log.acquire_lease("coordinator", {"pid": 7, "host": "here"})
+        log.close()
+        name = Path(str(parse_url(store_url).database)).name
+        copy = copied(store_url, "older_copy")
+        with EventLog.open(renamed(store_url, "moved_away")) as moved:
+            assert moved.read_lease("coordinator") == lease
+        with EventLog.open(renamed(copy, name)) as restored:
+            assert restored.read_lease("coordinator") == lease, "its processes are those that work there"
 
     def test_an_old_holder_can_not_release_the_lease_of_the_new_one(self, log: EventLog) -> None:
         old = log.acquire_lease("coordinator", {"pid": 1})

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from trinity_es.cli.which_config import settings_of_run
 from trinity_es.config.config import Config, load_config
 from trinity_es.events.errors import ConfigError, LogNotFound
 from trinity_es.events.store.database import file_of, file_url, masked, parse_url
+from trinity_es.events.store.log import EventLog, Write
+from trinity_es.events.vocabulary import SystemConfigured
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.why.answer import resume_command
 
@@ -37,6 +41,25 @@ def test_a_path_is_a_path_and_its_url_names_the_same(tmp_path: Path, name: str) 
     with pytest.raises(LogNotFound, match="no log at ") as refused:
         open_log(str(file))
     assert name in str(refused.value)
+
+
+def test_a_copied_log_does_not_name_the_folders_of_the_original_and_a_moved_one_does(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/c.yaml").write_text("explorer: {rollout_model: {engine_type: scripted}}")
+    config = load_config(tmp_path / "run/c.yaml")
+    with EventLog.open(config.store.url, create=True) as log:
+        configured = SystemConfigured(config=config.masked())
+        log.append([Write(stream="system", expected_version=0, events=[configured])], commit_id="c")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    file = Path("runs/trinity/run/log.sqlite")
+    for name in ("run", "link"):
+        assert settings_of_run(str(tmp_path / name / file), None).run_dir == config.run_dir
+    with pytest.raises(ConfigError, match=r"copy/.* is a copy of .*/run/runs/.* name the config file of the copy"):
+        settings_of_run(str(tmp_path / "copy" / file), None)
+    assert settings_of_run(str(tmp_path / "copy/c.yaml"), None).run_dir == str((tmp_path / "copy" / file).parent)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert settings_of_run(str(tmp_path / "moved" / file), None).run_dir == config.run_dir
 
 
 def test_options_of_a_file_are_refused() -> None:

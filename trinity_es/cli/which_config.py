@@ -6,6 +6,7 @@ import contextlib
 from pathlib import Path
 
 import typer
+from sqlalchemy import URL
 
 from trinity_es.cli.common import choose_log, read_config
 from trinity_es.config.config import Config
@@ -13,7 +14,7 @@ from trinity_es.config.interpolation import escaped
 from trinity_es.config.yaml_file import apply_overrides
 from trinity_es.events.errors import ConfigError, LogUnavailable
 from trinity_es.events.secrets import masked_keys
-from trinity_es.events.store.database import masked, parse_url
+from trinity_es.events.store.database import file_of, masked, parse_url
 from trinity_es.events.store.retry import within
 from trinity_es.projections.reading.log_reader import open_log
 
@@ -63,9 +64,11 @@ def settings_of_run(what: str | None, overrides: list[str] | None) -> Config:
     url = parse_url(choose_log(what))
     with open_log(url.render_as_string(hide_password=False)) as log:
         data = log.config(serve=False)[1]
+        copied_from = log.processes().get("copied_from", "")
     if not data:
         raise ConfigError(f"{masked(url)} holds no config yet: name the config file, as in "
                           "`trinity-es resume config.yaml`")
+    _require_own_folders(url, data["store"]["url"], copied_from)
     # The recorded one has no password in it; the one that opened the log has.
     data["store"]["url"] = url.render_as_string(hide_password=False)
     data = escaped(data)
@@ -74,6 +77,18 @@ def settings_of_run(what: str | None, overrides: list[str] | None) -> Config:
         raise ConfigError(f"the config in {masked(url)} has no secrets in it ({', '.join(hidden)}): name the config "
                           "file, as in `trinity-es resume config.yaml`, or give each with --set")
     return Config.from_dict(data, source="the config in the log")
+
+
+def _require_own_folders(url: URL, recorded: str, copied_from: str) -> None:
+    """Raise ConfigError for the log of a copied run: its config names the folders of the original."""
+    given, origin = file_of(url.render_as_string(hide_password=False)), file_of(recorded)
+    if given is not None:
+        copied_from = str(origin) if origin is not None and origin.exists() and not origin.samefile(given) else ""
+    if copied_from:
+        raise ConfigError(
+            f"{masked(url)} is a copy of {copied_from}, and the config in it names the folders of that run: "
+            "name the config file of the copy, as in `trinity-es resume config.yaml`"
+        )
 
 
 def _is_text(path: Path) -> bool:

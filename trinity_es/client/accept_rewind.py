@@ -38,7 +38,7 @@ def accept(config: Config, reason: str) -> dict[str, Any] | None:
     with EventLog.open(url, create=True, durability=config.store.durability, projectors=projectors()) as log:
         by = f"{getpass.getuser()} on {socket.gethostname()}"
         lease = log.acquire_lease("coordinator", {"pid": os.getpid(), "host": socket.gethostname()})
-        head, lost = log.lost(kept.claims(log.head().generation))
+        head, lost = log.lost(log.remembered(kept))
         if not lost:
             return None
         generation = uuid.uuid4().hex
@@ -57,6 +57,6 @@ def accept(config: Config, reason: str) -> dict[str, Any] | None:
 def _lost(config: Config, kept: Memory) -> list[Claim]:
     try:
         with EventLog.open(config.store.url, read_only=True) as log:
-            return log.lost(kept.claims(log.head().generation))[1]
+            return log.lost(log.remembered(kept))[1]
     except (LogNotFound, NotALog):
         return [c for c in kept.claims() if c.mark.position]

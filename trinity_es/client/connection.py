@@ -202,14 +202,14 @@ class _Session:
 
 
 class Connection:
-    """Requests to the system whose admin process is `admin`. Raises NotRunning when it is gone, WrongKey.
+    """Requests to the running system of a store, in each life of it. Raises NotRunning, WrongKey.
 
-    `find` gives the admin of the system that took its place, None while that is being started, and raises NotRunning
-    where nobody starts one.
+    `find` takes the admin of the system that was joined before and is gone, or None. It returns the admin of the
+    running system, or None while a keeper starts it, and raises NotRunning if nobody does.
     """
 
     def __init__(
-        self, admin: dict[str, Any], payloads: PayloadStore, find: Callable[[], dict[str, Any] | None]
+        self, payloads: PayloadStore, find: Callable[[dict[str, Any] | None], dict[str, Any] | None]
     ) -> None:
         self._payloads, self._find_admin = payloads, find
         self._lock = threading.Lock()
@@ -218,7 +218,7 @@ class Connection:
         self.known: Mark | None = None
         """The end of the log, as it was told last: a log that has it not is refused."""
         self.by = f"a client (pid {os.getpid()} on {socket.gethostname()})"
-        self._life = _Session(admin)
+        self._life = self._next_life(None)
 
     @property
     def admin(self) -> dict[str, Any]:
@@ -243,25 +243,29 @@ class Connection:
         except TimeoutError:
             raise TimeoutError("no answer in time: the actor system is being started again") from None
 
-    def _join(self, gone: _Session, joined: Future[None]) -> None:
+    def _next_life(self, gone: dict[str, Any] | None) -> _Session:
+        """Join the running system, or wait until its keeper has started it. `gone`: admin of the one before."""
         since = time.monotonic()
+        while True:
+            self._require_open()
+            found = self._find_admin(gone)
+            if found is not None and found != gone:
+                try:
+                    return _Session(found)
+                except NotRunning:
+                    stays = process_lives(found["pid"], found["started"])
+                    if gone is None and stays and time.monotonic() - since >= CONNECT_SECONDS:
+                        raise  # it is stopped or hangs; else it died too
+            if time.monotonic() - since > REJOIN_SECONDS:
+                raise NotRunning(
+                    f"the actor system has been gone for {REJOIN_SECONDS:.0f} s, and its keeper could not start it "
+                    "again: keeper.log in its log folder tells why"
+                )
+            time.sleep(0.1)
+
+    def _join(self, gone: _Session, joined: Future[None]) -> None:
         try:
-            while True:
-                self._require_open()
-                found = self._find_admin()
-                if found is not None and found != gone.admin:
-                    try:
-                        life = _Session(found)
-                    except NotRunning:  # it died too
-                        pass
-                    else:
-                        break
-                if time.monotonic() - since > REJOIN_SECONDS:
-                    raise NotRunning(
-                        f"the actor system has been gone for {REJOIN_SECONDS:.0f} s, and its keeper could not start it "
-                        "again: keeper.log in its log folder tells why"
-                    )
-                time.sleep(0.1)
+            life = self._next_life(gone.admin)
         except BaseException as e:
             joined.set_exception(e)
             return

@@ -67,7 +67,7 @@ class RolloutCoordinator:
 
     def _open(self) -> None:
         if self._client is None:
-            if running_system.find(self.config) is None:
+            if not keeper_lock.is_up(self.config):
                 with contextlib.suppress(AlreadyRunning):  # somebody else was faster
                     lifecycle.start(self.config)
                     self._started = True

@@ -12,7 +12,7 @@ from trinity_es.client.rollout_client import RolloutClient, connect
 from trinity_es.client.teardown import end_system
 from trinity_es.config.config import Config
 from trinity_es.events.errors import AlreadyRunning
-from trinity_es.system import lifecycle
+from trinity_es.system import keeper_lock, lifecycle
 
 __all__ = ["running"]
 
@@ -30,11 +30,13 @@ def running(config: Config, *, timeout: float | None = None) -> Iterator[Rollout
     began, where = time.monotonic(), config.masked()["store"]["url"]
     logs = config.system.log_dir
     tell(_log, f"starting the actor system of {where}; engines may take minutes to load (text logs in {logs})")
-    try:
-        lifecycle.start(config)
-        joined = False
-    except AlreadyRunning:
-        joined = True
+    joined = keeper_lock.is_up(config)
+    if not joined:
+        try:
+            lifecycle.start(config)
+        except AlreadyRunning:  # somebody else was faster
+            joined = True
+    if joined:
         tell(_log, f"the actor system of {where} runs already: it is joined, and goes on after this")
     try:
         with connect(config) as client:

@@ -34,22 +34,24 @@ class SystemClient:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        admin = running_system.require(config)
         self._payloads = later(lambda: open_payloads(config.store.url, durability=config.store.durability))
-        self._link = Connection(admin, self._payloads, self._successor)
+        self._link = Connection(self._payloads, self._running)
         self._log: Log | None = None
 
-    def _successor(self) -> dict[str, Any] | None:
-        """Return the system that took the place of one that is gone; None while the keeper starts it.
+    def _running(self, gone: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return the admin of the running system; None while the keeper starts it.
 
-        Raises NotRunning, and LogRewound where none can take it.
+        `gone`: admin of the system that was joined before. Raises NotRunning if nobody starts one, and LogRewound if
+        the log lacks what this client, or this host, knows of it.
         """
-        kept = keeper_lock.running(self.config) is not None
         admin = running_system.find(self.config)
         if admin is None:
-            self._require_log()
-        if admin is None and not kept:
-            raise system_gone(self._link.admin)
+            if gone is None:
+                remembered_log_end.require(self.config)
+            else:
+                self._require_log()
+            if keeper_lock.stopped(self.config)["kept"] is None:
+                raise running_system.none_runs(self.config) if gone is None else system_gone(gone)
         return admin
 
     def _require_log(self) -> None:

@@ -27,7 +27,7 @@ from trinity_es.actors.hosts.head_dialer import HeadDialer
 from trinity_es.actors.messages import HostLeaves
 from trinity_es.actors.settings import HostSettings, TlsSettings
 from trinity_es.actors.system_key import KEY_VARIABLE, HostKeys
-from trinity_es.client.connection import Connection
+from trinity_es.client.connection import Connection, system_gone
 from trinity_es.config.config import Config
 from trinity_es.config.interpolation import escaped
 from trinity_es.config.yaml_file import apply_overrides
@@ -270,8 +270,13 @@ class HostRun:
         self._tell(f"the actor system of host {self._name} is up (pid {admin['pid']}), its engines are loading; "
                    f"host.log in {config.system.log_dir} tells when the head takes it in, or why not")
         try:
+            def lives(_: dict[str, Any] | None) -> dict[str, Any]:
+                if not process_lives(admin["pid"], admin["started"]):
+                    raise system_gone(admin)
+                return admin
+
             payloads = open_payloads(self._url)
-            link = Connection(admin, payloads, lambda: None)
+            link = Connection(payloads, lives)
             try:
                 with os.fdopen(os.pidfd_open(admin["pid"])) as handle:
                     while not select.select([handle], [], [], LOOK_SECONDS)[0]:

@@ -12,7 +12,7 @@ from trinity_es.config.config import Config
 from trinity_es.events.processes import process_lives
 from trinity_es.system import running_system
 
-__all__ = ["LOCK_SECONDS", "ended", "running", "stop", "stopped"]
+__all__ = ["LOCK_SECONDS", "ended", "is_up", "running", "stop", "stopped"]
 
 
 LOCK_SECONDS = 0.3
@@ -39,6 +39,11 @@ def _noted(config: Config) -> tuple[int | None, bool]:
         return int(pid), process_lives(int(pid), started)
     except (OSError, ValueError):
         return None, False
+
+
+def is_up(config: Config) -> bool:
+    """Return True if a system runs on the store, or its keeper starts it again just now: there is one to connect to."""
+    return running_system.find(config) is not None or stopped(config)["kept"] is not None
 
 
 def stopped(config: Config) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def require(config: Config, known: Sequence[Claim] = ()) -> None:
     kept = memory(config)
     try:
         with EventLog.open(config.store.url, read_only=True) as log:
-            log.require([*kept.claims(log.head().generation), *known])
+            log.require([*log.remembered(kept), *known])
     except (LogNotFound, NotALog):
         claims = [c for c in (*kept.claims(), *known) if c.mark.position]
         if claims:

@@ -27,7 +27,6 @@ from trinity_es.events.store.database import parse_url
 from trinity_es.events.store.leader_lock import is_led
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.retry import within
-from trinity_es.system import remembered_log_end
 
 __all__ = [
     "came_true", "end", "find", "find_head", "joined_file", "last_started", "led_elsewhere",
@@ -52,9 +51,11 @@ def output_file(config: Config) -> Path:
 
 
 def _digest(url: str) -> str:
-    """Return what names a store in the names of files."""
+    """Return what names a store in the names of files, however its path or its server's socket is reached."""
     parsed = parse_url(url)
-    return hashlib.sha256(f"{parsed.host}:{parsed.port}/{parsed.database}".encode()).hexdigest()[:12]
+    sqlite = parsed.get_backend_name() == "sqlite"
+    database = os.path.realpath(parsed.database or "") if sqlite else f"{parsed.database}{parsed.query.get('host', '')}"
+    return hashlib.sha256(f"{parsed.host}:{parsed.port}/{database}".encode()).hexdigest()[:12]
 
 
 def lock_file(config: Config, role: str) -> Path:
@@ -165,19 +166,15 @@ def led_elsewhere(config: Config) -> str:
     return f"pid {owner.get('pid')} on {owner.get('host')}" if owner.get("hosts") and is_led(config.store.url) else ""
 
 
-def require(config: Config) -> dict[str, Any]:
-    """`find`, or NotRunning with the way out. Raises LogRewound where nothing can be started on this log."""
-    admin = find(config)
-    if admin is None:
-        remembered_log_end.require(config)
-        where, leader = config.masked()["store"]["url"], ""
-        with contextlib.suppress(LogUnavailable):  # what is known is that nothing runs here
-            leader = within(_FIND_SECONDS, lambda: led_elsewhere(config))
-        if leader:
-            raise NotRunning(f"the run of {where} is led by {leader}, and this machine takes no part in it: ask there, "
-                             "or on a host that does (`trinity-es join`)")
-        raise NotRunning(f"no actor system runs on {where}: start one with `trinity-es up`")
-    return admin
+def none_runs(config: Config) -> NotRunning:
+    """Return the error for a store of which no system runs on this machine, with the way out."""
+    where, leader = config.masked()["store"]["url"], ""
+    with contextlib.suppress(LogUnavailable):  # what is known is that nothing runs here
+        leader = within(_FIND_SECONDS, lambda: led_elsewhere(config))
+    if leader:
+        return NotRunning(f"the run of {where} is led by {leader}, and this machine takes no part in it: ask there, "
+                          "or on a host that does (`trinity-es join`)")
+    return NotRunning(f"no actor system runs on {where}: start one with `trinity-es up`")
 
 
 def processes(admin: dict[str, Any]) -> list[psutil.Process]:

@@ -17,7 +17,7 @@ from trinity_es.projections.batch import BatchState
 from trinity_es.projections.leases import OpenLease
 from trinity_es.projections.runner import RunnerLife, RunnerState
 
-__all__ = ["GRACE_SECONDS", "SPLIT", "changed", "due", "orphans", "over", "released"]
+__all__ = ["GRACE_SECONDS", "SPLIT", "changed", "due", "left", "orphans", "over", "released"]
 
 GRACE_SECONDS = 30.0
 """How long runners have, once they know the coordinator, to tell of renewals that nobody took, before expiries count.
@@ -109,6 +109,11 @@ def due(
             groups.setdefault(provider, []).append(lease)
             room[provider] = fits
     return groups
+
+
+def left(leases: Iterable[OpenLease]) -> list[ev.Event]:
+    """Leave these leases to their owners: runs of the store that this one is a copy of, which may still play."""
+    return [ev.LeaseReleased(lease=lease.taken.lease, by="owner") for lease in leases]
 
 
 def released(lease: OpenLease | None, given: OpenLease, begun: float, error: str, tries: int) -> list[ev.Event]:

@@ -62,6 +62,10 @@ class LeaseFleet:
         """Count no expiries until runners are told again: what they told meanwhile is lost."""
         self._known_since = math.inf
 
+    def leave(self) -> None:
+        """Release none of those that are open: they belong to another store, which this one is a copy of."""
+        self._live.record(*decisions.left(list(self._live.leases.values())))
+
     # --- what runs tell ---------------------------------------------------------------------------------------------
     def on_report(self, message: LeaseReport, address: Any) -> None:
         """Record a group of changes; answered when it is durable."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -182,6 +183,20 @@ class TestMemory:
         (tmp_path / "a.sqlite").rename(tmp_path / "b.sqlite")
         assert [c.mark.position for c in moved.claims("g")] == [5]
         assert moved.claims("another") == []
+
+    @pytest.mark.parametrize(("key", "is_copy"), [
+        (("7", 2, 5432, None), True), (("8", 1, 5432, None), True), (("7", 1, 5433, "/data"), False),
+        ((None, 1, 5432, None), False), ((None, 2, 5432, None), True), ((), False),
+    ])
+    def test_a_copy_of_a_database_is_a_log_of_its_own_and_another_address_of_the_same_is_not(
+        self, tmp_path: Path, key: tuple[Any, ...], is_copy: bool
+    ) -> None:
+        origin = Memory.of("postgresql://one/db", tmp_path)
+        origin.key = ("7", 1, 5432, None)
+        origin.note(Mark("g", 5, b"x"))
+        other = Memory.of("postgresql://one/copy", tmp_path)
+        other.key = key
+        assert [c.mark.position for c in other.claims("g")] == ([] if is_copy else [5])
 
     def test_logs_of_two_servers_and_of_two_databases_have_one_each(self, tmp_path: Path) -> None:
         urls = ["postgresql://u:secret@one/db", "postgresql://two/db", "postgresql://one/other",

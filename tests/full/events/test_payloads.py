@@ -185,6 +185,25 @@ def test_a_folder_that_can_not_be_made_is_told(tmp_path: Path) -> None:
         open_payloads(str(tmp_path / "file" / "log.db"))
 
 
+def test_a_put_into_a_folder_that_a_killed_put_left_brings_its_name_to_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "log.db.payloads"
+    (root / digest_of(b"one")[:2]).mkdir(parents=True)  # and was killed
+    store = open_payloads(str(tmp_path / "log.db"))
+    synced: list[Path] = []
+    monkeypatch.setattr("trinity_es.events.store.payloads.sync", synced.append)
+    digest = store.put(b"one")
+    assert root in synced
+    again = open_payloads(str(tmp_path / "log.db"))
+    synced.clear()
+    again.put(b"one")
+    assert {root, root / digest[:2], root / digest[:2] / digest} <= set(synced), "the bytes lay there already"
+    synced.clear()
+    again.put(b"one")
+    assert root not in synced, "once is enough"
+
+
 def test_a_put_that_dies_before_its_last_step_leaves_nothing_under_the_digest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

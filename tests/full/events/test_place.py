@@ -13,9 +13,12 @@ import pytest
 
 from tests.helpers.logs import write
 from tests.helpers.paths import ROOT
+from trinity_es.config.config import Config
 from trinity_es.events.errors import LogCorrupt, LogReplaced, LogUnavailable
+from trinity_es.events.store.database import file_url
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads import open_payloads
+from trinity_es.system import running_system
 from trinity_es.testing import wait_until
 
 
@@ -105,6 +108,26 @@ def test_a_link_that_is_switched_to_another_log_is_noticed(tmp_path: Path) -> No
             write(log, "a", 2)
     with EventLog.open(str(tmp_path / "two/log.db")) as other:
         assert other.head().position == 1
+
+
+def test_a_link_to_a_log_has_the_locks_and_the_payloads_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    file, link = tmp_path / "disk/log.db", tmp_path / "log.db"
+    link.symlink_to(file)
+    names = [str(link), str(file)]
+    system = {"log_dir": str(tmp_path)}
+    configs = [Config.from_dict({"store": {"url": file_url(name)}, "system": system}) for name in names]
+    assert len({running_system.lock_file(config, "keeper") for config in configs}) == 1
+    with EventLog.open(names[0], create=True) as log:
+        write(log, "a", 0)
+    assert {path.name for path in tmp_path.iterdir()} == {"disk", "log.db"}
+    [digest] = {open_payloads(name).put(b"one") for name in names}
+    assert [open_payloads(name, create=False).get(digest) for name in names] == [b"one"] * 2
+
+
+def test_two_servers_behind_sockets_have_one_system_each(tmp_path: Path) -> None:
+    urls = [f"postgresql:///run?host={tmp_path / name}" for name in ("one", "two")]
+    assert len({running_system.output_file(Config.from_dict({"store": {"url": url}})) for url in urls}) == 2
 
 
 def test_a_file_that_is_moved_in_the_middle_of_a_commit_is_not_acknowledged(

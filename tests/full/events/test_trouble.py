@@ -273,6 +273,27 @@ class TestReadersOfSqlite:
             assert (tmp_path / "log.db-wal").stat().st_size < 1_500_000
             assert (tmp_path / "log.db").stat().st_size > 1_000_000
 
+    def test_the_write_ahead_log_is_small_again_after_a_reader_from_outside_has_left(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("trinity_es.events.store.database.CHECKPOINT_BYTES", 200_000)
+        monkeypatch.setattr("trinity_es.events.store.database.MOST_WAL_BYTES", 800_000, raising=False)
+        monkeypatch.setattr("trinity_es.events.store.database.CUT_SECONDS", 0.0, raising=False)
+        path, wal = tmp_path / "log.db", tmp_path / "log.db-wal"
+        with EventLog.open(str(path), create=True, durability="process") as log:
+            write(log, "a", 0)
+            reader = sqlite3.connect(path, isolation_level=None)
+            reader.execute("BEGIN")
+            assert reader.execute("SELECT count(*) FROM es_event").fetchone() == (1,)
+            for i in range(1, 300):
+                write(log, "a", i, size=4000)
+            assert wal.stat().st_size > 2_000_000, "it is needed by the reader"
+            reader.close()
+            write(log, "a", 300)
+            assert wal.stat().st_size < 800_000
+            write(log, "a", 301)
+            assert log.verify() == []
+
 
 def die_after_commit(log: EventLog, times: int) -> None:
     """The next commits are done, and then the answer is lost. Only the driver is lied to."""

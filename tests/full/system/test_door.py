@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import re
+import shutil
 import socket
 import time
 from collections.abc import Callable
@@ -16,13 +17,14 @@ import psutil
 import pytest
 
 import trinity_es
-from tests.helpers.systems import StartSystem, end, pid_of, scripted
+from tests.helpers.systems import StartSystem, end, pid_of, scripted, sleepers
 from trinity_es.actors import system_key
 from trinity_es.actors.commands import GetStatus
 from trinity_es.actors.frames import frame
 from trinity_es.actors.system_key import KEY_VARIABLE
+from trinity_es.client import health, teardown
 from trinity_es.client.rollout_client import RolloutClient
-from trinity_es.events.errors import StartupError, VersionMismatch, WrongKey
+from trinity_es.events.errors import NotRunning, StartupError, VersionMismatch, WrongKey
 from trinity_es.system import keeper_lock, lifecycle, running_system
 from trinity_es.testing import SleepWorkflow, wait_until
 
@@ -371,3 +373,25 @@ def test_no_process_holds_a_connection_of_another(start_system: StartSystem, tmp
     assert len(owners()) > 10
     shared_ones = {what: who for what, who in owners().items() if len(who) > 1}
     assert shared_ones == {}
+
+
+def test_what_is_said_to_a_copy_of_a_run_that_is_up_does_not_reach_the_run(
+    shared: RolloutClient, new_id: NewId, tmp_path: Path
+) -> None:
+    """The copy has the key and the log, and so every word that leads to the run's processes."""
+    before, batch = running_system.find(shared.config), new_id()
+    shutil.copytree(shared.config.code_path, tmp_path / "copy")
+    copy = scripted(tmp_path / "copy")
+    assert health.look(copy)["up"] is False
+    with pytest.raises(NotRunning, match=r"no actor system runs on .*: start one with `trinity-es up`"):
+        trinity_es.connect(copy)
+    assert teardown.end_system(copy) == teardown.Teardown(killed=0, left=[])
+    lifecycle.start(copy)
+    with trinity_es.connect(copy) as client:
+        client.wait_ready(60)
+        client.submit_batch(batch_id=batch, tasks=sleepers(1), batch_type="train")
+        assert client.finalize_train_batch(batch, timeout=60)["finished_task_count"] == 1
+        end(client)
+    assert running_system.find(shared.config) == before
+    shared.submit_batch(batch_id=batch, tasks=sleepers(2), batch_type="train")
+    assert shared.finalize_train_batch(batch, timeout=60)["finished_task_count"] == 2

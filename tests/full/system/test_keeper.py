@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import trinity_es
 from tests.helpers.systems import (
     StartSystem,
     everything,
@@ -44,9 +45,11 @@ def test_threads_that_call_while_everything_dies_get_their_answers(
     for thread in threads:
         thread.start()
     try:
-        for _ in range(2):
+        for arrive in (trinity_es.connect, trinity_es.running):
             before = client._link.admin
             kill_all(everything(client))
+            with arrive(client.config) as newcomer:  # which starts no system of its own
+                assert newcomer.finalize_train_batch(1) == result
             wait_until(lambda gone=before: client._link.admin != gone or errors, "the next life", timeout=60)
             known = Counter(answered)
             wait_until(lambda all_of=known: errors or all(answered[n] > all_of[n] for n in range(8)), "every thread")

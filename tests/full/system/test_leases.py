@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import signal
 import time
 from collections import Counter
@@ -20,7 +21,7 @@ import pytest
 import trinity_es
 from tests.helpers.handmade import cli
 from tests.helpers.sandboxes import AsyncUses, Service, Uses
-from tests.helpers.systems import StartSystem, events, kill_all, kill_system, pid_of, scripted
+from tests.helpers.systems import StartSystem, end, events, kill_all, kill_system, pid_of, scripted
 from trinity_es import Task, Workflow, connect
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.client.teardown import end_system
@@ -173,6 +174,25 @@ def test_when_everything_died_what_it_held_is_released_by_the_next_system(
     wait_until(lambda: not held & {box["handle"] for box in service.alive()}, "the sandboxes of the dead to end", 30)
     again.abort_batch(1, reason="enough")
     all_released(again, service)
+
+
+def test_a_copy_of_a_run_that_is_up_releases_nothing_that_the_run_holds(
+    system: RolloutClient, new_id: NewId, service: Service, tmp_path: Path
+) -> None:
+    batch = new_id()
+    system.submit_batch(batch_id=batch, tasks=[uses(service, 600.0)], batch_type="train")
+    held = [box["handle"] for box in holds(service)]
+    shutil.copytree(system.config.code_path, tmp_path / "copy")
+    copy = scripted(tmp_path / "copy")
+    lifecycle.start(copy)
+    with connect(copy) as client:
+        wait_until(lambda: len(service.alive()) == 2, "the copy's own attempt to have a sandbox", 60)
+        client.abort_batch(batch, reason="enough")
+        wait_until(lambda: client.log.leases() == [], "every lease of the copy to be released, by its log")
+        assert [box["handle"] for box in service.alive()] == held
+        end(client)
+    system.abort_batch(batch, reason="enough")
+    all_released(system, service)
 
 
 def test_a_system_that_is_stopped_in_order_releases_what_its_runs_hold(

@@ -294,10 +294,12 @@ def test_an_unknown_batch_is_an_error(story: Story) -> None:
     ({"up": False, "pid": 4711, "host": "node-3"}, ["no_system", "interrupted"],
      r"its processes are gone \(coordinator pid 4711 on node-3\)", True),
     ({"up": False, "released": True}, ["no_system", "interrupted"], r"it has ended \(guardian.log says why\)", True),
+    ({"up": False, "released": False, "copied_from": "node-3 /runs/log.sqlite"}, ["no_system", "interrupted"],
+     "it is a copy of node-3 /runs/log.sqlite, and the system that it names is that one's", True),
     ({"up": True, "ends": "process 5, which had started it, has ended"}, ["ending", "interrupted"],
      "^the actor system ends: process 5, which had started it, has ended$", True),
     ({"up": False, "pid": 1, "kept": 42}, ["restarting", "interrupted"], r"keeper \(pid 42\)", False),
-], ids=["it died", "it was ended in order", "it ends with its owner", "its keeper starts it again"])
+], ids=["it died", "it was ended in order", "it is a copy", "it ends with its owner", "its keeper starts it again"])
 def test_a_system_that_does_not_run_is_said_first_with_the_way_out_where_a_person_is_needed(
     one_left: Story, system: dict[str, Any], causes: list[str], words: str, stalled: bool
 ) -> None:

@@ -1,0 +1,62 @@
+"""What tells a store from its copies.
+
+A log names the processes that work on it, and whoever copies the log copies those names too. So the names count only in
+the store that they were written for. A store is known by its file or database, wherever that was moved, and by its
+place, since a backup that is restored there takes over the processes that work there.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from sqlalchemy import Connection, text
+
+from trinity_es.events.store.database import Database
+
+__all__ = ["StoreIdentity", "identity_of"]
+
+
+_DATABASE = text(
+    "SELECT oid::bigint, current_setting('port')::int,"
+    " CASE WHEN pg_has_role('pg_read_all_settings', 'usage') THEN current_setting('data_directory') END"
+    " FROM pg_database WHERE datname = current_database()"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreIdentity:
+    """Identity of a store, as one process sees it."""
+
+    place: str
+    """Host, and path of the file or address of the database."""
+    key: tuple[Any, ...]
+    """SQLite: device and inode of the file. PostgreSQL: identifier of the server's data, oid of the database, port and
+    folder of the server. None: this user may not know."""
+
+    def is_same(self, other: StoreIdentity) -> bool:
+        """Return True if both are the same file or database, or one lies where the other did."""
+        return self.place == other.place or all(
+            a == b for a, b in zip(self.key, other.key, strict=False) if None not in (a, b)
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain JSON."""
+        return {"place": self.place, "key": list(self.key)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        return cls(place=data["place"], key=tuple(data["key"]))
+
+
+def identity_of(db: Database, connection: Connection) -> StoreIdentity:
+    """Return the identity of the store that this connection leads to."""
+    place = f"{socket.gethostname()} {db.place}"
+    if db.named is not None:
+        return StoreIdentity(place, db.named)
+    system = None
+    if connection.execute(text("SELECT has_function_privilege('pg_control_system()', 'EXECUTE')")).scalar():
+        system = connection.execute(text("SELECT system_identifier::text FROM pg_control_system()")).scalar()
+    return StoreIdentity(place, (system, *connection.execute(_DATABASE).one()))
