@@ -7,8 +7,8 @@ import secrets
 from collections.abc import Callable, Sequence
 from urllib.parse import quote
 
+from trinity_es.actors.addresses import is_loopback
 from trinity_es.actors.serving.http_server import MOST_CONNECTIONS, limited_http, listen, tls_options, url_of
-from trinity_es.addresses import is_loopback
 from trinity_es.events.errors import ConfigError, StartupError
 
 __all__ = ["Dashboard", "token_for"]
