@@ -26,7 +26,7 @@ from sqlalchemy.pool import NullPool, QueuePool
 from trinity_es.events.atomic_file import sync
 from trinity_es.events.errors import ConfigError, LogCorrupt, LogError, LogNotFound, LogUnavailable, NotALog
 from trinity_es.events.private_files import create_private, holder, open_private, tighten
-from trinity_es.events.store.disk import room
+from trinity_es.events.store.disk import NO_FILE, is_out_of_files, room
 from trinity_es.events.store.file_identity import BesideGone, Place
 from trinity_es.events.store.retry import NO_ROOM, POOLED, REFUSED, TLS_TROUBLE, Trouble, classify
 
@@ -516,6 +516,8 @@ class Database:
             return ": the user of store.url lacks this right; let the database's owner GRANT it"
         if name == "53100":
             return ": free space on its server's disk, and it goes on by itself"
+        if self.path and is_out_of_files():
+            return f": {NO_FILE}"
         if self.path and (name == "SQLITE_FULL" or name.startswith(_NO_ROOM)):
             return f": {room(self.path.parent, size)}"
         if self.path and name.startswith("SQLITE_IOERR"):
