@@ -16,7 +16,6 @@ if __name__ == "__main__":
 import ctypes
 import json
 import os
-import resource
 import socket
 import sys
 import threading
@@ -26,17 +25,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from trinity_es.actors.addresses import past_proxies
 from trinity_es.actors.guardian.actor import NAME, Guardian, import_ahead
 from trinity_es.actors.messages import Configure, Where, WhereReply
 from trinity_es.actors.settings import settings_from
 from trinity_es.actors.system_key import read_key
 from trinity_es.actors.transport import AuthenticatedSystemBase
+from trinity_es.events.processes import open_files
 from trinity_es.events.store.log_end import claims_of
 
 __all__ = ["main"]
 
-OPEN_FILES = 65536
-"""Number of files that each process of the system may open, where this user may open so many."""
 ARENAS_OPTION, ARENAS = -8, 2
 """M_ARENA_MAX of malloc.h, and of how many heaps a process's threads take: each keeps what was freed in it."""
 SILENT_SECONDS = 20.0
@@ -53,10 +52,11 @@ def main(setup_path: str) -> int:
     # Thespian gives its admin 5 s, which it does not always make on a busy machine.
     multiprocCommon.MAX_ADMIN_STARTUP_DELAY = timedelta(seconds=60)
     _end_with_guardian(multiprocCommon.MultiProcAdmin)
-    _raise_open_files()
+    open_files()
     setup = json.loads(Path(setup_path).read_text())
     # What the system writes is this user's alone. Runners, in which the user's own code runs, give it back.
     config = replace(settings_from(setup["config"]), umask=os.umask(0o077))
+    os.environ.update(past_proxies(os.environ, config.system.address))  # workflows and their programs, too
     log_defs = {"version": 1, "disable_existing_loggers": False, "root": {"level": 40, "handlers": []}}
     multiprocCommon.MultiProcAdmin.logDefs = log_defs  # Thespian forgets it, and its admin dies when its logger did
     key = read_key()
@@ -109,14 +109,6 @@ def _save_memory() -> None:
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; what engines start has its own again
     if set_option is not None:
         set_option(ARENAS_OPTION, ARENAS)
-
-
-def _raise_open_files() -> None:
-    """Let the system's processes open as many files as they may: each client and each actor takes some."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _end_with(address: str, port: int) -> None:

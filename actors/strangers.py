@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import resource
+from trinity_es.events.processes import open_files
 
 __all__ = ["MAX_STRANGERS", "most_strangers"]
 
@@ -12,5 +12,4 @@ MAX_STRANGERS = 256
 
 def most_strangers() -> int:
     """Return how many this process may have: few enough that they don't take its files."""
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return min(MAX_STRANGERS, max(8, files // 8))
+    return min(MAX_STRANGERS, max(8, open_files() // 8))

@@ -24,7 +24,6 @@ import logging
 import multiprocessing
 import os
 import pickle
-import resource
 import select
 import socket
 import sys
@@ -54,7 +53,7 @@ from thespian.system.utilis import thesplog
 from trinity_es.actors.frames import ANSWER, HEADER, KNOCK, MAX_FRAME, Frame, frame
 from trinity_es.actors.strangers import most_strangers
 from trinity_es.actors.system_key import read_key
-from trinity_es.events.processes import end_with_parent
+from trinity_es.events.processes import end_with_parent, open_files
 
 __all__ = ["AuthenticatedSystemBase", "AuthenticatedTransport", "listening", "listens_at"]
 
@@ -139,7 +138,7 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian ha
         self._ack = frame(self._key, ANSWER, pickle.dumps(ackPacket))
         self._not_understood = frame(self._key, ANSWER, pickle.dumps(ackDataErrPacket))
         self._warned, self._refused = -WARN_SECONDS, 0
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        files = open_files()  # of a trainer and of each command, too
         self._max_strangers = most_strangers()
         self._max_pending, self._max_idle = min(MAX_PENDING, files // 4), files // 4
         self._untaken: dict[Any, list[float]] = {}

@@ -8,11 +8,15 @@ A process is named by its pid and its start: the clock ticks from the machine's 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
 
-__all__ = ["end_with_parent", "process_lives", "process_start_time", "seen_from_here"]
+__all__ = ["end_with_parent", "open_files", "process_lives", "process_start_time", "seen_from_here"]
+
+OPEN_FILES = 65536
+"""Number of files that each process of ours may open, where this user may open so many."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -41,6 +45,16 @@ def process_start_time(pid: int) -> str | None:
     if len(fields) < 20 or fields[0] in _ENDED:
         return None
     return f"{fields[19]}@{_here()}"
+
+
+def open_files() -> int:
+    """Let this process open as many files as it may: each client takes some. Returns how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft == resource.RLIM_INFINITY or soft >= most:
+        return OPEN_FILES if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most
 
 
 def process_lives(pid: int, started: object) -> bool:

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from datetime import UTC, datetime
 from enum import StrEnum
 from operator import attrgetter
 from typing import Any, ClassVar, Literal
@@ -21,8 +22,8 @@ from trinity_es.events.errors import DataError, TaskNotSerializable, UnknownWork
 
 __all__ = [
     "Args", "BatchId", "BatchLifecycleState", "BatchType", "FailureKind", "Status", "Task", "TaskWrapper",
-    "batch_stream", "class_path", "require_batch_id", "require_finite", "sort_batch_id", "task_from_dict",
-    "task_to_dict",
+    "batch_stream", "class_path", "local_time", "require_batch_id", "require_finite", "sort_batch_id", "task_from_dict",
+    "task_to_dict", "with_offset",
 ]
 
 BatchId = int | str
@@ -51,6 +52,31 @@ class BatchLifecycleState(StrEnum):
 _LEADING_INT = re.compile(r"\d+")
 _BATCH_ID_LENGTH = 200
 _LOOKS_OTHER = re.compile(r"-?\d+\Z|'")
+
+
+def local_time(seconds: float, timespec: str = "seconds", sep: str = "T") -> str:
+    """Return a moment, in unix seconds, as local time with its offset: an hour may come twice.
+
+    `timespec` and `sep` are those of `datetime.isoformat`.
+    """
+    return datetime.fromtimestamp(seconds, UTC).astimezone().isoformat(sep, timespec).replace("+00:00", "Z")
+
+
+def with_offset(at: datetime) -> datetime:
+    """Return a moment with its offset; one without a zone is local.
+
+    Raises DataError for a local time that came twice or never, as clocks were set: any of them would be a guess.
+    """
+    if at.tzinfo is not None:
+        return at.astimezone()
+    first, last = sorted(at.replace(fold=fold).astimezone() for fold in (0, 1))
+    if first == last:
+        return first
+    if first.replace(tzinfo=None) == at:
+        raise DataError(f"{at.isoformat()} came twice, as clocks went back: give {first.isoformat()} or "
+                        f"{last.isoformat()}")
+    raise DataError(f"{at.isoformat()} never came, as clocks went forward: give a time with its offset, as in "
+                    f"{last.isoformat()}")
 
 
 def sort_batch_id(batch_id: BatchId) -> tuple[float, int, str]:

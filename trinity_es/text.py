@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, DataError, said_and_where
-from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.events.values import BatchId, batch_stream, local_time
 
 if TYPE_CHECKING:
     from trinity_es.events.store.log import Recorded
@@ -88,9 +87,8 @@ def batch_named(log: Log, name: str) -> BatchId | None:
 
 
 def clock(seconds: float, *, date: bool = False) -> str:
-    """Return a moment in local time."""
-    moment = datetime.fromtimestamp(seconds)
-    return moment.strftime("%Y-%m-%d %H:%M:%S") if date else moment.strftime("%H:%M:%S.%f")[:-3]
+    """Return a moment in local time, with its offset."""
+    return local_time(seconds, sep=" ") if date else local_time(seconds, "milliseconds").partition("T")[2]
 
 
 def does(runner: Mapping[str, Any]) -> str:
@@ -99,7 +97,7 @@ def does(runner: Mapping[str, Any]) -> str:
     if runner["state"] == "started":
         return f"waits to start its engine: {waits}" if waits else "loading engine…"
     if runner["state"] == "ready" and runner.get("loading") is not None:
-        since = f" since {clock(runner['loading_since'])[:8]}" if runner.get("loading_since") else ""
+        since = f" since {clock(runner['loading_since'], date=True)[11:]}" if runner.get("loading_since") else ""
         return f"loading weights version {runner['loading']}{since}" + (f", waits for {waits}" if waits else "")
     return str(runner["state"])
 

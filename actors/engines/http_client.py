@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from urllib.request import getproxies, proxy_bypass
 
+from trinity_es.actors.addresses import is_loopback
 from trinity_es.events.errors import EngineError
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def _aiohttp_transport(trust_env: bool, keep: float) -> httpx.AsyncBaseTransport
 
     def proxy_for(url: httpx.URL) -> str | None:
         found = proxies.get(url.scheme) or proxies.get("all")
-        if not found or proxy_bypass(url.host):
+        if not found or is_loopback(url.host) or proxy_bypass(url.host):
             return None
         return found if "://" in found else f"http://{found}"
 

@@ -42,9 +42,12 @@ from trinity_es.actors.engines.long_texts import encoded, is_large, off_the_loop
 from trinity_es.actors.engines.vllm_adapters import AdapterServing, ServedAdapter, lora_arguments
 from trinity_es.actors.engines.vllm_load import with_load
 from trinity_es.actors.engines.vllm_processes import (
+    Printed,
     children,
     end_processes,
     engine_processes,
+    error_in,
+    points_elsewhere,
     silence,
     silent,
     with_descendants,
@@ -98,6 +101,9 @@ class VLLMEngine(WeightChanges, AdapterServing):
         self._asking: set[asyncio.Task[Any]] = set()
         self._cut_off: set[asyncio.Task[Any]] = set()
         self._born: list[psutil.Process] = []
+        self._printed: Printed | None = None
+        self._printing: list[int] = []
+        """Processes that print there, once it is started."""
         self._children_before: set[int] = set()
         self._watching: asyncio.Task[None] | None = None
         self._max_model_len = 0
@@ -133,6 +139,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
             raise EngineError("the engine was started already")
         self._children_before = {p.pid for p in children()}
         self._dead = _STARTING
+        printed = Printed()
         try:
             # In a thread: building an engine blocks for 10-60 s, in which the loop must answer.
             self._llm = await asyncio.to_thread(self._build)
@@ -146,13 +153,18 @@ class VLLMEngine(WeightChanges, AdapterServing):
             await self._label_version()
             self._dead = None
             await self._warm_up()
+            self._printed, self._printing = Printed(), self.pids()
             self._watching = asyncio.create_task(self._watch())
             gc.freeze()  # as vLLM's server does: what is there now stays, and nobody looks through it for garbage
         except BaseException as e:
             await self._end(f"it did not start ({type(e).__name__}: {e})")
             if isinstance(e, ConfigError | EngineError) or not isinstance(e, Exception):
                 raise
-            raise EngineError(f"the engine for {self.config.model_path} did not start: {short(e)}") from e
+            said = printed.text()
+            if said:
+                _log.error("what was printed while the engine for %s started:\n%s", self.config.model_path, said)
+            why = (points_elsewhere(e) and error_in(said)) or short(e)
+            raise EngineError(f"the engine for {self.config.model_path} did not start: {why}") from e
 
     def _build(self) -> Any:
         for name, value in _ENVIRONMENT.items():
@@ -263,8 +275,13 @@ class VLLMEngine(WeightChanges, AdapterServing):
     def dead(self) -> str | None:
         """Why it will never answer again; None while it serves. vLLM has a task on the loop that hands on answers."""
         if self._dead is None and self._llm is not None and self._llm.errored:
-            self._dead = "its process ended" if self._llm.is_running else "vLLM's task on the event loop ended"
+            self._dead = self._ended("") if self._llm.is_running else "vLLM's task on the event loop ended"
         return self._dead
+
+    def _ended(self, why: str) -> str:
+        """Return that the engine's process ended, with the error that it printed, else `why`."""
+        said = error_in(self._printed.text(), self._printing) if self._printed is not None else ""
+        return f"its process ended ({said or why})" if said or why else "its process ended"
 
     def _alive(self) -> Any:
         self.dead  # noqa: B018  # looks
@@ -416,8 +433,8 @@ class VLLMEngine(WeightChanges, AdapterServing):
         if self._dead is not None:
             return EngineError(f"the engine serves nothing: {self._dead}", dead=True)
         if type(e).__name__ == "EngineDeadError" or (self._llm is not None and self._llm.errored):
-            self._dead = f"its process ended ({short(e)})"
-            return EngineError(f"the engine died: {short(e)}", dead=True)
+            self._dead = self._ended(short(e))
+            return EngineError(f"the engine died: {self._dead}", dead=True)
         if isinstance(e, ValueError | TypeError) or "VLLMClientError" in {c.__name__ for c in type(e).__mro__}:
             return EngineError(f"vLLM refused the request: {short(e)}", refused=True)
         return EngineError(f"vLLM failed: {short(e)}")

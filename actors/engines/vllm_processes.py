@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+import os
+import re
+import stat
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
 from typing import Any
 
 import psutil
 
-__all__ = ["children", "end_processes", "engine_processes", "silence", "silent", "with_descendants"]
+__all__ = [
+    "Printed", "children", "end_processes", "engine_processes", "error_in", "points_elsewhere", "silence",
+    "silent", "with_descendants",
+]
 
 _STOP_GRACE_SECONDS = 5.0
 """How long a process may take to end by itself, and then after it was killed."""
@@ -41,6 +47,55 @@ async def silence(
         if not asked.cancelled():
             asked.exception()  # the end of the process is noticed by others
         await asyncio.sleep(interval)
+
+
+class Printed:
+    """What this process and its children print from now on, where that goes to a file: vLLM's processes tell there, and
+    nowhere else, why they ended.
+    """
+
+    def __init__(self) -> None:
+        self._file: str | None = None
+        with contextlib.suppress(OSError):
+            found = os.fstat(2)
+            if stat.S_ISREG(found.st_mode):
+                self._file, self._begin = os.readlink("/proc/self/fd/2"), found.st_size
+
+    def text(self) -> str:
+        """Return it, its last 64 KiB; empty where it can't be read."""
+        if self._file is None:
+            return ""
+        try:
+            with open(self._file, "rb") as file:
+                file.seek(max(self._begin, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+                return file.read().decode(errors="replace")
+        except OSError:
+            return ""
+
+
+_TAIL_BYTES = 65536
+_PREFIX = re.compile(r"\((\w+) pid=(\d+)\)\s*(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^]]*\]\s?)?")
+"""What vLLM puts before a line: its process, and what a logger says of it."""
+_RAISED = re.compile(r"(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)?: \S|Fatal Python error: ")
+_POINTER = re.compile(r"[Ss]ee (?:root cause|stack trace)")
+"""What only says that another process failed."""
+
+
+def points_elsewhere(error: BaseException) -> bool:
+    """Return True for an error of vLLM's that only says that another process of it has failed."""
+    return bool(_POINTER.search(str(error)))
+
+
+def error_in(printed: str, pids: Collection[int] = ()) -> str:
+    """Return the last error that vLLM's processes printed, in one line: those of `pids` where given. Empty: none."""
+    found = ""
+    for line in printed.splitlines():
+        prefix = _PREFIX.match(line)
+        said = line[prefix.end():] if prefix else line
+        ours = not pids or (prefix is not None and int(prefix[2]) in pids)
+        if ours and _RAISED.match(said) and not _POINTER.search(said):
+            found = said.strip()[:300]
+    return found
 
 
 def children() -> list[psutil.Process]:

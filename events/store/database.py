@@ -26,9 +26,9 @@ from sqlalchemy.pool import NullPool, QueuePool
 from trinity_es.events.atomic_file import sync
 from trinity_es.events.errors import ConfigError, LogCorrupt, LogError, LogNotFound, LogUnavailable, NotALog
 from trinity_es.events.private_files import create_private, holder, open_private, tighten
-from trinity_es.events.store.disk import room
+from trinity_es.events.store.disk import NO_FILE, is_out_of_files, room
 from trinity_es.events.store.file_identity import BesideGone, Place
-from trinity_es.events.store.retry import TLS_TROUBLE, Trouble, classify
+from trinity_es.events.store.retry import NO_ROOM, POOLED, REFUSED, TLS_TROUBLE, Trouble, classify
 
 __all__ = [
     "Database", "Durability", "Tell", "file_of", "file_url", "masked", "parse_url", "place_of", "require_encoding",
@@ -49,7 +49,7 @@ CUT_SECONDS = 1.0
 
 _SECRET_KEYS = re.compile(r"(?i)(password|passwd|sslpassword|secret|token)=[^&\s'\"]+")
 
-_PLAIN_KEYS = frozenset({"sslmode", "sslrootcert", "sslcert", "sslkey", "sslcrl"})
+_PLAIN_KEYS = frozenset({"host", "hostaddr", "port", "sslmode", "sslrootcert", "sslcert", "sslkey", "sslcrl"})
 """Keys of a URL's query whose values are no secrets: names of files, which an error has to name."""
 
 
@@ -125,6 +125,33 @@ def masked(url: URL | str) -> str:
     return _SECRET_KEYS.sub(r"\1=***", url.render_as_string(hide_password=True))
 
 
+_held: set[URL] = set()
+"""Where this process has seen that its connections are sessions."""
+
+
+def _require_sessions(shown: str, connection: Any, another: Callable[[], Any]) -> None:
+    """Require that a connection stays one and the same process of the server: settings and locks are tied to that.
+
+    A pooler gives another one to each transaction. `connection` commits by itself; `another` makes a second one, whose
+    transaction holds a server process meanwhile. Raises ConfigError.
+    """
+    def process(of: Any) -> int:
+        return int(of.execute("SELECT pg_backend_pid()").fetchone()[0])
+
+    own = process(connection)
+    with contextlib.closing(another()) as other:
+        try:
+            changes = process(other) == own or any(process(connection) != own for _ in range(3))
+        except Exception as e:
+            if not POOLED.search(str(e)):
+                raise
+            changes = True
+    if changes:
+        raise ConfigError(f"{shown} is behind a pooler that gives each transaction another connection, and a run needs "
+                          "one of its own: give the database's own address in store.url, or set pool_mode=session "
+                          "there")
+
+
 class Database:
     """One process's connections to one database. Safe for threads; not for use after a fork.
 
@@ -180,28 +207,37 @@ class Database:
         return engine
 
     def _postgres_engine(self, url: URL) -> Engine:
+        more: dict[str, Any] = {k: v for k, v in _POSTGRES_ARGS.items() if k not in url.query}
+        if self.read_only:
+            more["prepare_threshold"] = None  # a prepared statement would stay where a pooler takes the connection back
         try:
-            engine = create_engine(
-                url, isolation_level="READ COMMITTED", pool_pre_ping=True,
-                connect_args={k: v for k, v in _POSTGRES_ARGS.items() if k not in url.query},
-            )
+            engine = create_engine(url, isolation_level="READ COMMITTED", pool_pre_ping=True, connect_args=more)
         except ModuleNotFoundError as e:
             raise ConfigError("PostgreSQL needs psycopg: pip install 'trinity-es[postgres]'") from e
-        # Of "process" and "power" alike: with it off, the death of one server process takes the last commits of all.
-        settings = (
-            "SET synchronous_commit = on;"
-            "SET lock_timeout = '5s'; SET statement_timeout = '60s'; SET idle_in_transaction_session_timeout = '30s';"
-            "SET client_min_messages = warning;" + _KEEPALIVE
-        )
-        if self.read_only:
-            settings += "; SET default_transaction_read_only = on"
+
+        def another() -> Any:
+            arguments, options = engine.dialect.create_connect_args(url)
+            return engine.dialect.connect(*arguments, **{**options, **more})
 
         @event.listens_for(engine, "connect", insert=True)  # before SQLAlchemy asks for a text
         def _configure(connection: Any, _record: Any) -> None:
             require_encoding(self.shown, connection, refused=("SQL_ASCII",))  # which gives bytes for texts
+            if self.read_only:
+                connection.read_only = True  # of each transaction: a session's setting would stay, as above
+                return
             autocommit, connection.autocommit = connection.autocommit, True
-            connection.execute(settings)
+            if url not in _held:
+                _require_sessions(self.shown, connection, another)
+                _held.add(url)
+            # Of "process" and "power" alike: with it off, the death of one server process takes the last commits of
+            # all.
+            connection.execute(f"SET synchronous_commit = on; SET {'; SET '.join(_LIMITS)}; {_KEEPALIVE}")
             connection.autocommit = autocommit
+
+        if self.read_only:
+            @event.listens_for(engine, "begin")
+            def _begin(connection: Connection) -> None:
+                connection.exec_driver_sql(f"SET LOCAL {'; SET LOCAL '.join(_LIMITS)}")
 
         return engine
 
@@ -483,6 +519,11 @@ class Database:
             return NotALog(f"{self.shown} holds no log ({what}); check store.url")
         if kind == "corrupt":
             return LogCorrupt(f"{self.shown} is damaged ({what}); stop all writers and restore the last good copy")
+        if kind == "passing" and NO_ROOM.search(str(e.orig)):
+            return LogUnavailable(
+                f"{self.shown} takes no more connections ({what}): raise max_connections of its server, or the "
+                "CONNECTION LIMIT of this user or database", passing=True,
+            )
         if kind == "passing" and self.read_only:
             return LogUnavailable(f"{self.shown} can't be reached or locked now ({what}); see that its server runs, "
                                   "and that this is where it is", passing=True)
@@ -491,15 +532,25 @@ class Database:
                 f"{self.shown} can't be reached or locked now ({what}); nothing was acknowledged, the same commit can "
                 "be tried again", passing=True,
             )
-        return LogUnavailable(f"{self.shown} can't be used ({what}); nothing was acknowledged{self._remedy(e, size)}")
+        lost = "" if self.read_only else "; nothing was acknowledged"
+        return LogUnavailable(f"{self.shown} can't be used ({what}){lost}{self._remedy(e, size)}")
 
     def _remedy(self, e: DBAPIError, size: int) -> str:
         name = getattr(e.orig, "sqlite_errorname", "") or getattr(e.orig, "sqlstate", "") or ""
         if TLS_TROUBLE.search(str(e.orig)):
             return (": sslrootcert in store.url (or PGSSLROOTCERT) has to name the CA that signed the server's "
                     "certificate, which has to be one for the host in store.url")
+        if POOLED.search(str(e.orig)):
+            return ": give the database's own address in store.url, or set pool_mode=session in the pooler"
+        if REFUSED.search(str(e.orig)) or name.startswith("28"):
+            return (": its server refused this user; correct user and password in store.url (or PGUSER, PGPASSWORD), "
+                    "or let them in by its pg_hba.conf")
+        if name == "42501":
+            return ": the user of store.url lacks this right; let the database's owner GRANT it"
         if name == "53100":
             return ": free space on its server's disk, and it goes on by itself"
+        if self.path and is_out_of_files():
+            return f": {NO_FILE}"
         if self.path and (name == "SQLITE_FULL" or name.startswith(_NO_ROOM)):
             return f": {room(self.path.parent, size)}"
         if self.path and name.startswith("SQLITE_IOERR"):
@@ -530,6 +581,10 @@ _POSTGRES_ARGS = {
     "tcp_user_timeout": 20000,
 }
 """A server that vanishes without a word, with its machine or its network, is noticed in some 20 s, not 15 minutes."""
+_LIMITS = (
+    "lock_timeout = '5s'", "statement_timeout = '60s'", "idle_in_transaction_session_timeout = '30s'",
+    "client_min_messages = warning",
+)
 _KEEPALIVE = (
     "SET tcp_keepalives_idle = 3; SET tcp_keepalives_interval = 2; SET tcp_keepalives_count = 3; "
     "SET tcp_user_timeout = '10s'"

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from pathlib import Path
 
-__all__ = ["is_disk_full", "refusal", "room"]
+__all__ = ["NO_FILE", "is_disk_full", "is_out_of_files", "refusal", "room"]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+_NO_FILE = (errno.EMFILE, errno.ENFILE)
+NO_FILE = "this process or machine can open no more files: raise the limit of open files (ulimit -n, LimitNOFILE=)"
+
+
+def is_out_of_files() -> bool:
+    """Return True if this process can open no file now: a database says then that its own can't be opened."""
+    try:
+        os.close(os.open("/", os.O_RDONLY))
+    except OSError as e:
+        return e.errno in _NO_FILE
+    return False
 
 
 def is_disk_full(e: OSError) -> bool:
@@ -24,6 +38,8 @@ def refusal(path: Path, needed: int, e: OSError) -> str:
         return f"the disk of {path} is mounted read-only: mount it for writing, and it goes on by itself"
     if e.errno in (errno.EACCES, errno.EPERM):
         return f"this user may not write to {path}: change its rights, and it goes on by itself"
+    if e.errno in _NO_FILE:
+        return f"{NO_FILE}, and it goes on by itself"
     if e.errno in (errno.ENOENT, errno.ENOTDIR):
         return f"{path} is gone: it was renamed or deleted; put it back, and it goes on by itself"
     return f"the disk of {path} fails: the machine's log (dmesg) tells more"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError
@@ -69,17 +69,9 @@ def _taken(connection: Connection) -> bool:
 
 def is_led(url: str) -> bool:
     """Return True if somebody holds the lock of the store at this URL, which is PostgreSQL's. Raises LogUnavailable."""
-    database = Database(url, patience=5.0)
-    try:
-        def look(connection: Connection) -> bool:
-            if not _taken(connection):
-                return True
-            connection.execute(text("SELECT pg_advisory_unlock(:key)"), {"key": _KEY})
-            return False
-
-        return database.read(look)
-    finally:
-        database.close()
+    look = text("SELECT pg_try_advisory_xact_lock(:key)")  # with its transaction it is given back
+    with closing(Database(url, read_only=True, patience=5.0)) as database:
+        return not database.read(lambda connection: connection.execute(look, {"key": _KEY}).scalar())
 
 
 def wait_until_led_by_nobody(url: str, seconds: float) -> None:

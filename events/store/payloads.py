@@ -91,7 +91,7 @@ def open_payloads(
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":
         return _Files(_beside(Path(parsed.database or "").absolute()), create, durability)
-    rows = _Rows(Database(url, durability=durability, patience=patience), patience)
+    rows = _Rows(Database(url, durability=durability, read_only=not create, patience=patience), patience)
     rows.require(create)
     return rows
 

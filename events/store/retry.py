@@ -21,7 +21,10 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from trinity_es.events.errors import LogUnavailable
 
-__all__ = ["TLS_TROUBLE", "Backoff", "Trouble", "classify", "is_transient", "once", "patiently", "within"]
+__all__ = [
+    "NO_ROOM", "POOLED", "REFUSED", "TLS_TROUBLE", "Backoff", "Trouble", "classify", "is_transient", "once",
+    "patiently", "within",
+]
 
 Trouble = Literal["passing", "unavailable", "corrupt", "not_a_log", "missing"]
 
@@ -35,6 +38,19 @@ TLS_TROUBLE = re.compile(
     r"certificate verify failed|certificate for .* does not match|root certificate file|server does not support SSL"
 )
 """What libpq says of a server whose certificate it does not believe, or that has none; time does not mend it."""
+
+
+NO_ROOM = re.compile(r"too many connections|too many clients|remaining connection slots|no more connections allowed")
+"""What a server or a pooler says where as many are connected as it takes."""
+POOLED = re.compile(r"in statement pooling mode")
+"""What PgBouncer says to a transaction where it allows none."""
+
+
+REFUSED = re.compile(
+    r"authentication failed|no password supplied|role \".*\" does not exist|no pg_hba.conf"
+    r"|permission denied for database|is not permitted to log in|no such user"
+)
+"""What a server or a pooler says of a user that it does not let in."""
 
 
 def is_transient(error: BaseException) -> bool:
@@ -53,12 +69,12 @@ def classify(error: BaseException | None) -> Trouble | None:
     if error is None or type(error).__module__.partition(".")[0] != "psycopg":  # which may not be installed
         return None
     state, said = getattr(error, "sqlstate", None), str(error)
+    if POOLED.search(said):
+        return "unavailable"
     if state is None:  # no connection, or it broke
-        if re.search(r'database ".*" does not exist', said):
+        if re.search(r'database ".*" does not exist|no such database', said):
             return "missing"
-        if re.search(r"authentication failed|no password supplied|role \".*\" does not exist|no pg_hba.conf", said):
-            return "unavailable"
-        if TLS_TROUBLE.search(said):
+        if REFUSED.search(said) or TLS_TROUBLE.search(said):
             return "unavailable"
         kinds = {cls.__name__ for cls in type(error).__mro__}  # a ConnectionTimeout is an OperationalError
         return "passing" if kinds & {"OperationalError", "InterfaceError"} else None

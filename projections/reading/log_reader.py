@@ -20,7 +20,7 @@ from trinity_es.events.store.log import EventLog, Head, Recorded
 from trinity_es.events.store.payloads import PayloadStore, open_payloads
 from trinity_es.events.store.positions_by_time import clock_note
 from trinity_es.events.store.type_index import RARE
-from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.events.values import BatchId, batch_stream, local_time, with_offset
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.freed_payloads import EXPERIENCES, freed_at
 from trinity_es.projections.history.host_lives import HostLife, host_lives
@@ -240,10 +240,10 @@ class Log:
 
     def position_of(self, at: int | float | datetime | None) -> int | None:
         """Return the position that a moment means: itself, or that of the last event recorded at or before it (0:
-        none).
+        none). Raises DataError for a local time that came twice or never.
         """
         if isinstance(at, datetime):
-            at = at.timestamp()
+            at = with_offset(at).timestamp()
         return self._events.position_at(at) if isinstance(at, float) else at
 
     def clock_note(self, at: datetime) -> str:
@@ -380,7 +380,7 @@ class Log:
             first = next(self._events.read(stream=batch_stream(batch_id), limit=1))
             raise BatchNotFound(
                 f"batch {batch_id!r} was not submitted yet at {at}: it was at position {first.position}, "
-                f"{datetime.fromtimestamp(first.recorded_at).astimezone().isoformat(timespec='milliseconds')}"
+                f"{local_time(first.recorded_at, 'milliseconds')}"
             )
         return state
 

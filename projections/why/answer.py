@@ -5,12 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from trinity_es.events.store.database import file_of
-from trinity_es.events.values import BatchId, BatchLifecycleState
+from trinity_es.events.values import BatchId, BatchLifecycleState, local_time
 
 __all__ = [
     "ADD_SERVER",
@@ -23,7 +22,6 @@ __all__ = [
     "mend",
     "mend_weights",
     "mended",
-    "moment",
     "resume_command",
     "span",
     "start_server",
@@ -146,7 +144,7 @@ class Why:
         ended = self.state in (BatchLifecycleState.FINALIZED, BatchLifecycleState.ABORTED)
         units = f", {counted(self.running_units, 'unit')} with runners, {self.pending_units} without"
         moved = (
-            f"; {'its last event was at' if ended else 'nothing has moved since'} {moment(self.moved_at)} "
+            f"; {'its last event was at' if ended else 'nothing has moved since'} {local_time(self.moved_at)} "
             f"({span(self.now - self.moved_at)} ago)"
         )
         out = [
@@ -278,11 +276,6 @@ def span(seconds: float) -> str:
             rest = int(seconds % size // below)
             return f"{int(seconds // size)} {name}" + (f" {rest} {small}" if rest else "")
     return f"{seconds:.0f} s"
-
-
-def moment(at: float) -> str:
-    """Return a moment in local time, as `replay --at` takes it."""
-    return datetime.fromtimestamp(at).isoformat(sep="T", timespec="seconds")
 
 
 def counted(n: int, name: str) -> str:

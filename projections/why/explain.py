@@ -18,10 +18,10 @@ from typing import Any
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, said_and_where
-from trinity_es.events.values import BatchId, BatchLifecycleState, sort_batch_id
+from trinity_es.events.values import BatchId, BatchLifecycleState, local_time, sort_batch_id
 from trinity_es.projections.batch import BatchState, Flight
 from trinity_es.projections.hosts import host_of
-from trinity_es.projections.why.answer import OF_TRAINER, Waiting, Why, counted, moment, resume_command, span
+from trinity_es.projections.why.answer import OF_TRAINER, Waiting, Why, counted, resume_command, span
 from trinity_es.projections.why.hosts import hosts_now, idle_hosts, on_its_host
 from trinity_es.projections.why.situation import BatchTimes, RunnerSnapshot, SystemSnapshot, with_live
 
@@ -101,7 +101,8 @@ def _ended(situation: SystemSnapshot, course: BatchTimes, *, up: bool) -> Ranked
     elif state.trained_step is not None:
         text = f"it was trained in step {state.trained_step}: it waits for nothing"
     elif state.batch_type == "train":
-        cause, text = "training", f"it is finalized since {moment(course.moved_at)}, and no trainer has acknowledged it"
+        cause = "training"
+        text = f"it is finalized since {local_time(course.moved_at)}, and no trainer has acknowledged it"
     failed = [(i, status) for i, status in sorted(state.statuses.items()) if status.completed_runs < status.total_runs]
     if failed and state.state is not BatchLifecycleState.ABORTED:
         task, status = failed[0]
@@ -199,7 +200,7 @@ def _machine(
         how = ended if facts.get("released") else f"its processes are gone{pid}"
         if facts.get("copied_from"):
             how = f"it is a copy of {facts['copied_from']}, and the system that it names is that one's"
-        last = "" if situation.last_at is None else f"; the last event was at {moment(situation.last_at)}"
+        last = "" if situation.last_at is None else f"; the last event was at {local_time(situation.last_at)}"
         text = f"no actor system runs on this store: {how}{last}"
         if facts.get("kept"):
             text += f"; its keeper (pid {facts['kept']}) starts it again"

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from trinity_es.events.values import local_time
 from trinity_es.projections.hosts import host_of
-from trinity_es.projections.why.answer import Waiting, counted, moment, span
+from trinity_es.projections.why.answer import Waiting, counted, span
 from trinity_es.projections.why.situation import HostSnapshot, RunnerSnapshot, SystemSnapshot
 
 __all__ = ["hosts_now", "idle_hosts", "on_its_host"]
@@ -42,7 +43,7 @@ def on_its_host(w: Waiting, host: HostSnapshot | None, now: float, timeout: floa
     if host.heard is not None:
         after = "" if timeout is None else f" after {span(timeout)}"
         text = (f"{begin}: host {host.name} has not been heard of for {span(now - host.heard)}, since "
-                f"{moment(host.heard)}{_because(host.why_away)}; it is lost{after or ' in the end'}, and this is "
+                f"{local_time(host.heard)}{_because(host.why_away)}; it is lost{after or ' in the end'}, and this is "
                 "attempted elsewhere then")
         return replace(w, cause="away", text=text, since=host.heard)
     if host.state == "draining":
@@ -68,7 +69,7 @@ def idle_hosts(
 
 
 def _since(host: HostSnapshot) -> str:
-    return "" if host.since is None else f" since {moment(host.since)}"
+    return "" if host.since is None else f" since {local_time(host.since)}"
 
 
 def _because(reason: str) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -399,3 +400,18 @@ def test_a_log_is_read_where_torch_vllm_and_thespian_are_not_installed(log: Path
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [command[0] for command in commands]
+
+
+@pytest.mark.parametrize(("free", "engine", "verdict"), [
+    (64, "vllm", "wrong"), (64, "scripted", "note"), (512, "vllm", "note"), (4096, "vllm", "ok"),
+])
+def test_doctor_looks_at_shared_memory(
+    free: int, engine: str, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: (
+        type(usage("/"))(free << 20, 0, free << 20) if str(path) == "/dev/shm" else usage(path)))
+    (tmp_path / "c.yaml").write_text(f"explorer: {{rollout_model: {{engine_type: {engine}}}}}")
+    found = json.loads(cli("doctor", tmp_path / "c.yaml", "--json").stdout)["findings"]
+    [memory] = [f for f in found if f["what"] == "shared memory"]
+    assert (memory["verdict"], "--shm-size" in memory["way_out"]) == (verdict, verdict != "ok")

@@ -22,8 +22,9 @@ from benchmarks.sample_ground import TimedLog
 from benchmarks.sample_log import make
 from tests.helpers.handmade import ROOT, cli, history, unit, write
 from trinity_es.cli.commands.events import _Chosen
+from trinity_es.dashboard.rendering import clock, moment
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import LogUnavailable
+from trinity_es.events.errors import DataError, LogUnavailable
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.store.database import Database
 from trinity_es.events.store.log import EventLog, Write
@@ -228,6 +229,39 @@ def test_a_time_of_day_before_a_batch_began_is_of_the_next_day_where_its_end_is_
         assert len(told("replay", "1", "--at", at, "--log", path)["state"]["running"]) == running
     for at in ("23:49:00", "13:00:00"):  # nearer to its beginning than to its end
         assert "was not submitted yet" in cli("replay", "1", "--at", at, "--log", path).stderr
+
+
+def test_an_hour_that_comes_twice_is_asked_for_with_its_offset(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[ev.Event] = [
+        ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[2], tasks=[{}]),
+        ev.TasksDispatched(runner="runner-1", incarnation=1, units=[unit(0)], model_version=0),
+    ]
+    summer = datetime(2026, 10, 25, 0, 20, tzinfo=UTC).timestamp()  # 02:20+02:00; an hour later it is 02:20+01:00
+    with TimedLog.open(str(path), create=True, durability="process", projectors=projectors()) as log:
+        for number, (event, at) in enumerate(zip(events, (summer, summer + 3600), strict=True)):
+            log.times = [at]
+            log.append([Write(stream="batch/1", expected_version=number, events=[event])], commit_id=str(number))
+    monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+    time.tzset()
+    try:
+        for at in ("02:30:00", "2026-10-25T02:30:00", "2026-10-25 02:30"):
+            refused = cli("replay", "1", "--at", at, "--log", path)
+            assert (refused.exit_code, "2026-10-25T02:30:00+02:00" in refused.stderr) == (2, True)
+            assert "2026-10-25T02:30:00+01:00" in refused.stderr
+        assert "never came" in cli("replay", "1", "--at", "2026-03-29T02:30:00", "--log", path).stderr
+        for at, running in (("02:30:00+02:00", 0), ("02:30:00+01:00", 1), ("2026-10-25T02:30:00+0200", 0),
+                            ("01:30:00Z", 1), ("03:00:00", 1)):
+            assert len(told("replay", "1", "--at", at, "--log", path)["state"]["running"]) == running
+        assert "2026-10-25 02:20:00+02:00" in cli("show", "1", "--log", path).stdout
+        lines = cli("events", "--log", path).stdout.splitlines()
+        assert [line.split()[1] for line in lines[-2:]] == ["02:20:00.000+02:00", "02:20:00.000+01:00"]
+        assert moment(summer) == "2026-10-25 02:20:00.000+02:00"
+        assert len({clock(at) for at in (summer, summer + 3600)}) == 2, "that of the other offset than now's names it"
+        with open_log(str(path)) as opened, pytest.raises(DataError, match="came twice"):
+            opened.replay(1, at=datetime(2026, 10, 25, 2, 30))
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_who_reads_is_not_told_of_commits() -> None:

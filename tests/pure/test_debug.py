@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import yaml
 
@@ -47,6 +48,16 @@ class ByClient(Workflow):
         [experience] = self.model.extract_experience_from_history()
         experience.reward = 3.0
         return [experience]
+
+
+class ByItself(Workflow):
+    """Asks by a client of its own."""
+
+    def run(self) -> list[Experience]:
+        here = self.model.openai_endpoint()
+        client = openai.OpenAI(base_url=here.base_url, api_key=here.token, max_retries=0)
+        client.completions.create(model=here.model, prompt="hi", max_tokens=4)
+        return self.model.extract_experience_from_history()
 
 
 class Judged(Workflow):
@@ -133,6 +144,15 @@ def test_p38_a_workflow_finds_its_auxiliary_models(config: Path) -> None:
     judge = '{name: judge, engine_type: scripted, script: {response: good}}'
     told = played(config, "--workflow", "tests.pure.test_debug:Judged", "--set", f"explorer.auxiliary_models=[{judge}]")
     assert [e["reward"] for e in told["experiences"]] == [1.0, 1.0]
+
+
+def test_p38_a_client_of_the_workflow_s_own_goes_past_a_proxy(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "corp.invalid")
+    told = played(config, "--workflow", "tests.pure.test_debug:ByItself")["experiences"]
+    assert [e["response_length"] for e in told] == [4, 4]
 
 
 def test_p38_a_workflow_asks_by_its_openai_client(config: Path) -> None:

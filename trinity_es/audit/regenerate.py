@@ -15,7 +15,6 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +29,7 @@ from trinity_es.config.schema import RolloutModelConfig
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, DataError, PayloadNotFound, WeightNotFound
 from trinity_es.events.experience import Experience
-from trinity_es.events.values import BatchId
+from trinity_es.events.values import BatchId, local_time
 from trinity_es.projections.history.attempts import RunRow, tell
 from trinity_es.projections.reading.log_reader import Log
 
@@ -358,5 +357,5 @@ def _written_later(again: Regeneration) -> str | None:
     newest = max((f.stat().st_mtime for f in folder.glob("*.safetensors")), default=0.0)
     if newest <= since + WRITTEN_LATER_SECONDS:
         return None
-    return (f"the files in {folder} were written at {datetime.fromtimestamp(newest):%Y-%m-%d %H:%M:%S}, after it was "
+    return (f"the files in {folder} were written at {local_time(newest)}, after it was "
             "made: they may be other weights")

@@ -6,7 +6,6 @@ here imports thespian, torch or vllm, so that a log can be read where they are n
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -20,9 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import orjson
 import typer
 
-from trinity_es.events.errors import BatchNotFound, LogError, LogNotFound, LogUnavailable
+from trinity_es.events.errors import BatchNotFound, DataError, LogError, LogNotFound, LogUnavailable
 from trinity_es.events.store.database import masked
-from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.events.values import BatchId, batch_stream, with_offset
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.tables.runner_history import natural
 from trinity_es.text import batch_named, harmless_json, name_of
@@ -35,7 +34,7 @@ __all__ = [
     "find_batch", "note", "open_chosen", "parse_at", "print_json", "read_config", "require_runner",
 ]
 
-_TIME_OF_DAY = re.compile(r"\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?")
+_TIME_OF_DAY = re.compile(r"\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?(Z|[+-]\d{2}:?\d{2})?")
 
 MOST = 2**63 - 1
 """Maximum number that a database holds."""
@@ -185,7 +184,7 @@ def _is_text(argument: str) -> bool:
 def parse_at(
     text: str | None, log: Log | None = None, batch_id: BatchId | None = None, option: str = "--at"
 ) -> int | datetime | None:
-    """Return a position or a moment. A time without a zone is local; one without a date is the first since the batch
+    """Return a position or a moment. A time without an offset is local; one without a date is the first since the batch
     began, or without a batch of the day of the log's last event.
 
     Says where the clock was stepped, so that the moment may be another one. Raises typer.BadParameter, also for a
@@ -206,24 +205,26 @@ def _position_or_moment(
         if log is not None and int(text) > (head := log.head().position):
             raise typer.BadParameter(f"{text} is after the log's last position, {head}", param_hint=option)
         return int(text)
-    typed = text
-    if log is not None and _TIME_OF_DAY.fullmatch(text):
+    try:
+        if log is None or not _TIME_OF_DAY.fullmatch(text):
+            return with_offset(datetime.fromisoformat(text))
         since = log.at(log.head().position) if batch_id is None else next(log.read(stream=batch_stream(batch_id)))
         began = datetime.fromtimestamp(time.time() if since is None else since.recorded_at).astimezone()
-        text = f"{began.date().isoformat()}T{text}"
-        with contextlib.suppress(ValueError):
-            moment = datetime.fromisoformat(text).astimezone()
-            early = batch_id is not None and moment < began.replace(microsecond=0)
-            last = log.at(log.batch_row(batch_id).last_position) if early and batch_id is not None else None
-            if last is None:
-                return moment
-            next_day = moment + timedelta(days=1)  # of a batch that went on after midnight: whichever is nearer to it
-            return next_day if next_day.timestamp() - last.recorded_at < (began - moment).total_seconds() else moment
-    try:
-        return datetime.fromisoformat(text).astimezone()
+        day = began.astimezone(datetime.fromisoformat(f"{began.date()}T{text}").tzinfo).date()
+        moment = with_offset(datetime.fromisoformat(f"{day}T{text}"))
+        if batch_id is None or moment >= began.replace(microsecond=0):
+            return moment
+        last = log.at(log.batch_row(batch_id).last_position)
+        if last is None:
+            return moment
+        next_day = with_offset(datetime.fromisoformat(f"{day + timedelta(days=1)}T{text}"))
+        # of a batch that went on after midnight: whichever is nearer to it
+        return next_day if next_day.timestamp() - last.recorded_at < (began - moment).total_seconds() else moment
+    except DataError as e:
+        raise typer.BadParameter(e.message, param_hint=option) from e
     except (ValueError, OverflowError):
         raise typer.BadParameter(
-            f"{typed!r} is neither a position (a number, as in `trinity-es events`) nor a time (as in "
+            f"{text!r} is neither a position (a number, as in `trinity-es events`) nor a time (as in "
             "2026-03-01T12:30:00, or 12:30:00)", param_hint=option,
         ) from None
 

@@ -11,7 +11,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from trinity_es.cli.findings import Finding
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, LogError, NotRunning, TrinityError, WrongKey
 from trinity_es.events.software_version import VERSION
-from trinity_es.events.store.database import masked, parse_url
+from trinity_es.events.store.database import Database, masked, parse_url
 from trinity_es.events.store.log import EventLog
 from trinity_es.hosts.join import config_of, find_head, host_name
 from trinity_es.system import running_system
@@ -68,7 +68,7 @@ def findings(url: str, name: str | None, overrides: Sequence[str], key_file: str
                       "password? `trinity-es join` waits for it")
         return
     with log:
-        yield from _database(log, masked(url))
+        yield from _database(log, masked(url), url)
     config: Config | None = None
     try:
         config = config_of(url, called, overrides, Path.cwd() / f"trinity-es-{called}", key_file)
@@ -85,9 +85,14 @@ def findings(url: str, name: str | None, overrides: Sequence[str], key_file: str
 
 
 # --- the database ---------------------------------------------------------------------------------------------------
-def _database(log: EventLog, shown: str) -> Iterator[Finding]:
+def _database(log: EventLog, shown: str, url: str) -> Iterator[Finding]:
     try:
+        with closing(Database(url, patience=PATIENCE)) as writer:
+            writer.read(lambda connection: None)
         took, ahead, rates = log.query(_measured)
+    except ConfigError as e:
+        yield Finding("database", "wrong", e.message)
+        return
     except LogError as e:
         yield Finding("database", "missing", e.message, "is its server up?")
         return

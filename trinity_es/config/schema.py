@@ -14,8 +14,8 @@ from pydantic_core import PydanticKnownError
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
+from trinity_es.actors.addresses import is_loopback
 from trinity_es.actors.settings import EngineConfig, LoRASettings, checked_url
-from trinity_es.addresses import is_loopback
 from trinity_es.config.section import Args, ClassPath, FileName, ImportName, Positive, Seconds, Section, Text
 from trinity_es.config.tls import TlsConfig
 

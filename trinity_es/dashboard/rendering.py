@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ import orjson
 from markupsafe import Markup
 
 from trinity_es.dashboard import page
-from trinity_es.events.values import BatchId
+from trinity_es.events.values import BatchId, local_time
 from trinity_es.projections.why.answer import span
 from trinity_es.text import plain, shown
 
@@ -53,26 +53,29 @@ def percent(part: float, whole: float) -> str:
 
 def clock(seconds: float | None) -> str | Markup:
     """Hour, minute, second, in local time."""
-    return NONE if seconds is None else datetime.fromtimestamp(seconds).strftime("%H:%M:%S")
+    return NONE if seconds is None else _local(seconds, "%H:%M:%S")
 
 
 def moment(seconds: float | None) -> str | Markup:
-    """Date and time to the millisecond, in local time."""
-    if seconds is None:
-        return NONE
-    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+    """Date and time to the millisecond, in local time, with its offset."""
+    return NONE if seconds is None else local_time(seconds, "milliseconds", " ")
 
 
 def when(seconds: float | None) -> Markup:
     """Date and time for a table, with all digits as its title."""
     if seconds is None:
         return NONE
-    told = datetime.fromtimestamp(seconds)
-    return Markup('<time title="{}">{}</time>').format(moment(seconds), told.strftime("%m-%d %H:%M:%S"))
+    return Markup('<time title="{}">{}</time>').format(moment(seconds), _local(seconds, "%m-%d %H:%M:%S"))
+
+
+def _local(seconds: float, form: str) -> str:
+    """Return a moment in local time; with its offset where that is not the present one, which each page says."""
+    told, now = datetime.fromtimestamp(seconds, UTC).astimezone(), datetime.now().astimezone()
+    return told.strftime(form) + (told.isoformat()[-6:] if told.utcoffset() != now.utcoffset() else "")
 
 
 def zone() -> str:
-    """Return the zone of every time on a page, that of this machine: UTC+01:00."""
+    """Return the zone of the times on a page, that of this machine now: UTC+01:00."""
     told = datetime.now().astimezone().strftime("%z")
     return f"UTC{told[:3]}:{told[3:5]}" if told.strip("+-0") else "UTC"
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import orjson
 
+from trinity_es.actors.addresses import past_proxies
 from trinity_es.actors.system_key import FILE_VARIABLE, KEY_VARIABLE
 from trinity_es.environments.installed import Installed, uv
 from trinity_es.events.errors import DataError, EnvironmentFailed
@@ -163,8 +164,7 @@ def environment_variables(python: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in ours}
     tool = uv()  # verifiers starts programs by it
     path = [str(python.parent), kept.get("PATH", os.defpath), *([str(Path(tool).parent)] if tool else [])]
-    here = ",".join(filter(None, (kept.get("NO_PROXY"), "127.0.0.1,localhost")))  # a proxy is for the world outside
-    return {**kept, "PATH": os.pathsep.join(path), "NO_PROXY": here, "TOKENIZERS_PARALLELISM": "false"}
+    return {**kept, **past_proxies(kept), "PATH": os.pathsep.join(path), "TOKENIZERS_PARALLELISM": "false"}
 
 
 # --- one for each environment and config ------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -38,7 +39,7 @@ from trinity_es.events.secrets import masked_keys
 from trinity_es.events.software_version import VERSION
 from trinity_es.events.store.database import masked, parse_url
 from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.store.payloads import PayloadStore, open_payloads
 from trinity_es.events.store.retry import Backoff
 from trinity_es.projections.hosts import HostEvent, Hosts, evolve_hosts
 from trinity_es.system import running_system
@@ -264,6 +265,10 @@ class HostRun:
 
     def _one_life(self, config: Config) -> str:
         """Start the system and wait for its end; returns why it ended."""
+        with closing(open_payloads(self._url)) as payloads:  # first: it says where a run can't use this database
+            return self._lived(config, payloads)
+
+    def _lived(self, config: Config, payloads: PayloadStore) -> str:
         self._life = uuid.uuid4().hex
         self._pulls_into = pulled_dir(config.hosts.weights_dir, config.store.url, config.system.log_dir)
         admin = launch_host(config, HostSettings(self._name, self._life))
@@ -275,7 +280,6 @@ class HostRun:
                     raise system_gone(admin)
                 return admin
 
-            payloads = open_payloads(self._url)
             link = Connection(payloads, lives)
             try:
                 with os.fdopen(os.pidfd_open(admin["pid"])) as handle:
@@ -291,7 +295,6 @@ class HostRun:
                 return "its actor system ended"
             finally:
                 link.close()
-                payloads.close()
         finally:
             if process_lives(admin["pid"], admin["started"]):
                 running_system.end(running_system.wait_gone(running_system.processes(admin), 0.0))

@@ -19,6 +19,7 @@ from typing import Any
 
 import orjson
 
+from trinity_es.actors.addresses import past_proxies
 from trinity_es.actors.engines.devices import place
 from trinity_es.actors.plugins import look_in, resolve
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
@@ -98,6 +99,7 @@ async def play(config: Config, task: Task, *, runs: int | None = None, folder: P
     server: EngineServer | None = None
     first, models = 0, [explorer.rollout_model, *explorer.auxiliary_models]
     places = sum(model.tensor_parallel_size for model in models)
+    os.environ.update(past_proxies(os.environ))  # as in a run
     try:
         for model in models:
             engines.append(resolve(model.engine_class, {}, "engine")(model.engine_config()))

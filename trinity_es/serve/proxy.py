@@ -109,7 +109,8 @@ class Proxy:
         self.base_url = ""
         """What a client is given, such as `http://127.0.0.1:41234/v1`; empty before `start`."""
         self.engines = BackendPool()
-        self.requests = self.failed = self.commits = 0
+        self.requests = self.answered = self.failed = self.commits = 0
+        """Requests for answers; those that had a whole one, and those that had none: the rest goes on."""
         self._answers = CompletionRecorder(client)
         self._name = uuid.uuid4().hex
         self._token = engine_token(read_key(running_system.key_file(config)))
@@ -231,7 +232,11 @@ class Proxy:
 
     async def _health(self, request: Request) -> Response:
         serving = sum(w.serving for w in self.engines.all())
-        told = {"status": "ok" if serving else "no engine serves", "engines": serving}
+        server = self._server
+        full = server.taken >= server.most
+        well = f"full: new clients wait, as {server.files} open files allow no more" if full else "ok"
+        told = {"status": well if serving else "no engine serves", "engines": serving, "connections": server.taken,
+                "most_connections": server.most}
         return json_response(told, 200 if serving else 503)
 
     async def _stats(self, request: Request) -> Response:
@@ -241,7 +246,9 @@ class Proxy:
             for w in self.engines.all()
         ]
         answers = await self._answers.ask(CountAnswers())
-        return json_response({"engines": engines, "requests": self.requests, "failed": self.failed, "answers": answers})
+        return json_response({"engines": engines, "requests": self.requests, "answered": self.answered,
+                              "failed": self.failed, "open": self.requests - self.answered - self.failed,
+                              "answers": answers})
 
     async def _metrics(self, request: Request) -> Response:
         counts = await self._answers.ask(CountAnswers())
@@ -337,10 +344,12 @@ class Proxy:
             self._asking.add(task)
             task.add_done_callback(self._asking.discard)  # when all is sent
         try:
-            return await while_listening(request.receive, self._on_an_engine(ask, known))
+            answer = await while_listening(request.receive, self._on_an_engine(ask, known))
         except BaseException:
             self.failed += 1
             raise
+        self.answered += not hasattr(answer, "body_iterator")  # a stream counts at its end
+        return answer
 
     async def _recorded(self, answer: AsyncGenerator[tuple[str, bytes]], way: Backend) -> AsyncGenerator[bytes]:
         """Yield the parts of an answer's body; none that tell its end before it is recorded."""
@@ -416,6 +425,8 @@ class Proxy:
         except StopAsyncIteration:
             raise _EngineFailed("its stream was empty") from None
         begin, was_cut_off, place = self._begin, self._was_cut_off, StreamPlace(path)
+        whole = asyncio.Event()
+        count = self._count
 
         class Stream(StreamingResponse):
             async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -425,13 +436,20 @@ class Proxy:
                     await send({"type": "http.response.body", "body": place.last_event(was_cut_off(e))})
                 finally:  # here, since a generator that was never begun has no end
                     way.busy -= 1
+                    count(whole.is_set())
                     begin(response.aclose())  # not awaited: the client may be gone, and this be cancelled
 
         way.busy += 1
-        return Stream(self._streamed(first, parts, way, place), headers=headers)
+        return Stream(self._streamed(first, parts, way, place, whole), headers=headers)
+
+    def _count(self, answered: bool) -> None:
+        """Count a stream that has ended, whole or not."""
+        self.answered += answered
+        self.failed += not answered
 
     async def _streamed(
-        self, first: bytes, parts: AsyncGenerator[bytes], way: Backend, place: StreamPlace
+        self, first: bytes, parts: AsyncGenerator[bytes], way: Backend, place: StreamPlace,
+        whole: asyncio.Event,
     ) -> AsyncGenerator[bytes]:
         import httpx
 
@@ -442,8 +460,8 @@ class Proxy:
                 place.pass_by(part)
                 yield part
             way.answered += 1
+            whole.set()
         except (TrinityError, httpx.TransportError, EOFError) as e:
-            self.failed += 1
             if not isinstance(e, TrinityError):
                 e = EngineError(f"{way.runner} ended in the middle of this stream ({e or type(e).__name__})")
             yield place.last_event(refused(e))

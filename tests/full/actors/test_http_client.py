@@ -8,11 +8,13 @@ import gzip
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from urllib.request import proxy_bypass_environment
 
 import httpx
 import pytest
 
 from tests.helpers.servers import free_port
+from trinity_es.actors.addresses import past_proxies
 from trinity_es.actors.engines.http_client import LOOK_BYTES, http_client, up_to
 from trinity_es.events.errors import EngineError
 
@@ -205,6 +207,20 @@ async def test_hundreds_are_asked_at_once() -> None:
     assert {a.status_code for a in answers} == {200}
 
 
+@pytest.mark.parametrize(("given", "upper", "lower"), [
+    ({}, "127.0.0.1,localhost,10.0.0.1", "127.0.0.1,localhost,10.0.0.1"),
+    ({"NO_PROXY": "a, .b"}, "a,.b,127.0.0.1,localhost,10.0.0.1", "a,.b,127.0.0.1,localhost,10.0.0.1"),
+    ({"NO_PROXY": "a", "no_proxy": "localhost"}, "a,127.0.0.1,localhost,10.0.0.1", "localhost,127.0.0.1,10.0.0.1"),
+    ({"no_proxy": "*"}, "*", "*"),
+])
+def test_what_goes_past_a_proxy_is_added_to_in_both_spellings(given: dict[str, str], upper: str, lower: str) -> None:
+    found = past_proxies(given, "10.0.0.1")
+    assert found == {"NO_PROXY": upper, "no_proxy": lower}
+    assert past_proxies({**given, **found}, "10.0.0.1") == found
+    for value in found.values():
+        assert proxy_bypass_environment("10.0.0.1:80", {"no": value})
+
+
 async def test_the_environment_s_proxy_is_gone_through_and_no_netrc_is_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -231,6 +247,9 @@ async def test_the_environment_s_proxy_is_gone_through_and_no_netrc_is_read(
         async with http_client(connect=5, trust_env=True) as http:
             with pytest.raises(httpx.ConnectError):
                 await http.get("http://engine.invalid/x")
+            for here in ("127.0.0.1", "127.0.1.1", "localhost", "[::1]"):  # no proxy leads to this machine
+                with pytest.raises(httpx.ConnectError):
+                    await http.get(f"http://{here}:{free_port()}/x")
         async with http_client(connect=5) as http:
             with pytest.raises(httpx.ConnectError):
                 await http.get("http://other.invalid/x")

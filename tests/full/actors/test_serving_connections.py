@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import resource
 import socket
 import weakref
 from typing import Any
@@ -16,6 +17,8 @@ import pytest
 from tests.helpers.endpoint import CHAT, TOKEN, Recorder, posted, serving, until
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving.engine_server import EngineServer
+from trinity_es.actors.serving.http_server import most_connections
+from trinity_es.events.store.disk import is_out_of_files
 
 
 def asked(path: str, body: object = CHAT) -> bytes:
@@ -120,3 +123,55 @@ async def test_an_answer_that_is_ended_before_its_client_reads_has_one_start(fra
         await answered
     assert (sent[0], sent.count("http.response.start")) == ("http.response.start", 1)
     assert len(sent) > 1
+
+
+@pytest.mark.parametrize(("files", "most"), [(256, 64), (1024, 384), (4096, 1920), (65536, 16384)])
+def test_half_of_the_files_are_for_clients(files: int, most: int) -> None:
+    assert most_connections(files) == most
+
+
+async def test_where_no_connection_more_fits_clients_wait_and_those_that_are_there_are_answered(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serving(Recorder()) as server:
+        server._server.most = 3
+        idle, _ = await connected(server), await connected(server)
+        idle[1].write(asked("/v1/chat/completions"))
+        await asyncio.wait_for(idle[0].readuntil(b"}]"), 20)
+
+        async def client() -> tuple[int, str]:
+            async with httpx.AsyncClient(timeout=60) as http:
+                headers = {"authorization": f"Bearer {TOKEN}"}
+                answer = await http.post(f"{server.url}/v1/chat/completions", json=CHAT, headers=headers)
+                assert server._server.taken <= 3
+                return answer.status_code, answer.headers.get("connection", "")
+
+        answers = await asyncio.wait_for(asyncio.gather(*(client() for _ in range(30))), 60)
+        assert {status for status, _ in answers} == {200}
+        assert (200, "close") in answers, "a client that others wait behind gives its place"
+        await until(lambda: idle[0].at_eof() or server._server.taken < 3, "an idle connection to give way")
+    told = [r for r in caplog.records if "new clients wait" in r.message]
+    assert len(told) == 1
+    assert [r for r in caplog.records if r.levelno >= logging.ERROR] == []
+
+
+async def test_a_process_without_a_file_left_says_so_once_and_answers_who_is_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    async with serving(Recorder()) as server, httpx.AsyncClient(base_url=server.url, headers=headers) as http:
+        assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        waiting = socket.socket()
+        waiting.setblocking(False)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            waiting.connect_ex(("127.0.0.1", int(server.url.rpartition(":")[2])))
+            await until(lambda: "a connection could not be accepted" in caplog.text, "the refusal")
+            assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+            assert is_out_of_files()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        await until(lambda: server._server.taken == 2, "who waited")
+        waiting.close()
+    assert caplog.text.count("could not be accepted (Too many open files)") == 1

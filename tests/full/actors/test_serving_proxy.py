@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -126,3 +127,34 @@ async def test_p36_a_client_that_goes_in_the_middle_of_its_body_is_counted(proxy
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers, "query_string": b""}
     await make_app(proxy._routes())(scope, receive, send)
     assert (proxy.requests, proxy.failed) == (1, 1)
+
+
+async def test_p36_each_request_is_answered_failed_or_open(proxy: Proxy) -> None:
+    stream = start("text/event-stream") + BODY + record() + BODY
+    for answer in (WHOLE, stream, start("text/event-stream") + BODY + record(b"[]") + BODY, start() + record(b"[]")):
+        await asked(proxy, answer)
+    assert (proxy.requests, proxy.answered, proxy.failed) == (4, 2, 2)
+    opened = httpx.AsyncClient(transport=httpx.MockTransport(lambda request: httpx.Response(200, content=never_ends())))
+    async with opened as proxy._http:
+        bodies, gone = [{"type": "http.request", "body": orjson.dumps({**CHAT, "stream": True})}], asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            if not bodies:
+                await gone.wait()
+            return bodies.pop() if bodies else {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":  # its client goes in the middle of the stream
+                assert proxy.requests - proxy.answered - proxy.failed == 1
+                gone.set()
+
+        headers = [(b"authorization", f"Bearer {proxy.api_key}".encode())]
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers,
+                 "query_string": b""}
+        await asyncio.wait_for(make_app(proxy._routes())(scope, receive, send), 20)
+    assert (proxy.requests, proxy.answered, proxy.failed) == (5, 2, 3)
+
+
+async def never_ends() -> AsyncGenerator[bytes]:
+    yield start("text/event-stream") + BODY
+    await asyncio.Event().wait()

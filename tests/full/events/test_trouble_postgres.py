@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
+import uuid
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
+from typing import Any
 
+import psycopg
 import pytest
 from sqlalchemy import text
 
 from tests.helpers.faults import Server
+from tests.helpers.handmade import cli
 from tests.helpers.logs import dropped, write
-from trinity_es.events.errors import LogNotFound, LogUnavailable
+from tests.helpers.pooler import pooled
+from trinity_es.events.errors import ConfigError, LogNotFound, LogUnavailable
 from trinity_es.events.store.database import Database
+from trinity_es.events.store.leader_lock import is_led
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.store.payloads import digest_of, open_payloads, patient
 from trinity_es.events.store.retry import is_transient
@@ -73,6 +82,79 @@ class TestPostgres:
         log = EventLog.open(url, durability=durability)  # type: ignore[arg-type]  # a str of the parametrize
         with log, log.engine.connect() as connection:
             assert connection.execute(text("SHOW synchronous_commit")).scalar_one() == "on"
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize(("role", "says", "finds"), [
+    ("LOGIN", "permission denied for schema public.*GRANT", "may make no tables there"),
+    ("NOLOGIN", "not permitted to log in.*server refused this user; correct user and password in store.url", ""),
+    ("LOGIN CONNECTION LIMIT 1", "takes no more connections.*CONNECTION LIMIT", "4 connections are free"),
+])
+def test_who_is_not_let_in_is_told_by_whom_and_the_way_out(
+    postgres: Callable[[], str], tmp_path: Path, role: str, says: str, finds: str
+) -> None:
+    url, name = postgres(), f"r{uuid.uuid4().hex}"
+    with psycopg.connect(url, autocommit=True) as connection:
+        if "LIMIT" in role:
+            connection.execute("GRANT CREATE ON SCHEMA public TO public")
+        connection.execute(f"CREATE ROLE {name} {role}")
+    mine = url.replace("//postgres:", f"//{name}")
+    with pytest.raises(LogUnavailable, match=says):
+        EventLog.open(mine, create=True, patience=0.0)
+    if "LIMIT" in role:
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute(f"ALTER ROLE {name} CONNECTION LIMIT 4")
+    config = {"store": {"url": mine}, "explorer": {"rollout_model": {"engine_type": "scripted"}}}
+    (tmp_path / "c.yaml").write_text(json.dumps(config))  # JSON is YAML
+    done = cli("doctor", tmp_path / "c.yaml", "--json")
+    [store] = [f for f in json.loads(done.stdout)["findings"] if f["what"] == "store"]
+    assert (done.exit_code, store["verdict"] in ("wrong", "missing")) == (1, True)
+    assert re.search(finds or says, store["told"])
+
+
+@pytest.mark.postgres
+class TestAPooler:
+    """It gives each transaction whatever process of the server is free, and another application the next time."""
+
+    def test_who_reads_leaves_nothing_behind(self, postgres: Callable[[], str]) -> None:
+        direct = postgres()
+        with EventLog.open(direct, create=True) as log:
+            write(log, "a", 0)
+            open_payloads(direct).put(b"dear")
+        with pooled(direct) as url, psycopg.connect(url, prepare_threshold=None) as other:
+            before = left(other)
+            for _ in range(8):  # what is asked often is prepared by psycopg
+                with EventLog.open(url, read_only=True) as log, closing(open_payloads(url, create=False)) as store:
+                    for _ in range(8):
+                        assert [r.version for r in log.read()] == [1]
+                        assert store.get(digest_of(b"dear")) == b"dear"
+            assert is_led(url) is False
+            assert left(other) == before
+            other.execute("CREATE TABLE after (x int)")
+            other.commit()
+
+    @pytest.mark.parametrize("create", [True, False], ids=["a new log", "one that is there"])
+    def test_a_run_is_refused_by_name(self, postgres: Callable[[], str], create: bool) -> None:
+        direct = postgres()
+        if not create:
+            EventLog.open(direct, create=True).close()
+        with pooled(direct) as url, psycopg.connect(url, prepare_threshold=None) as other:
+            before = left(other)
+            for opened in (EventLog.open, open_payloads):
+                with pytest.raises(ConfigError, match=r"behind a pooler.*own address in store.url, or set pool_mode="):
+                    opened(url, create=True)
+            assert left(other) == before
+
+
+def left(connection: psycopg.Connection) -> list[Any]:
+    """What outlives a transaction: settings, prepared statements, locks, the temporary schema."""
+    found = connection.execute(
+        "SELECT (SELECT array_agg(name || setting ORDER BY name) FROM pg_settings WHERE source = 'session'), "
+        "(SELECT count(*) FROM pg_prepared_statements), "
+        "(SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'), pg_my_temp_schema()::int, "
+        "current_setting('default_transaction_read_only')").fetchall()
+    connection.commit()
+    return found
 
 
 @pytest.mark.postgres

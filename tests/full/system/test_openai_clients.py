@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,38 @@ class AsksForMuch(Workflow):
         return rewarded(self.model.extract_experience_from_history(), None)
 
 
+class AsksOnItsOwn(Workflow):
+    """An agent with clients of its own, and one that is a program."""
+
+    def run(self) -> list[Experience]:
+        here = self.model.openai_endpoint()
+        openai.OpenAI(base_url=here.base_url, api_key=here.token, max_retries=0).completions.create(
+            model=here.model, prompt="hi", max_tokens=4)
+        url, headers = f"{here.base_url}/models", {"Authorization": f"Bearer {here.token}"}
+        assert httpx.get(url, headers=headers).status_code == 200
+        get = f"import urllib.request as u; u.urlopen(u.Request({url!r}, headers={headers!r}), timeout=20)"
+        subprocess.run([sys.executable, "-c", get], check=True)
+        return self.kept()
+
+    def kept(self) -> list[Experience]:
+        experiences = rewarded(self.model.extract_experience_from_history(), None)
+        for experience in experiences:
+            experience.info["past"] = [os.environ["NO_PROXY"], os.environ["no_proxy"]]
+        return experiences
+
+
+class AsksOnItsOwnAsync(AsksOnItsOwn):
+    """The same in the runner's process."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        here = self.model.openai_endpoint()
+        ask = openai.AsyncOpenAI(base_url=here.base_url, api_key=here.token, max_retries=0)
+        await ask.completions.create(model=here.model, prompt="hi", max_tokens=4)
+        return self.kept()
+
+
 def rewarded(experiences: list[Experience], texts: list[str] | None) -> list[Experience]:
     assert texts is None or [e.response_text for e in experiences] == texts
     for experience in experiences:
@@ -128,6 +162,21 @@ def test_p55_a_workflow_s_clients_may_say_penalties_formats_and_template_variabl
     asked = experience.info["sampling"]
     assert {k: asked[k] for k in ("presence_penalty", "min_tokens", "repetition_penalty", "json_schema")} == {
         "presence_penalty": 0.5, "min_tokens": 2, "repetition_penalty": 1.1, "json_schema": "{}"}
+
+
+def test_a_run_s_endpoint_is_asked_past_every_proxy(
+    start_system: StartSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name.lower(), raising=False)
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv("no_proxy", "corp.invalid")
+    client = start_system()
+    tasks = [Task(workflow=workflow) for workflow in (AsksOnItsOwn, AsksOnItsOwnAsync)]
+    client.submit_batch(batch_id=1, tasks=tasks, batch_type="train")
+    assert client.finalize_train_batch(1, timeout=60)["finished_task_count"] == 2, client.batch(1).statuses
+    assert [e.info["past"] for e in client.experiences(1)] == [["corp.invalid,127.0.0.1,localhost"] * 2] * 2
 
 
 def test_p15_the_endpoint_is_in_the_status_and_asks_for_the_token(shared: RolloutClient, tmp_path: Path) -> None:

