@@ -188,6 +188,26 @@ BREAKS = (
     Break(14, "All leases have one key, so one run is given what another holds.", "actors/rollout/leases.py",
           "uuid.uuid4().hex", "uuid.UUID(int=0).hex",
           "full/actors/test_run_leases.py::test_without_a_system_the_same_workflow_plays"),
+    Break(15, "A key that a table gives a row without a value is a value.", "trinity_es/tasksets/rows.py",
+          "for key, inner in value.items() if inner is not None}", "for key, inner in value.items()}",
+          "pure/test_rows.py::test_a_key_whose_value_is_null_is_no_key"),
+    Break(15, "A row of messages is asked without the system prompt of its taskset.", "trinity_es/workflows/prompts.py",
+          '        messages.insert(0, {"role": "system", "content": system})\n', "        pass\n",
+          "pure/test_prompts.py::test_a_row_of_messages_is_asked_as_its_text_is"),
+    Break(15, "A reward without any part is 0.", "trinity_es/workflows/rewards.py",
+          "if isinstance(said, Mapping) and not (said and all(", "if isinstance(said, Mapping) and said and not (all(",
+          "pure/test_rewards_of_trl.py::test_what_is_no_part_is_no_zero"),
+    Break(15, "A run goes on with a file that changed.", "trinity_es/tasksets/source.py",
+          "(source.revision, source.rows) != (recorded.revision, recorded.rows)", "source.rows != recorded.rows",
+          "pure/test_taskset_sources.py::test_a_file_that_changed_or_another_order_is_refused"),
+    Break(15, "An eval's mean is over the runs that its tasks have, and n is theirs.", "projections/batch.py",
+          "aggregate_task(status.metrics, is_eval, status.total_runs if form > 1 else 0)",
+          "aggregate_task(status.metrics, is_eval, 0)",
+          "pure/projections/test_batch.py::test_an_eval_whose_tasks_lost_runs_has_one_mean_over_all_and_says_how_many_are_"
+          "missing"),
+    Break(15, "A copy of a store has the lease of the original.", "events/store/leases.py",
+          'return "" if taken_for.is_same(here) else taken_for.place', 'return ""',
+          "main/test_log_contract.py::TestLease::test_nobody_holds_it_in_a_copy_of_the_store[sqlite]"),
 )
 
 
