@@ -17,6 +17,7 @@ from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.store.log import EventLog, Write
+from trinity_es.events.values import local_time
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.projections.why.answer import Waiting, Why
 
@@ -120,7 +121,7 @@ def test_an_engine_that_loads_weights_for_long_is_a_problem(seconds: float, told
 
 def test_a_person_is_shown_since_when_weights_are_loaded() -> None:
     rows = [{"runner": "runner-0", "state": "ready", "pid": 2, "loading": 1, "loading_since": 1e9}]
-    since = time.strftime("%H:%M:%S", time.localtime(1e9))
+    since = local_time(1e9).partition("T")[2]
     assert f"loading weights version 1 since {since}, pid 2" in shown(UP | {"runners": rows})
 
 
