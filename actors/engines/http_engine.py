@@ -262,7 +262,7 @@ class HTTPEngine(ServerWeights):
             status = e.details.get("status")
             silent = isinstance(e, ServerGone) and status is None  # that is for the watch to judge
             works = self._answered > begun - sum(BUSY_SECONDS) or self.server.works_since(begun)
-            if silent or (status in BUSY and works):
+            if silent or (status in BUSY and (works or await self.server.rejects())):
                 return False
             self._die(f"it fails what it answered when it was met: {e}")
         return True

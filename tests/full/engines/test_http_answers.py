@@ -238,6 +238,31 @@ async def test_a_server_that_takes_nothing_for_a_while_is_waited_for(
     assert await engine.generate([5], EIGHT)
 
 
+@PLAIN
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+async def test_requests_wait_for_the_end_of_a_pause_however_long_it_is(
+    server: Wrong, engine: HTTPEngine, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine._answered, server.asked = float("-inf"), 0  # it has answered nobody for long
+    looked = 0
+
+    async def look(self: VLLMServer) -> bool:
+        nonlocal looked
+        looked += 1
+        return not server.going.is_set()
+
+    monkeypatch.setattr(VLLMServer, "paused", look)
+    await engine.server.ask("POST", "/pause", mode=mode)
+    asked = [asyncio.create_task(_all_of(engine, prompt)) for prompt in ([5], [5, 6])]
+    while looked < 20:
+        await asyncio.sleep(0.01)
+    assert not await engine._try(), "a pause tells nothing of what the server can"
+    assert engine.dead is None
+    assert not any(request.done() for request in asked)
+    await engine.server.resume()
+    assert await asyncio.gather(*asked) == [8, 8]
+
+
 async def test_a_server_that_answers_a_try_alone_draws_little(
     server: Wrong, engine: HTTPEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
