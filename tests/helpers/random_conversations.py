@@ -28,7 +28,9 @@ __all__ = ["Sampler", "Talk", "talks"]
 CITIES = ("Paris", "São Paulo", 'a "b"')
 WORDS = st.sampled_from(["the weather", "it rains", "forty-two", "Grüße", "a\n\nb", "{}", "42", "", "ja, 你好"])
 WHITE = st.sampled_from(["", "", "", " ", "\n", " \n\n"])
-THOUGHTS = st.sampled_from(["", "", "<think>\n\n</think>\n\n", "<think>\nwell\n</think>\n\n", "<think>hm</think>", "</think>"])
+THOUGHTS = st.sampled_from([
+    "", "", "<think>\n\n</think>\n\n", "<think>\nwell\n</think>\n\n", "<think>hm</think>", "</think>",
+])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

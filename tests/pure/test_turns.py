@@ -82,7 +82,8 @@ CALL = "<call>{f(x)}</call>"
 
 @pytest.mark.parametrize(("text", "again"), [
     (f"\n\n{CALL}", CALL), (f"hm\n\n{CALL}", f"hm\n{CALL}"), (f"hm{CALL}", f"hm\n\n\n{CALL}\n"),
-    (CALL, f"<think>\n \n</think>\n\n{CALL}"), ("ab", "<think> </think>ab"), (f"<think>\n</think>\nhm\n{CALL}", f"hm{CALL}"),
+    (CALL, f"<think>\n \n</think>\n\n{CALL}"), ("ab", "<think> </think>ab"),
+    (f"<think>\n</think>\nhm\n{CALL}", f"hm{CALL}"),
     (f"<think>so</think>\n\n{CALL}", f"<think>\nso\n</think>{CALL}"), ("a [TOOL_CALLS] [x]", "a[TOOL_CALLS][x]"),
     (f"{CALL}{CALL}", f"{CALL}\n{CALL}"),
 ])
