@@ -411,8 +411,9 @@ class HTTPEngine(ServerWeights):
             raise EngineError("an empty prompt can't be continued", refused=True)
         if self._room(ids) < 1:
             raise EngineError(
-                f"a prompt of {len(ids)} tokens leaves no room for an answer in max_model_len {self.max_model_len}: "
-                f"shorten it, or start {self.server.url} with a larger --max-model-len", refused=True,
+                f"a prompt of {len(ids)} tokens leaves no room for an answer in the model's maximum context length of "
+                f"{self.max_model_len}: shorten it, or start {self.server.url} with a larger --max-model-len",
+                refused=True,
             )
         return ids
 

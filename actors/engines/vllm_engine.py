@@ -423,8 +423,8 @@ class VLLMEngine(WeightChanges, AdapterServing):
             raise EngineError("an empty prompt can't be continued", refused=True)
         if len(ids) + room > self._max_model_len:
             raise EngineError(
-                f"a prompt of {len(ids)} tokens leaves no room for an answer in max_model_len {self._max_model_len}: "
-                "shorten it, or raise explorer.rollout_model.max_model_len", refused=True,
+                f"a prompt of {len(ids)} tokens leaves no room for an answer in the model's maximum context length of "
+                f"{self._max_model_len}: shorten it, or raise explorer.rollout_model.max_model_len", refused=True,
             )
         return ids
 

@@ -176,10 +176,12 @@ class _RecordingClient:
             ids = record.exact_prompt(lambda: text or self._text(given), given)
             prompt = {**prompt, "prompt_token_ids": ids}
         changes: dict[str, Any] = said_for(record.unsaid, sampling_params)
-        longest = sampling_params.max_tokens
+        longest, room = sampling_params.max_tokens, (self._engine.max_model_len or 0) - len(ids)
+        if room < 1:  # vLLM looked at the prompt as its template gives it, whose tokens are others
+            raise ValueError(f"This model's maximum context length is {self._engine.max_model_len} tokens. However, "
+                             f"your prompt contains {len(ids)} input tokens: please reduce its length.")
         if record.longest is not None:
-            room = (self._engine.max_model_len or record.longest) - len(ids)
-            longest = changes["max_tokens"] = max(min(record.longest, room), 1)
+            longest = changes["max_tokens"] = min(record.longest, room)
         if "min_tokens" in record.unsaid and longest is not None:
             changes["min_tokens"] = min(changes["min_tokens"], longest)
         generation = None
