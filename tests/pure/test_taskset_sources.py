@@ -278,6 +278,9 @@ def test_wherever_a_run_was_cut_off_it_goes_on_with_the_very_next_row(
         left, rest = steps(number)
         assert rest == whole[number:]
         assert left, "its last step is not generated yet"
+    file.unlink()  # SpecForge 659 went on without it
+    with pytest.raises(TasksetError, match=r"taskset t: \S+rows.jsonl can't be read \(No such file or directory\)"):
+        steps(len(whole))
 
 
 # --- the log ----------------------------------------------------------------------------------------------------------

@@ -76,6 +76,9 @@ class Wrong(StandIn):
                 row["logprob"] = self.now["logprob"]
             if "token_logprobs" in choice["logprobs"]:
                 choice["logprobs"]["token_logprobs"] = [self.now["logprob"]] * len(ids)
+        if "fewer" in self.now and choice["logprobs"]:
+            for rows in choice["logprobs"].values():
+                rows.pop()
         choice |= self.now.get("choice", {})
         if "weights" in self.now:
             label = self.label
@@ -137,7 +140,8 @@ IMPOSSIBLE: dict[str, dict[str, Any]] = {
     "what vLLM writes for NaN": {"logprob": -9999.0}, "none": {"logprob": None},
     "more than was asked for": {"sampling": {"max_tokens": 40}},
     "deep": {"status": 200, "body": "[" * 100_000}, "a list": {"status": 200, "body": "[1]"},
-    "no content": {"status": 204, "body": ""},
+    "no content": {"status": 204, "body": ""}, "no token ids": {"choice": {"token_ids": None}},
+    "a logprob less": {"fewer": True}, "no logprobs": {"choice": {"logprobs": None}},
 }
 SHIFTED = [[(100, 108)], [(-8, 0)], [(0, 4), (0, 4)], [(0, 16), (8, 0)], [(0, 4), (5, 9)], [(0, 4)], [],
            [(4, 8), (4, 8)], [(0, 5), (3, 8)], [(0, 9), (9, 8)]]
