@@ -57,7 +57,8 @@ ROWS: dict[int, str] = {
     31: "eval metrics: mean@n, std@n, best@k, worst@k",
     32: "`explore()`: the loop, with evals",
     33: "tasksets: files, shuffling, epochs, ratios, a cursor that is recovered",
-    34: "weight sync: methods, styles, intervals; a failed one leaves engines serving",
+    34: "weight sync: methods (nccl over gloo: between GPUs it never ran), styles, intervals; a failed one leaves "
+        "engines serving",
     35: "`benchmark()`: checkpoints in order, or the newest",
     36: "`serve()`: an OpenAI-compatible proxy that records",
     37: "monitors: JSONL, tensorboard, wandb (trackio, mlflow, swanlab, too)",

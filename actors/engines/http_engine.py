@@ -262,7 +262,7 @@ class HTTPEngine(ServerWeights):
             status = e.details.get("status")
             silent = isinstance(e, ServerGone) and status is None  # that is for the watch to judge
             works = self._answered > begun - sum(BUSY_SECONDS) or self.server.works_since(begun)
-            if silent or (status in BUSY and works):
+            if silent or (status in BUSY and (works or await self.server.rejects())):
                 return False
             self._die(f"it fails what it answered when it was met: {e}")
         return True
@@ -411,8 +411,9 @@ class HTTPEngine(ServerWeights):
             raise EngineError("an empty prompt can't be continued", refused=True)
         if self._room(ids) < 1:
             raise EngineError(
-                f"a prompt of {len(ids)} tokens leaves no room for an answer in max_model_len {self.max_model_len}: "
-                f"shorten it, or start {self.server.url} with a larger --max-model-len", refused=True,
+                f"a prompt of {len(ids)} tokens leaves no room for an answer in the model's maximum context length of "
+                f"{self.max_model_len}: shorten it, or start {self.server.url} with a larger --max-model-len",
+                refused=True,
             )
         return ids
 

@@ -73,7 +73,8 @@ def refuse_too_long(tokenizer: Tokenizer, text: str, max_model_len: int | None) 
     if least >= max_model_len:
         raise EngineError(
             f"a prompt of {len(text):,} characters has {least:,} tokens or more, which leaves no room for an answer in "
-            f"max_model_len {max_model_len}: shorten it, or serve the model with a larger max_model_len", refused=True,
+            f"the model's maximum context length of {max_model_len}: shorten it, or serve the model with a larger "
+            "max_model_len", refused=True,
         )
 
 

@@ -26,6 +26,7 @@ import dataclasses
 import gc
 import importlib
 import logging
+import math
 import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -80,6 +81,8 @@ _ENVIRONMENT = {
 _STARTING = "it is starting"
 CUT_OFF_SECONDS = 1.0
 """How long requests may take to notice that their engine ended."""
+_MOST_OFF = 0.1
+"""By how much a probability that is certain may differ from 1."""
 _MAX_DISTRIBUTION = 20_000_000
 """Maximum (tokens x vocabulary) that `logprobs` at a temperature other than 1 fetches: about 2 GB of Python floats."""
 
@@ -111,6 +114,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         """Of vLLM, and the device."""
         self.on_load: Callable[[EngineLoad], None] | None = None
         """See `TellsLoad`."""
+        self._speculates = bool(config.options.get("speculative_config"))
 
     @property
     def max_model_len(self) -> int | None:
@@ -236,6 +240,27 @@ class VLLMEngine(WeightChanges, AdapterServing):
         for sampling in (Sampling(n=4, max_tokens=4, ignore_eos=True), Sampling(temperature=0.0, max_tokens=2)):
             await self.generate(token * 4, sampling)
         await self.logprobs(token * 4)
+        if self._speculates:
+            await self._check_speculation(token * 4)
+
+    async def _check_speculation(self, prompt: list[int]) -> None:
+        """Refuse a speculation whose logprobs are not those that tokens were sampled with. Raises ConfigError.
+
+        Of two letters that alone may be sampled, drafts are accepted and rejected in turn, and the probabilities of
+        both are 1 together. vLLM 0.32 on a CPU tells NaN there, or what is several nats off.
+        """
+        two = sorted({*self.tokenizer.encode("a")[-1:], *self.tokenizer.encode("b")[-1:]})
+        asked = Sampling(temperature=2.0, max_tokens=64, ignore_eos=True, top_logprobs=2, seed=0)
+        params = sampling_params(asked, {"allowed_token_ids": two})
+        output = await self._request(self._llm, prompt, params, None)
+        rows = completion_of(prompt, output.outputs[0], top=2).top_logprobs or []
+        sums = [math.fsum(math.exp(p) for _, p in row) for row in rows]
+        wrong = next((total for total in sums if not abs(total - 1.0) < _MOST_OFF), None)  # NaN is none, either
+        if wrong is not None:
+            raise ConfigError(
+                f"engine_args.speculative_config: {self.version} tells logprobs that are wrong with it (probabilities "
+                f"of all that may be sampled add up to {wrong:.3g}), and training would be, too: leave it out"
+            )
 
     async def stop(self) -> None:
         """End the engine and every process that it started; requests in flight raise EngineError. Idempotent."""
@@ -387,6 +412,9 @@ class VLLMEngine(WeightChanges, AdapterServing):
         **more: Any,
     ) -> AsyncGenerator[Any]:
         """Yield what vLLM says to a request; the last of it is finished."""
+        if self._speculates and params.stop:
+            raise EngineError("a stop text can't be had with engine_args.speculative_config: vLLM gives tokens behind "
+                              "it, too, and they would be trained on", refused=True)
         last = None
         task = asyncio.current_task()
         assert task is not None
@@ -423,8 +451,8 @@ class VLLMEngine(WeightChanges, AdapterServing):
             raise EngineError("an empty prompt can't be continued", refused=True)
         if len(ids) + room > self._max_model_len:
             raise EngineError(
-                f"a prompt of {len(ids)} tokens leaves no room for an answer in max_model_len {self._max_model_len}: "
-                "shorten it, or raise explorer.rollout_model.max_model_len", refused=True,
+                f"a prompt of {len(ids)} tokens leaves no room for an answer in the model's maximum context length of "
+                f"{self._max_model_len}: shorten it, or raise explorer.rollout_model.max_model_len", refused=True,
             )
         return ids
 

@@ -2,7 +2,7 @@
 
 It is vLLM's application as it stands (but for `token_names.py`), mounted on the AsyncLLM that the engine has; what it
 asks of that goes through `_RecordingClient`, which notes for the request in hand (`Recording`) what was sampled: exact
-ids, logprobs and weight versions, whatever API the client spoke. vLLM 0.32 has the application in
+ids, logprobs and weight versions, whatever API the client spoke. vLLM 0.32 and 0.33 have the application in
 `vllm.entrypoints.launchers`; older versions (0.23) in `vllm.entrypoints.openai.api_server`. Nothing else of ours knows.
 """
 
@@ -120,10 +120,15 @@ def _prepared(model: str, name: str, options: dict[str, Any]) -> tuple[Any, Any,
     try:
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser
     except ImportError:  # before 0.30
         from vllm.entrypoints.openai.api_server import build_app, init_app_state
-        from vllm.entrypoints.openai.cli_args import make_arg_parser
+    try:
+        from vllm.entrypoints.common.cli_args import make_arg_parser
+    except ImportError:  # before 0.33
+        try:
+            from vllm.entrypoints.launchers.cli_args import make_arg_parser
+        except ImportError:  # before 0.30
+            from vllm.entrypoints.openai.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = make_arg_parser(FlexibleArgumentParser())
@@ -171,10 +176,12 @@ class _RecordingClient:
             ids = record.exact_prompt(lambda: text or self._text(given), given)
             prompt = {**prompt, "prompt_token_ids": ids}
         changes: dict[str, Any] = said_for(record.unsaid, sampling_params)
-        longest = sampling_params.max_tokens
+        longest, room = sampling_params.max_tokens, (self._engine.max_model_len or 0) - len(ids)
+        if room < 1:  # vLLM looked at the prompt as its template gives it, whose tokens are others
+            raise ValueError(f"This model's maximum context length is {self._engine.max_model_len} tokens. However, "
+                             f"your prompt contains {len(ids)} input tokens: please reduce its length.")
         if record.longest is not None:
-            room = (self._engine.max_model_len or record.longest) - len(ids)
-            longest = changes["max_tokens"] = max(min(record.longest, room), 1)
+            longest = changes["max_tokens"] = min(record.longest, room)
         if "min_tokens" in record.unsaid and longest is not None:
             changes["min_tokens"] = min(changes["min_tokens"], longest)
         generation = None

@@ -462,8 +462,10 @@ class Model(Remembering):
             text = self.tokenizer.decode(completions[0].prompt_token_ids)  # once for all of them: it may be long
         found = []
         for i, completion in enumerate(completions):
-            if completion.finish_reason == "abort":
-                raise EngineError("the engine aborted the request before its answer was complete")
+            if completion.finish_reason in ("abort", "error"):
+                raise EngineError(
+                    f"the engine ended the request before its answer was complete ({completion.finish_reason})"
+                )
             if sampling.adapter != (completion.adapter or [""])[0]:
                 raise EngineError(f"this model's engine serves no adapter {sampling.adapter!r}", refused=True)
             spans = _spans(completion, before, after)

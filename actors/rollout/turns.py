@@ -2,13 +2,15 @@
 
 What was sampled is not made again from its text: another tokenization of the same text is not what the model wrote. So
 a turn keeps its prompt as the chat template rendered it, and its ids. Where the text of a later prompt goes on from a
-turn, its ids are those of the turn and of the text that follows; where the template renders the turn otherwise once
-others follow (it drops the reasoning, writes a tool call in its own form), a new sequence begins: a fork. Pure: texts
-and ids, no messages, no engine.
+turn, its ids are those of the turn and of the text that follows, other white space beside its marks aside; where the
+template renders the turn otherwise once others follow (it drops the reasoning, writes a tool call in its own form), a
+new sequence begins: a fork. Pure: texts and ids, no messages, no engine.
 """
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +23,11 @@ __all__ = ["Marks", "Turn", "Turns"]
 
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 Numbers = np.ndarray[Any, np.dtype[np.float32]]
+
+_MARK = re.compile(r"(</?[^<>\s]+>|\[/?[A-Z_]+\])")
+"""What a model writes around the parts of an answer: `<tool_call>`, `</think>`, `[TOOL_CALLS]`."""
+_NO_REASONING = re.compile(r"<think>\s*</think>")
+_BLANK = re.compile(rf"(?:\s|{_NO_REASONING.pattern})*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,14 +204,13 @@ class Turns:
     def _continued(self, rendered: str) -> tuple[Turn, str] | None:
         """Return the turn that this text goes on from farthest, and what follows its answer."""
         fits = [t for t in self._turns if t.rendered is not None and rendered.startswith(t.rendered)]
-        best: tuple[Turn, str] | None = None
-        for turn in sorted(fits, key=_length, reverse=True):
-            if best is not None and _length(turn) < _length(best[0]):
-                break
-            tail = self._tail(turn, rendered[_length(turn) :])
-            if tail is not None and (best is None or _rank(turn, tail) > _rank(*best)):
-                best = turn, tail
-        return best
+        for length, equal in itertools.groupby(sorted(fits, key=_length, reverse=True), key=_length):
+            turns, rest = list(equal), rendered[length:]
+            for tail_of in (self._tail, self._loose_tail):
+                tails = [(turn, tail) for turn in turns if (tail := tail_of(turn, rest)) is not None]
+                if tails:
+                    return max(tails, key=lambda found: _rank(*found))
+        return None
 
     def _tail(self, turn: Turn, rest: str) -> str | None:
         """Return what follows a turn's answer in the text behind its prompt; None where that is not this answer.
@@ -222,6 +228,21 @@ class Turns:
                     continue
                 after = rest[len(opening) + len(core) :]
                 for tail in dict.fromkeys((after.removeprefix(trail), after)):
+                    if self._ends_there(tail, last):
+                        return tail
+        return None
+
+    def _loose_tail(self, turn: Turn, rest: str) -> str | None:
+        """Return the same, of an answer that lacks or has other white space beside its marks, too.
+
+        Clients cut the text before a tool call, drop it where it is blank, and give blank reasoning back where there
+        was none; templates write white space of their own between the parts of an answer.
+        """
+        last = self.end_of(turn)
+        for said in self._texts(turn) if rest else ():
+            at = _end_of_answer(said, rest)
+            if at is not None:
+                for tail in (rest[at:], rest[_past_blank(rest, at) :]):
                     if self._ends_there(tail, last):
                         return tail
         return None
@@ -262,12 +283,32 @@ class Turns:
             return False  # there is no newer one
         if earlier is not None:
             newest = next((text for text in earlier() if text in known), None)
-            return newest is not None and newest != since
+            if newest is not None:  # else its messages are in a form that only the engine's own server reads
+                return newest != since
         asks = self.marks.asks
         heads = ((text, text.rfind(asks)) for text in known if len(text) > len(since))
         return any(
             rendered.startswith(text[:at] if at >= 0 else text) and rendered.rfind(asks) > at for text, at in heads
         )
+
+
+def _past_blank(text: str, at: int) -> int:
+    """Return where white space and blank reasoning end that begin here in a text."""
+    found = _BLANK.match(text, at)
+    return found.end() if found else at
+
+
+def _end_of_answer(said: str, rest: str) -> int | None:
+    """Return where an answer ends at the begin of a text, white space beside marks aside; None where it is not there.
+    """
+    at = 0
+    for part in _MARK.split(_NO_REASONING.sub("", said)):  # texts and marks in turn
+        if part := part.strip():
+            at = _past_blank(rest, at)
+            if not rest.startswith(part, at):
+                return None
+            at += len(part)
+    return at
 
 
 def _length(turn: Turn) -> int:

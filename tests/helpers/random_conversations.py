@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +28,9 @@ __all__ = ["Sampler", "Talk", "talks"]
 CITIES = ("Paris", "São Paulo", 'a "b"')
 WORDS = st.sampled_from(["the weather", "it rains", "forty-two", "Grüße", "a\n\nb", "{}", "42", "", "ja, 你好"])
 WHITE = st.sampled_from(["", "", "", " ", "\n", " \n\n"])
-THOUGHTS = st.sampled_from(["", "", "<think>\nwell\n</think>\n\n", "<think>hm</think>", "</think>"])
+THOUGHTS = st.sampled_from([
+    "", "", "<think>\n\n</think>\n\n", "<think>\nwell\n</think>\n\n", "<think>hm</think>", "</think>",
+])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,10 @@ class Answer:
     text: str
     city: str | None
     """Calls the tool for it, in the template's own words."""
+    before: str
+    """Stands before a call of the tool."""
+    padded: dict[str, str]
+    """What the client puts into the message besides."""
     compact: bool
     """JSON without spaces, which no template writes."""
     split: int
@@ -64,6 +71,8 @@ def answers(draw: st.DrawFn) -> Answer:
     text = draw(THOUGHTS) + draw(WHITE) + draw(WORDS) + draw(WHITE)
     return Answer(
         text=text, city=draw(st.sampled_from([None, None, *CITIES])),
+        before=draw(st.sampled_from(["", "", "\n\n", "it rains\n\n", "it rains"])),
+        padded=draw(st.sampled_from([{}, {}, {"reasoning_content": " "}])),
         compact=draw(st.sampled_from([False, False, True])),
         split=draw(st.sampled_from([0, 0, 1, 5, 63])), special=draw(st.sampled_from([-1, -1, -1, 0, 1, 2])),
         end=draw(st.sampled_from(["eos", "eos", "eos", "cut", "other"])),
@@ -137,6 +146,12 @@ class Thread:
     """The last answer is not as it was sampled."""
 
 
+def loose(text: str) -> str:
+    """Return a text without white space around what stands in angle brackets, and without blank reasoning."""
+    text = re.sub(r"<think>\s*</think>", "", text)
+    return re.sub(r"\s*(<[^<>\s]+>|\[/?[A-Z_]+\])\s*", r"\1", text).strip()
+
+
 class Talk:
     """Plays a conversation, and checks it on the way."""
 
@@ -205,7 +220,7 @@ class Talk:
         """Return the ids that are sampled: some words byte by byte, special tokens where no text has them."""
         text = answer.text
         if self.calls(answer):
-            text = self.style.call(self.arguments(answer))
+            text = self.before(answer) + self.style.call(self.arguments(answer))
         pieces = text.split(" ")
         ids: list[int] = []
         for n, piece in enumerate(pieces):
@@ -237,6 +252,10 @@ class Talk:
     def calls(self, answer: Answer) -> bool:
         return self.tools is not None and answer.city is not None and answer.back != "change"
 
+    def before(self, answer: Answer) -> str:
+        """Return what is said before a call, which is blank where the template wants messages without it."""
+        return "\n\n" if answer.before and self.name == "deepseekv3" else answer.before
+
     def arguments(self, answer: Answer) -> str:
         separators = (",", ":") if answer.compact else None
         return json.dumps({"city": answer.city}, ensure_ascii=False, separators=separators)
@@ -248,10 +267,11 @@ class Talk:
             if self.style.arguments is str:
                 given = self.arguments(answer)
             call = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": given}}
-            content = None if self.name == "deepseekv3" else ""
-            return {"role": "assistant", "content": content, "tool_calls": [call]}, False
+            content: str | None = self.before(answer) if answer.back == "same" else self.before(answer).strip()
+            content = None if self.name == "deepseekv3" else content
+            return {"role": "assistant", "content": content, "tool_calls": [call], **answer.padded}, False
         content = {"same": one.text, "strip": one.text.strip(), "change": f"{one.text}!"}[answer.back]
-        return {"role": "assistant", "content": content}, answer.back == "change"
+        return {"role": "assistant", "content": content, **answer.padded}, answer.back == "change"
 
     # --- what must hold -----------------------------------------------------------------------------------------------
     def prompt_is_sound(
@@ -289,11 +309,13 @@ class Talk:
         return before
 
     def bare(self, ids: list[int]) -> str:
-        """Return what ids say without special tokens and white space."""
-        return "".join(self.tokenizer.decode(ids, skip_special_tokens=True).split())
+        """Return what ids say without special tokens, white space and blank reasoning."""
+        return "".join(self.tokenizer.decode(ids, skip_special_tokens=True).split()).replace("<think></think>", "")
 
     def is_kept(self, rendered: str, newest: Sampled) -> bool:
-        """Return True if a prompt has an answer as it was sampled, up to white space around it, and its turn ends."""
+        """Return True if a prompt has an answer as it was sampled, but for white space around it and its marks, and its
+        turn ends.
+        """
         for one in self.sampled:
             if one.rendered != newest.rendered or not rendered.startswith(one.rendered):
                 continue
@@ -304,11 +326,14 @@ class Talk:
             for said in (one.text, full):
                 core = said.strip()
                 lead, _, trail = said.partition(core) if core else (said, "", "")
+                ends = {self.style.eos, hidden} - {""}
                 for before, after in itertools.product({lead, "", " "}, {trail, ""}):
                     given = before + core + after
-                    ends = {self.style.eos, hidden} - {""}
                     if any(rest.startswith(given + end) for end in ends):
                         return True
+                ended = (at for end in ends for at in range(len(rest)) if rest.startswith(end, at))
+                if any(loose(rest[:at]) == loose(said) for at in ended):
+                    return True
         return False
 
     def ended_once(self, before: Sampled, tail: list[int]) -> None:

@@ -46,6 +46,8 @@ class StandIn:
         self.args, self.weights, self.label = args, args.model, "default"
         self.going = asyncio.Event()
         self.going.set()
+        self.rejects = False
+        """It is paused, and takes nothing new."""
         self.fails_with = 0
         """The status of every request for tokens; 0: they are answered."""
         self.started = time.time()
@@ -102,13 +104,12 @@ class StandIn:
         return JSONResponse({"is_paused": not self.going.is_set()})
 
     async def pause(self, request: Request) -> Response:
-        mode = request.query_params.get("mode", "abort")
-        if mode != "keep":
-            raise Refused(400, f"this stand-in keeps requests, it has no mode {mode!r}")
+        self.rejects = request.query_params.get("mode", "abort") != "keep"
         self.going.clear()
         return JSONResponse({"status": "paused"})
 
     async def resume(self, request: Request) -> Response:
+        self.rejects = False
         self.going.set()
         return JSONResponse({"status": "resumed"})
 
@@ -156,6 +157,8 @@ class StandIn:
     ) -> Response:
         if self.fails_with:
             raise Refused(self.fails_with, "nothing is answered here")
+        if self.rejects:
+            raise Refused(503, "Generation is paused. Please retry after it resumes.")
         if told.get("model") not in (None, self.args.model):
             raise Refused(404, f"The model `{told['model']}` does not exist.")
         if not prompt or not all(isinstance(t, int) and t >= 0 for t in prompt):

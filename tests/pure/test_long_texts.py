@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.helpers.recorded_engine import Marked, Recorder
+from trinity_es.actors.engines import vllm_server
 from trinity_es.actors.engines.long_texts import LARGE, encoded, is_large, refuse_too_long
+from trinity_es.actors.engines.vllm_server import _RecordingClient
 from trinity_es.actors.rollout.model import Model
 from trinity_es.events.errors import EngineError
 
@@ -57,7 +60,7 @@ async def test_a_chat_is_tokenized_once_and_off_the_loop_where_it_is_large(size:
 async def test_a_chat_that_no_tokenization_makes_fit_is_refused_before_it_is_tokenized() -> None:
     tokenizer = Words()
     model = of(tokenizer, LARGE // 4)
-    told = rf"65,5\d\d characters has 16,\d+ tokens or more.*max_model_len {LARGE // 4}"
+    told = rf"65,5\d\d characters has 16,\d+ tokens or more.*maximum context length of {LARGE // 4}"
     with pytest.raises(EngineError, match=told) as e:
         await model.chat_async(asking("w" * LARGE))
     assert e.value.details["refused"] is True
@@ -86,3 +89,25 @@ def test_messages_are_large_by_all_their_texts() -> None:
     assert is_large([{"role": "assistant", "content": None, "tool_calls": [call]}])
     assert is_large([[{"role": "user", "content": "x" * 100}] * 1000, None])
     assert not is_large([{"role": "user", "content": "x" * 100}] * 600)
+
+
+@pytest.mark.parametrize(("prompt", "room"), [(6, 2), (7, 1), (8, 0), (9, -1)])
+def test_a_conversation_may_fill_the_context_to_its_last_token_and_not_beyond(prompt: int, room: int) -> None:
+    """A prompt that goes on from what was sampled may be longer than the one that vLLM's server looked at.
+
+    Others asked for 0 tokens then (tinker-cookbook 506, verl-tool 88), or for one that has no place.
+    """
+    asked: list[Any] = []
+    params = SimpleNamespace(n=1, max_tokens=5)
+    engine: Any = SimpleNamespace(max_model_len=8, outputs=lambda ids, params, *_, **__: asked.append(params))
+    record: Any = SimpleNamespace(exact_prompt=lambda _, ids: list(range(prompt)), unsaid={}, longest=4, wanted=False,
+                                  adapter="")
+    client = _RecordingClient(engine, None, lambda: record)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(vllm_server, "changed", lambda params, changes: SimpleNamespace(**{**vars(params), **changes}))
+        if room < 1:
+            with pytest.raises(ValueError, match=rf"maximum context length is 8 tokens.* contains {prompt} input"):
+                client.generate({"prompt_token_ids": [1] * 5}, params, "1")
+            return
+        client.generate({"prompt_token_ids": [1] * 5}, params, "1")
+    assert asked[0].max_tokens == room

@@ -68,12 +68,13 @@ async def test_a_chat_that_ends_with_the_assistant_continues_it() -> None:
     assert not seen.get("add_generation_prompt")
 
 
-async def test_an_aborted_answer_is_an_error_and_no_experience() -> None:
+@pytest.mark.parametrize(("reason", "ids"), [("abort", [2]), ("error", [2]), ("error", [])])
+async def test_an_answer_that_the_engine_cut_off_is_its_error_and_no_experience(reason: str, ids: list[int]) -> None:
     class Aborting(Recorder):
         async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
-            return [Completion(prompt_token_ids=[1], token_ids=[2], logprobs=None, text="", finish_reason="abort")]
+            return [Completion(prompt_token_ids=[1], token_ids=ids, logprobs=None, text="", finish_reason=reason)]
 
-    with pytest.raises(EngineError, match="aborted"):
+    with pytest.raises(EngineError, match=rf"before its answer was complete \({reason}\)"):
         await Model(Aborting()).generate_async("x")
 
 

@@ -20,11 +20,12 @@ from trinity_es.config.config import Config
 from trinity_es.dashboard.app import create_app
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, TasksetError
+from trinity_es.events.values import batch_stream
 from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.projections.reading.resume_point import ResumePoint, sources_of
 from trinity_es.run.trainer_loop import TrainerProcess
 from trinity_es.tasksets import source as source_module
-from trinity_es.tasksets.taskset import Taskset
+from trinity_es.tasksets.taskset import Cursor, Taskset
 from trinity_es.text import summary
 
 COMMIT = "0123456789" * 4
@@ -228,6 +229,58 @@ def test_what_ends_a_run_is_known_at_its_start(
         assert bool(part.said_of_end()) == (total == 50 and last != 50)
     finally:
         part.release()
+
+
+@pytest.mark.parametrize(("rows", "size", "epochs", "drop_last"), [
+    (5, 2, 3, False), (5, 2, 3, True), (4, 2, 2, False), (3, 4, 2, False), (3, 4, 3, True), (1, 1, 2, False),
+], ids=["an epoch is no multiple of a batch", "and the last is dropped", "steps that end with an epoch",
+        "a batch is longer than an epoch", "and the last is dropped here too", "a row"])
+def test_wherever_a_run_was_cut_off_it_goes_on_with_the_very_next_row(
+    tmp_path: Path, rows: int, size: int, epochs: int, drop_last: bool
+) -> None:
+    """Others' trainers counted epochs in whole batches (OpenRLHF 1350), or took an epoch's end for the end (verl 5725).
+    """
+    file, log = tmp_path / "rows.jsonl", tmp_path / "log.sqlite"
+    file.write_text("\n".join(json.dumps({"prompt": f"row{i}"}) for i in range(rows)))
+    config = Config.from_dict({
+        "mode": "explore", "explorer": {"rollout_model": {"engine_type": "scripted"}}, "run_dir": str(tmp_path),
+        "store": {"url": f"sqlite:///{log}"}, "buffer": {"batch_size": size, "explorer_input": {
+            "drop_last": drop_last, "tasksets": [{"name": "t", "path": str(file), "epochs": epochs, "shuffle": True}]}},
+    })
+
+    def steps(done: int) -> tuple[bool, list[tuple[list[int], Cursor]]]:
+        """Return whether anything is left to do after so many steps, and the steps that are."""
+        part, found = Explorer(config), list[tuple[list[int], Cursor]]()
+        try:
+            left = part.locate()
+            assert part.step == done
+            cursors = part.cursors
+            while tasks := (told := part.next_tasks(done + len(found), cursors, size))[0]:
+                cursors = told[1]
+                found.append(([task.index["index"] for task in tasks], cursors["t"]))
+            assert part.last_step == done + len(found)
+        finally:
+            part.release()
+        return left, found
+
+    _, whole = steps(0)
+    read = [row for step, _ in whole for row in step]
+    for epoch in range(epochs if not drop_last else len(read) // rows):
+        assert sorted(read[epoch * rows : (epoch + 1) * rows]) == list(range(rows))
+    assert len(read) == epochs * rows - (epochs * rows % size if drop_last else 0)
+    write(log, [("system", [ev.CoordinatorStarted(epoch=1, pid=1, host="here", version="0")])])
+    for number, (of_step, at) in enumerate(whole, start=1):
+        write(log, [
+            ("taskset/t", [ev.TasksetAdvanced(taskset="t", batch_id=number, epoch=at.epoch, offset=at.offset)]),
+            (batch_stream(number), [ev.BatchSubmitted(
+                batch_id=number, batch_type="train", repeat_times=[1] * len(of_step), tasks=[{}] * len(of_step))]),
+        ])
+        left, rest = steps(number)
+        assert rest == whole[number:]
+        assert left, "its last step is not generated yet"
+    file.unlink()  # SpecForge 659 went on without it
+    with pytest.raises(TasksetError, match=r"taskset t: \S+rows.jsonl can't be read \(No such file or directory\)"):
+        steps(len(whole))
 
 
 # --- the log ----------------------------------------------------------------------------------------------------------

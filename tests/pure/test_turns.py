@@ -77,6 +77,42 @@ def test_white_space_around_an_answer_breaks_no_conversation(text: str, again: s
     assert turns.prompt(f"U:a|A:{again}x$\nU:b|A:") is None
 
 
+CALL = "<call>{f(x)}</call>"
+
+
+@pytest.mark.parametrize(("text", "again"), [
+    (f"\n\n{CALL}", CALL), (f"hm\n\n{CALL}", f"hm\n{CALL}"), (f"hm{CALL}", f"hm\n\n\n{CALL}\n"),
+    (CALL, f"<think>\n \n</think>\n\n{CALL}"), ("ab", "<think> </think>ab"),
+    (f"<think>\n</think>\nhm\n{CALL}", f"hm{CALL}"),
+    (f"<think>so</think>\n\n{CALL}", f"<think>\nso\n</think>{CALL}"), ("a [TOOL_CALLS] [x]", "a[TOOL_CALLS][x]"),
+    (f"{CALL}{CALL}", f"{CALL}\n{CALL}"),
+])
+def test_other_white_space_beside_the_marks_of_an_answer_breaks_no_conversation(text: str, again: str) -> None:
+    """Agents' command lines cut the text before a tool call and pad reasoning; templates write their own."""
+    turns = of_texts()
+    said(turns, "U:a|A:", text)
+    goes_on(turns, f"U:a|A:{again}$\nU:b|A:", f"{text}$", "\nU:b|A:")
+    assert turns.forks == 0
+
+
+@pytest.mark.parametrize(("text", "again"), [
+    (f"hm hm{CALL}", f"hmhm{CALL}"), (CALL, CALL.replace("(x)", "( x)")), (CALL, f"<think>so</think>{CALL}"),
+    (f"<think>so</think>{CALL}", CALL), (CALL, f"hm{CALL}"), (f"hm{CALL}", CALL), (CALL, f"{CALL}hm"), (CALL, ""),
+])
+def test_another_answer_is_a_fork_which_is_counted(text: str, again: str) -> None:
+    turns = of_texts()
+    said(turns, "U:a|A:", text)
+    assert turns.prompt(f"U:a|A:{again}$\nU:b|A:") is None
+    assert turns.forks == 1
+
+
+def test_of_answers_that_differ_in_white_space_alone_the_one_that_is_there_is_gone_on_from() -> None:
+    turns = of_texts()
+    both = [said(turns, "U:a|A:", text) for text in (f"hm{CALL}", f"hm\n{CALL}")]
+    further = [said(turns, f"U:a|A:{turn.text}$\nU:b|A:", "b") for turn in reversed(both)]
+    assert [t.before for t in further] == both[::-1]
+
+
 def test_an_answer_that_was_cut_is_ended_by_the_template_and_may_be_gone_on_with() -> None:
     turns = of_texts()
     said(turns, "U:a|A:", "ab", end="")
@@ -120,6 +156,15 @@ def test_who_knows_the_messages_tells_forks_that_no_text_shows() -> None:
     assert turns.prompt("U:a|A:aa$\nT|U:b|A:") is None
     assert turns.forks == 0
     assert turns.prompt("U:a|A:aa$\nT|U:b|A:", lambda: ["T|U:a|A:"]) is None
+    assert turns.forks == 1
+
+
+def test_a_fork_is_counted_where_the_messages_say_nothing() -> None:
+    turns = of_texts()
+    said(turns, "U:a|A:", "(why)aa")
+    assert turns.prompt("U:b|A:", list) is None, "another conversation"
+    assert turns.forks == 0
+    assert turns.prompt("U:a|A:aa$\nU:b|A:", list) is None, "as of a client of /v1/messages"
     assert turns.forks == 1
 
 

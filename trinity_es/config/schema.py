@@ -276,7 +276,8 @@ class ExplorerConfig(Section):
     """Further attempts after a failed one."""
     max_staleness: int | None = Field(default=None, ge=0)
     """After a restart, an open train batch that holds tokens of weights more than so many versions older than the
-    current ones is aborted (an explorer submits its tasks again); null: never."""
+    current ones is aborted (an explorer submits its tasks again); null: never. It acts at that moment alone: while a
+    system runs, nothing is dropped for its age."""
     max_repeat_times_per_runner: Positive | None = None
     """Runs of a task that go to one runner together; null: all of them."""
     concurrent_mode: Literal["sequential", "asynchronous", "multi-threading"] = "asynchronous"
@@ -284,9 +285,9 @@ class ExplorerConfig(Section):
     loop and sync ones in processes, as many as run at once, so that `multi-threading` is the same as `asynchronous`."""
     max_concurrency: Annotated[int | Literal["auto"], BeforeValidator(_concurrency)] = "auto"
     """Maximum number of units (a task, or a part of its runs) that an engine's runner runs at once: its places.
-    `auto`: 64, then more, up to 256, while a vLLM engine has room for them, and fewer where it computes much again that
-    it had no room for, or too many requests wait in it. Sync workflows play in so many processes at most, with `auto`
-    64. A limit of your own, on sandboxes say, is a number here."""
+    `auto`: 64, then, for engines of type `vllm` alone, more, up to 256, while the engine has room for them, and fewer
+    where it computes much again that it had no room for, or too many requests wait in it. Sync workflows play in so
+    many processes at most, with `auto` 64. A limit of your own, on sandboxes say, is a number here."""
     eval_interval: int = Field(default=0, ge=0)
     """Steps between evaluations; 0: never."""
     eval_on_startup: bool = True

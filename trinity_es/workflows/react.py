@@ -20,7 +20,7 @@ import orjson
 import pydantic
 
 from trinity_es.actors.plugins import resolve
-from trinity_es.events.errors import DataError
+from trinity_es.events.errors import DataError, EngineError
 from trinity_es.events.experience import Experience
 from trinity_es.workflows.rewards import known_of, value_of
 from trinity_es.workflows.workflow import KNOWN, MultiTurnWorkflow
@@ -73,7 +73,8 @@ class ReActWorkflow(MultiTurnWorkflow):
     """Tools in turns, until an answer without a call; the reward is that of this answer (`reward_fn`).
 
     `workflow_args`: `tools` (a list of "module:name"), `max_turns` (8: answers of the model). Metrics: `turns`,
-    `tool_calls`, `tool_errors`, `unfinished` (1 where the last answer still calls a tool).
+    `tool_calls`, `tool_errors`, `unfinished` (1 where the last answer still calls a tool: it was the last turn, or the
+    model's context has no room for another).
     """
 
     ARGS = frozenset({"tools", "max_turns"})
@@ -85,7 +86,12 @@ class ReActWorkflow(MultiTurnWorkflow):
         schemas = [tool.schema for tool in tools.values()] or None
         messages, counts = self.prompt_messages(), {"turns": 0, "tool_calls": 0, "tool_errors": 0}
         while True:
-            [answer] = self.model.chat(messages, tools=schemas, n=1)
+            try:
+                [answer] = self.model.chat(messages, tools=schemas, n=1)
+            except EngineError as e:
+                if counts["turns"] and e.details.get("refused"):  # what the tools told leaves no room for an answer
+                    break
+                raise
             messages.append({"role": "assistant", "content": answer.response_text})
             counts["turns"] += 1
             calls = _CALL.findall(answer.response_text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,10 +20,12 @@ import pytest
 
 from tests.helpers.engine_sessions import HELLO, Session, serving
 from tests.helpers.engines import Live, SharedEngine
+from trinity_es.actors.engines import vllm_engine
 from trinity_es.actors.engines.interface import EngineConfig, Sampling
 from trinity_es.actors.engines.vllm_engine import VLLMEngine
 from trinity_es.actors.rollout.model import Model
 from trinity_es.events.errors import ConfigError, EngineError
+from trinity_es.testing import ByteTokenizer
 
 real = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
@@ -192,3 +196,56 @@ async def test_an_engine_whose_task_on_the_event_loop_ended_is_dead(tmp_path: Pa
     assert engine.dead == "vLLM's task on the event loop ended"
     with pytest.raises(EngineError, match="task on the event loop ended"):
         await engine.generate("c=", Sampling())
+
+
+# --- speculation ------------------------------------------------------------------------------------------------------
+NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}}
+
+
+class Two(Forgetful):
+    """A vLLM that tells these logprobs of two tokens at its last place."""
+
+    def __init__(self, *logprobs: float) -> None:
+        self.logprobs, self.asked = logprobs, list[Any]()
+
+    async def generate(self, prompt: object, params: Any, request: str, **_: object) -> AsyncIterator[Any]:
+        self.asked.append(params)
+        told = [{t: SimpleNamespace(logprob=p) for t, p in zip((97, 98), row, strict=True)}
+                for row in ((math.log(0.5),) * 2, self.logprobs)]
+        answer = SimpleNamespace(index=0, token_ids=[97, 98], logprobs=told, text="", finish_reason="length")
+        yield SimpleNamespace(outputs=[answer], finished=True)
+
+
+def speculating(folder: Path, *logprobs: float) -> VLLMEngine:
+    (folder / "config.json").write_text("{}")
+    engine: Any = VLLMEngine(EngineConfig(model_path=str(folder), options=NGRAM))
+    engine._llm, engine._dead, engine.version = Two(*logprobs), None, "vllm 0 on cpu"
+    engine.tokenizer = ByteTokenizer()
+    return engine  # type: ignore[no-any-return]
+
+
+async def test_a_speculation_that_tells_other_logprobs_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_engine, "sampling_params", lambda s, more: SimpleNamespace(stop=s.stop, **more))
+    right = speculating(tmp_path, math.log(0.1), math.log(0.9))
+    await right._check_speculation([7] * 4)
+    assert [params.allowed_token_ids for params in right._llm.asked] == [[97, 98]]
+    for wrong in ((-5.56, -5.56), (0.0, -0.7), (math.nan, math.nan), (-math.inf, -math.inf)):
+        with pytest.raises(ConfigError, match=r"speculative_config: vllm 0 on cpu tells .* wrong .* leave it"):
+            await speculating(tmp_path, *wrong)._check_speculation([7] * 4)
+
+
+async def test_a_stop_text_beside_a_speculation_is_refused_since_tokens_follow_it(tmp_path: Path) -> None:
+    """vLLM finds a stop text in what several tokens of one step say, and keeps them all (vllm 47616)."""
+    engine = speculating(tmp_path, 0.0, 0.0)
+    with pytest.raises(EngineError, match="tokens behind it") as refused:
+        await engine._request(engine._llm, [1], SimpleNamespace(stop=["x"]), None)
+    assert refused.value.details == {"refused": True}
+
+
+@pytest.mark.all
+@with_marks(*real)
+def test_vllms_own_speculation_on_a_cpu_is_refused(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine_args\.speculative_config: vllm \S+ on cpu tells logprobs"):
+        Live(EngineConfig(model_path=str(tiny), options=NGRAM))

@@ -63,7 +63,7 @@ def test_a_killed_runner_gives_the_gpu_s_memory_back(tiny: Path) -> None:
     wait_until(lambda: used_mib() < before + 500, "the GPU's memory to come back", 30)
 
 
-def test_p34_weights_sent_by_nccl_are_those_loaded_from_their_place(tiny: Path, other: Path, tmp_path: Path) -> None:
+def test_weights_sent_by_nccl_are_those_loaded_from_their_place(tiny: Path, other: Path, tmp_path: Path) -> None:
     import torch
 
     if torch.cuda.device_count() < 2:

@@ -76,6 +76,9 @@ class Wrong(StandIn):
                 row["logprob"] = self.now["logprob"]
             if "token_logprobs" in choice["logprobs"]:
                 choice["logprobs"]["token_logprobs"] = [self.now["logprob"]] * len(ids)
+        if "fewer" in self.now and choice["logprobs"]:
+            for rows in choice["logprobs"].values():
+                rows.pop()
         choice |= self.now.get("choice", {})
         if "weights" in self.now:
             label = self.label
@@ -137,7 +140,8 @@ IMPOSSIBLE: dict[str, dict[str, Any]] = {
     "what vLLM writes for NaN": {"logprob": -9999.0}, "none": {"logprob": None},
     "more than was asked for": {"sampling": {"max_tokens": 40}},
     "deep": {"status": 200, "body": "[" * 100_000}, "a list": {"status": 200, "body": "[1]"},
-    "no content": {"status": 204, "body": ""},
+    "no content": {"status": 204, "body": ""}, "no token ids": {"choice": {"token_ids": None}},
+    "a logprob less": {"fewer": True}, "no logprobs": {"choice": {"logprobs": None}},
 }
 SHIFTED = [[(100, 108)], [(-8, 0)], [(0, 4), (0, 4)], [(0, 16), (8, 0)], [(0, 4), (5, 9)], [(0, 4)], [],
            [(4, 8), (4, 8)], [(0, 5), (3, 8)], [(0, 9), (9, 8)]]
@@ -236,6 +240,31 @@ async def test_a_server_that_takes_nothing_for_a_while_is_waited_for(
     assert not failed.value.details
     assert server.asked == 5, "four times, and what it answered when it was met"
     assert await engine.generate([5], EIGHT)
+
+
+@PLAIN
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+async def test_requests_wait_for_the_end_of_a_pause_however_long_it_is(
+    server: Wrong, engine: HTTPEngine, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine._answered, server.asked = float("-inf"), 0  # it has answered nobody for long
+    looked = 0
+
+    async def look(self: VLLMServer) -> bool:
+        nonlocal looked
+        looked += 1
+        return not server.going.is_set()
+
+    monkeypatch.setattr(VLLMServer, "paused", look)
+    await engine.server.ask("POST", "/pause", mode=mode)
+    asked = [asyncio.create_task(_all_of(engine, prompt)) for prompt in ([5], [5, 6])]
+    while looked < 20:
+        await asyncio.sleep(0.01)
+    assert not await engine._try(), "a pause tells nothing of what the server can"
+    assert engine.dead is None
+    assert not any(request.done() for request in asked)
+    await engine.server.resume()
+    assert await asyncio.gather(*asked) == [8, 8]
 
 
 async def test_a_server_that_answers_a_try_alone_draws_little(

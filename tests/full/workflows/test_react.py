@@ -11,7 +11,7 @@ from pydantic import Field
 
 from tests.helpers.ready_made import Answers, played
 from trinity_es.actors.rollout.worker_pool import WorkerPool
-from trinity_es.events.errors import DataError, UnknownWorkflow
+from trinity_es.events.errors import DataError, EngineError, UnknownWorkflow
 from trinity_es.workflows.react import MOST_CHARACTERS, tool_of
 
 HERE = __name__
@@ -120,6 +120,33 @@ async def test_it_ends_after_its_last_turn_or_an_answer_that_was_cut_off(pool: W
     done = await played(pool, "react_workflow", engine, **task)
     assert len(engine.prompts) == 1
     assert done.experiences[0].metrics["unfinished"] == 1.0
+
+
+class Filled(Answers):
+    """Has no room for more than one turn."""
+
+    async def generate(self, prompt: Any, sampling: Any) -> Any:
+        if len(self.prompts) == 1:
+            raise EngineError("a prompt of 64 tokens leaves no room for an answer", refused=True)
+        return await super().generate(prompt, sampling)
+
+
+async def test_it_ends_where_what_a_tool_told_leaves_no_room_for_an_answer(pool: WorkerPool) -> None:
+    """A run that failed there would leave out the long conversations alone of what is learned."""
+    first = "42? " + call("multiply", a=6, b=7)
+    fields: dict[str, Any] = {
+        "raw_task": {"prompt": "6 * 7?", "answer": "42"}, "reward_fn": f"{HERE}:right",
+        "workflow_args": {"tools": [f"{HERE}:multiply"]},
+    }
+    done = await played(pool, "react_workflow", Filled(first, "never"), **fields)
+    assert not done.failures
+    [experience] = done.experiences
+    assert experience.response_text == first
+    assert (experience.metrics["unfinished"], experience.metrics["turns"], experience.reward) == (1.0, 1.0, 1.0)
+    refusing = Filled("never")
+    refusing.prompts.append("")
+    done = await played(pool, "react_workflow", refusing, **fields)
+    assert [(kind, "no room" in why) for _, kind, why in done.failures] == [("data", True)], "the task is too long"
 
 
 def test_a_tools_schema_is_that_of_its_signature() -> None:

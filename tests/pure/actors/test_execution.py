@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from trinity_es.actors.engines.interface import EngineConfig
+from tests.helpers.recorded_engine import Recorder
+from trinity_es import AsyncSimpleWorkflow, SimpleWorkflow
+from trinity_es.actors.engines.interface import EngineConfig, Sampling
 from trinity_es.actors.plugins import resolve
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.workflow_runner import RUNS_AT_ONCE, WorkflowRunner
@@ -25,6 +27,10 @@ def runner(**options: Any) -> WorkflowRunner:
 
 def one() -> Experience:
     return Experience(eid=EID(), tokens=[1, 2, 3], prompt_length=1, reward=0.5, metrics={"score": 2.0})
+
+
+def half(response: str) -> float:
+    return 0.5
 
 
 class Repeats(Workflow):
@@ -174,6 +180,31 @@ def test_a_seed_differs_from_run_to_run_and_is_the_same_again() -> None:
     first = answers()
     assert answers() == first
     assert len({tuple(a) for a in first}) == 3
+
+
+def test_an_evals_sampling_is_that_of_no_other_task_of_its_runner_before_beside_or_after_it() -> None:
+    """Elsewhere it became that of training from the first eval on (Trinity-RFT 400)."""
+    engine = Recorder(response="a")
+    runs = WorkflowRunner(engine, defaults={"top_p": 0.5})
+    asked = {"train": {"temperature": 1.0, "max_tokens": 9}, "eval": {"temperature": 0.01, "top_p": 0.9}, "other": {}}
+
+    async def play() -> None:
+        for workflow in (SimpleWorkflow, AsyncSimpleWorkflow):  # the first is reset, and used again
+            for _ in range(2):
+                await asyncio.gather(*(
+                    runs.run_task(Task(workflow=workflow, raw_task={"prompt": name}, reward_fn=half,
+                                       rollout_args=args, is_eval=name == "eval"), 1, 2)
+                    for name, args in asked.items()
+                ))
+
+    asyncio.run(play())
+    found: dict[str, set[tuple[float, float, int]]] = {}
+    for prompt, s in engine.asked:
+        text = prompt if isinstance(prompt, str) else engine.tokenizer.decode(prompt)
+        [name] = [name for name in asked if name in text]
+        found.setdefault(name, set()).add((s.temperature, s.top_p, s.max_tokens))
+    longest = Sampling().max_tokens
+    assert found == {"train": {(1.0, 0.5, 9)}, "eval": {(0.01, 0.9, longest)}, "other": {(1.0, 0.5, longest)}}
 
 
 def test_an_unknown_name_says_what_is_known_and_what_to_do() -> None:

@@ -112,6 +112,13 @@ def test_p30_a_suffix_chooses_the_aggregation_all_the_way_up() -> None:
     }  # fmt: skip
 
 
+def test_p30_a_run_counts_once_however_many_turns_it_took() -> None:
+    """Long runs, which fail, weighed as many times as they had turns in another trainer's mean (labs-molt 64)."""
+    runs = [aggregate_run([{"reward": 0.0}] * 30), aggregate_run([{"reward": 1.0}])]
+    assert aggregate_batch([aggregate_task(runs, is_eval=False)], prefix="rollout")["rollout/reward/mean"] == 0.5
+    assert aggregate_task(runs, is_eval=True)["reward/mean@2"] == 0.5
+
+
 def test_p30_an_unknown_suffix_is_part_of_the_name() -> None:
     assert aggregate_run([{"a:odd": 1}, {"a:odd": 2}]) == {"a:odd": 1.5}
     assert aggregate_batch([{"a:odd": 1}]) == {"a:odd/mean": 1.0, "a:odd/max": 1.0, "a:odd/min": 1.0}
