@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from benchmarks.sample_log import make
-from tests.helpers.handmade import write
+from tests.helpers.handmade import finished, unit, write
 from tests.helpers.pages import Seen
 from trinity_es.dashboard import pages
 from trinity_es.dashboard.app import create_app
@@ -23,6 +23,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.projections.batch import batch_result, fold
 from trinity_es.projections.history.attempts import tell
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.reading.overview import Point
@@ -167,6 +168,23 @@ def test_a_batch_page_has_every_task_run_and_attempt(ended: TestClient, sample: 
     attempts = sum(len(t.attempts) for t in story.tasks)
     assert len(by_task) == 3 * attempts, "once by its task, and on both pages by its runner"
     assert {f"/rollout?id=3&task={t}&run=0" for t in range(60)} <= {h for seen in found for h in seen.links()}
+
+
+def test_a_mean_says_of_how_many_tasks_runs_are_missing_in_it(path: Path) -> None:
+    history: list[ev.Event] = [
+        ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[2, 2], tasks=[{}, {}], max_attempts=1),
+        ev.TasksDispatched(runner="runner-1", incarnation=1, units=[unit(0), unit(1)], model_version=0),
+        finished(0, None),
+        ev.AttemptFailed(task=1, run_id_base=0, failed_runs=[0, 1], attempt=1, runner="runner-1", incarnation=1,
+                         kind="workflow", message="no", retry=False, seconds=0.5),
+    ]
+    state = fold(history)
+    assert state is not None
+    history.append(ev.BatchFinalized(result=batch_result(state)))
+    write(path, [(batch_stream(1), history)])
+    with TestClient(create_app(str(path)), base_url="http://localhost") as client:
+        for page in ("/batches", "/batch?id=1"):
+            assert "0.667 (1 short)" in get(client, page).text
 
 
 def test_the_state_as_of_each_event_is_the_replay_up_to_it(client: TestClient, hand: str) -> None:

@@ -24,8 +24,8 @@ from trinity_es.projections.tables.batch_list import BatchRow
 from trinity_es.text import clock, error_line, name_of, plain
 
 __all__ = [
-    "columns", "console", "fitted", "metrics_table", "print_batches", "print_state", "print_story", "state_json",
-    "state_text",
+    "columns", "console", "fitted", "metrics_table", "print_batches", "print_state", "print_story", "rewarded",
+    "state_json", "state_text",
 ]
 
 _BAR = 24
@@ -140,14 +140,14 @@ def _batch_cells(row: BatchRow) -> list[str]:
     seconds = None if row.ended_at is None else row.ended_at - row.submitted_at
     return [
         name_of(row.batch_id), row.batch_type, row.state, str(row.tasks), str(row.finished), str(row.failed_attempts),
-        str(row.experiences), _rewarded(row), f"{row.response_tokens:,}",
+        str(row.experiences), rewarded(row), f"{row.response_tokens:,}",
         "" if row.model_version is None else str(row.model_version), str(row.dropped),
         "" if row.trained_step is None else str(row.trained_step), clock(row.submitted_at, date=True),
         _number(seconds, 2),
     ]
 
 
-def _rewarded(row: BatchRow) -> str:
+def rewarded(row: BatchRow) -> str:
     """Return a batch's mean reward, and of how many of its tasks runs are missing in it."""
     return _number(row.reward) + (f" ({row.failed} short)" if row.failed and row.reward is not None else "")
 

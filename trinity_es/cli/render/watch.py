@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from trinity_es.cli.render.tables import columns, console, state_text
+from trinity_es.cli.render.tables import columns, console, rewarded, state_text
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogError, LogUnavailable
 from trinity_es.events.store.log import Recorded
@@ -207,7 +207,7 @@ def _batches(picture: Picture) -> Table:
         table.add_row(
             Text(plain(name_of(row.batch_id), 40)), row.batch_type, state_text(row.state),
             f"{row.finished + row.failed}/{row.tasks}", str(row.failed_attempts),
-            "" if row.reward is None else f"{row.reward:z.3f}", f"{row.response_tokens:,}",
+            rewarded(row), f"{row.response_tokens:,}",
             "" if row.model_version is None else str(row.model_version), f"{end - row.submitted_at:.1f}",
         )
     return table

@@ -30,7 +30,7 @@ COLUMNS = (
     Column("tasks", "tasks", False, "finished, failed and dropped of all"),
     Column("failed attempts", "failed_attempts"),
     Column("experiences", "experiences"),
-    Column("reward", "reward", hint="mean of the batch"),
+    Column("reward", "reward", hint="mean of the batch; in brackets, of how many of its tasks runs are missing in it"),
     Column("tokens", "response_tokens", hint="response tokens"),
     Column("version", "model_version", hint="the newest weights that made any of its tokens"),
     Column("behind", "staleness", hint="weights versions that it was behind when it was finalized"),
