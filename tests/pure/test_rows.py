@@ -71,6 +71,8 @@ def test_a_key_whose_value_is_null_is_no_key(tmp_path: Path) -> None:
     (pa.array([decimal.Decimal("1.50")]), "1.50"),
     (pa.array([dt.datetime(2026, 3, 1, 12, tzinfo=dt.UTC)]), "2026-03-01T12:00:00+00:00"),
     (pa.array([[("a", 1), ("b", None)]], pa.map_(pa.string(), pa.int64())), {"a": 1}),
+    (pa.array([[(b"a", 1)]], pa.map_(pa.binary(), pa.int64())), {"a": 1}),
+    (pa.array(["5"], pa.string_view()), "5"),
 ])
 def test_a_value_of_a_table_is_what_its_writer_meant(tmp_path: Path, column: pa.Array, found: Any) -> None:
     [task] = opened(table(tmp_path, prompt=pa.array(["a"]), answer=column)).all()
@@ -84,6 +86,8 @@ def test_a_value_of_a_table_is_what_its_writer_meant(tmp_path: Path, column: pa.
     (pa.array([[1.0], [float("-inf")]]), "row 1: column 'x': -inf has no form in JSON"),
     (pa.array([dt.timedelta(1)] * 2), "column 'x' has the type duration"),
     (pa.array([{"d": dt.timedelta(1)}] * 2), "column 'x' has the type duration"),
+    (pa.array([[], [("k", 1), ("k", 2)]], pa.map_(pa.string(), pa.int64())),
+     "row 1: column 'x': the key 'k' stands twice: mend"),
 ])
 def test_what_has_no_form_in_json_is_refused_by_its_column_when_a_file_is_opened(
     tmp_path: Path, column: pa.Array, said: str
@@ -113,6 +117,27 @@ def test_a_row_that_begins_its_answer_and_a_reply_prefix_are_refused_together(tm
     opened(lines(tmp_path, [row]))
     with pytest.raises(TasksetError, match=r"line 1: .*format\.reply_prefix begins its answer, too"):
         opened(lines(tmp_path, [row]), format={"reply_prefix": "Sure:"})
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    columns = [pa.array(["a"]), pa.array(["5"]), pa.array(["6"])]
+    parquet.write_table(pa.Table.from_arrays(columns, ["prompt", "answer", "answer"]), tmp_path / "rows.parquet")
+    with pytest.raises(TasksetError, match="column 'answer' is there twice"):
+        opened(tmp_path / "rows.parquet")
+
+
+@pytest.mark.parametrize("rest", ['"answer": "5", "answer": "6"', '"meta": {"prompt": 1, "prompt": 2}'])
+def test_a_key_that_stands_twice_is_refused_with_its_line(tmp_path: Path, rest: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(f'{{"prompt": "a", "meta": {{"prompt": 1}}}}\n{{"prompt": "b", {rest}}}')
+    with pytest.raises(TasksetError, match=r"line 2: the key '\w+' stands twice"):
+        opened(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize(("name", "content"), [("rows.jsonl.gz", b"\x1f\x8b\x08"), ("rows.csv", b"prompt,answer\na,5")])
+def test_a_file_of_another_kind_is_refused_as_that(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TasksetError, match=f"{name} is compressed or a table of texts"):
+        opened(tmp_path / name)
 
 
 @pytest.mark.parametrize("number", ["123456789012345678901234567890", "-9223372036854775809", "18446744073709551616"])

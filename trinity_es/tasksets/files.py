@@ -20,11 +20,13 @@ import orjson
 from trinity_es.config.buffer import TasksetConfig
 from trinity_es.environments.verifiers_tasks import made_tasks
 from trinity_es.events.errors import TasksetError
-from trinity_es.tasksets.rows import RowCheck, TableRows, no_prompt, parse_row, require_answers
+from trinity_es.tasksets.rows import RowCheck, TableRows, no_prompt, parse_row, require_answers, require_single_keys
 
 __all__ = ["RowFile", "open_file"]
 
 _BOM = b"\xef\xbb\xbf"
+_COMPRESSED = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"PK\x03\x04", b"\xfd7zXZ"
+"""Beginnings of files of gzip, zstd, bzip2, zip and xz."""
 _ONE_ARRAY = "a file of rows has an object a line; one array becomes that with `jq -c '.[]' FILE`"
 
 
@@ -138,6 +140,9 @@ class _Lines:
         try:
             row: Any = parse_row(line)
         except ValueError as e:
+            if number == 1 and (line.startswith(_COMPRESSED) or self._file.suffix in (".csv", ".tsv")):
+                raise TasksetError(f"{self._file} is compressed or a table of texts, and rows are lines of JSON or "
+                                   "parquet: unpack or convert it", **details) from e
             try:
                 line.decode()
             except UnicodeDecodeError as bad:
@@ -148,6 +153,10 @@ class _Lines:
             kind = "a list" if isinstance(row, list) else f"{line.strip().decode():.40}"
             way = _ONE_ARRAY if number == 1 and isinstance(row, list) else "fix or remove the line"
             raise TasksetError(f"{where}: must be a JSON object, not {kind}: {way}", **details)
+        try:
+            require_single_keys(line, row)
+        except ValueError as e:
+            raise TasksetError(f"{where}: {e}: leave one of them out", **details) from e
         key = self.config.format.prompt_key
         if key not in row and key not in orjson.loads(line):
             raise TasksetError(f"{where}: {no_prompt(key, list(row))}", **details)

@@ -21,7 +21,7 @@ from trinity_es.workflows.prompts import require_prompt_form
 from trinity_es.workflows.registry import REWARD_FUNCTIONS, WORKFLOWS
 from trinity_es.workflows.rewards import keys_needed
 
-__all__ = ["CHECKED_ROWS", "RowCheck", "TableRows", "no_prompt", "parse_row", "require_answers"]
+__all__ = ["CHECKED_ROWS", "RowCheck", "TableRows", "no_prompt", "parse_row", "require_answers", "require_single_keys"]
 
 CHECKED_ROWS = 1000
 """Rows that are checked at a time."""
@@ -34,6 +34,15 @@ def parse_row(line: bytes) -> Any:
     if _LONG_NUMBER.search(line):
         json.loads(line, parse_int=_whole)
     return _without_nulls(orjson.loads(line))
+
+
+def require_single_keys(line: bytes, row: dict[str, Any]) -> None:
+    """Require that no object of a line of JSON, which holds this row, has a key twice. Raises ValueError.
+
+    Only a line in which a key of the row itself is found twice is read as a whole, since that takes long.
+    """
+    if any(line.count(orjson.dumps(key)) > 1 for key in row):
+        json.loads(line, object_pairs_hook=partial(_object, key=str, value=lambda value: value))
 
 
 def _whole(digits: str) -> int:
@@ -134,6 +143,8 @@ class TableRows:
         self._source, self._check = source, RowCheck(config)
         if config.format.prompt_key not in schema.names:
             raise TasksetError(f"{source}: {no_prompt(config.format.prompt_key, schema.names)}", file=str(source))
+        if again := [name for name in schema.names if schema.names.count(name) > 1]:
+            raise TasksetError(f"{source}: column {again[0]!r} is there twice: rename or remove one", file=str(source))
         require_answers(source, schema.names, config)
         self._readers: dict[str, Callable[[Any], Any]] = {}
         for field in schema:
@@ -177,7 +188,8 @@ class TableRows:
                 if value is not None and (value := self._readers[name](value)) is not None:
                     found[name] = value
             except (ValueError, OverflowError) as e:
-                raise TasksetError(f"{self._source} row {number}: column {name!r}: {e}: mend or remove it",
+                said = str(e).partition(" Install pandas")[0]  # of nanoseconds, which need that
+                raise TasksetError(f"{self._source} row {number}: column {name!r}: {said}: mend or remove it",
                                    file=str(self._source), row=number) from e
         return found
 
@@ -201,24 +213,38 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
         return lambda value: {name: read for name, reader in readers.items()
                               if value[name] is not None and (read := reader(value[name])) is not None}
     if types.is_map(kind):
-        inner = _reader(kind.item_type)
-        return lambda value: {str(k): read for k, v in value if v is not None and (read := inner(v)) is not None}
+        return partial(_object, key=_reader(kind.key_type), value=_reader(kind.item_type))
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         item = _reader(kind.value_type)
         return lambda value: [None if v is None else item(v) for v in value]
     if types.is_floating(kind):
         return _double if types.is_float64(kind) else partial(_short, digits=kind.to_pandas_dtype())
-    if types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind):
+    if _is_bytes(kind):
         return _utf8
     if types.is_decimal(kind):
         return int if kind.scale <= 0 else str
     if types.is_date(kind) or types.is_time(kind) or types.is_timestamp(kind):
         return lambda value: value.isoformat()
-    if types.is_boolean(kind) or types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind):
+    if types.is_boolean(kind) or types.is_integer(kind) or types.is_null(kind):
         return lambda value: value
-    if types.is_integer(kind):
+    if str(kind) in ("string", "large_string", "string_view"):
         return lambda value: value
     raise TypeError(str(kind))
+
+
+def _is_bytes(kind: Any) -> bool:
+    return str(kind).partition("[")[0] in ("binary", "large_binary", "binary_view", "fixed_size_binary")
+
+
+def _object(pairs: Iterable[tuple[Any, Any]], *, key: Callable[[Any], Any], value: Callable[[Any], Any]) -> Any:
+    """Return the pairs of a map as an object. Raises ValueError where two have one key."""
+    found: dict[str, Any] = {}
+    for one, of_it in pairs:
+        name = str(key(one))
+        if name in found:
+            raise ValueError(f"the key {name!r} stands twice")
+        found[name] = None if of_it is None else value(of_it)
+    return _without_nulls(found)
 
 
 def _may_fail(kind: Any) -> bool:
@@ -228,9 +254,8 @@ def _may_fail(kind: Any) -> bool:
     types = pyarrow.types
     inner = [kind.field(i).type for i in range(kind.num_fields)]
     return (
-        any(map(_may_fail, inner)) or types.is_floating(kind) or types.is_binary(kind) or types.is_large_binary(kind)
-        or types.is_fixed_size_binary(kind) or types.is_temporal(kind) or types.is_dictionary(kind)
-        or isinstance(kind, pyarrow.BaseExtensionType)
+        any(map(_may_fail, inner)) or types.is_floating(kind) or _is_bytes(kind) or types.is_temporal(kind)
+        or types.is_map(kind) or types.is_dictionary(kind) or isinstance(kind, pyarrow.BaseExtensionType)
     )
 
 
