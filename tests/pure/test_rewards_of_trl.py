@@ -117,6 +117,7 @@ def test_what_is_no_reward_is_no_zero(workflow: type[Any], value: Any, said: str
 @pytest.mark.parametrize(("value", "said"), [
     ({}, "the reward judge gave {}: give a finite number, or a dict of at least one part"),
     ({0: 1.0}, "the reward judge gave {0: 1.0}: give a finite number, or a dict"),
+    ({"reward": 1.0, "acc": 1.0}, "a sum among them counts twice: give the sum alone, or the parts without it"),
     (10**400, r"the reward judge gave 1000\d*: give a finite number"),
 ])
 def test_what_is_no_part_is_no_zero(workflow: type[Any], value: Any, said: str) -> None:

@@ -303,12 +303,16 @@ def _first(called: Any, said: Any) -> float:
 def as_parts(said: Any, reward: Any) -> dict[str, float]:
     """Return what a reward gave as its parts, which are added up; `reward`: as the task names it, or what was called.
 
-    Raises WorkflowError where there is no part, a part is no number, or no finite one, or its name is no text.
+    Raises WorkflowError where there is no part, a part is no number, or no finite one, its name is no text, or it is
+    `reward` beside other parts.
     """
     name = _named(reward)
     if isinstance(said, Mapping) and not (said and all(isinstance(part, str) for part in said)):
         raise WorkflowError(f"the reward {name} gave {said!r:.100}: give a finite number, or a dict of at least one "
                             "part, a text and its finite number; raise an error where an answer can't be judged")
+    if isinstance(said, Mapping) and "reward" in said and len(said) > 1:
+        raise WorkflowError(f"the reward {name} gave {said!r:.100}: parts are added up, so a sum among them counts "
+                            "twice: give the sum alone, or the parts without it")
     parts = {}
     for part, value in (said if isinstance(said, Mapping) else {"reward": said}).items():
         try:
