@@ -17,7 +17,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 import setproctitle
 
@@ -117,6 +117,10 @@ class WarmPython:
             assert read, "the warm Python has ended: it says why on stderr"
             pid += read
         return int(pid), ours
+
+    def start(self, arguments: Sequence[str], output: IO[Any], errors: IO[Any]) -> Forked:
+        """Run it, with these files as its output."""
+        return Forked([sys.executable, *arguments], warm=self, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
 
     def run(
         self, arguments: Sequence[str], *, timeout: float, variables: Mapping[str, str] | None = None
