@@ -68,9 +68,10 @@ def settings_of_run(what: str | None, overrides: list[str] | None) -> Config:
     if not data:
         raise ConfigError(f"{masked(url)} holds no config yet: name the config file, as in "
                           "`trinity-es resume config.yaml`")
-    _require_own_folders(url, data["store"]["url"], copied_from)
+    store = data.setdefault("store", {})
+    _require_own_folders(url, store.get("url", ""), copied_from)
     # The recorded one has no password in it; the one that opened the log has.
-    data["store"]["url"] = url.render_as_string(hide_password=False)
+    store["url"] = url.render_as_string(hide_password=False)
     data = escaped(data)
     apply_overrides(data, overrides or [])
     if hidden := masked_keys({k: v for k, v in data.items() if k != "store"}):
@@ -81,7 +82,7 @@ def settings_of_run(what: str | None, overrides: list[str] | None) -> Config:
 
 def _require_own_folders(url: URL, recorded: str, copied_from: str) -> None:
     """Raise ConfigError for the log of a copied run: its config names the folders of the original."""
-    given, origin = file_of(url.render_as_string(hide_password=False)), file_of(recorded)
+    given, origin = file_of(url.render_as_string(hide_password=False)), file_of(recorded) if recorded else None
     if given is not None:
         copied_from = str(origin) if origin is not None and origin.exists() and not origin.samefile(given) else ""
     if copied_from:

@@ -322,13 +322,13 @@ def start_finalizing(batch: BatchState, return_partial: bool = False) -> list[ev
 
     With `return_partial` the finished runs of dropped tasks go through it too.
     """
-    open_tasks = _open_tasks(batch)
+    open_tasks, is_eval = _open_tasks(batch), batch.batch_type == "eval"
     events: list[ev.Event] = []
     if open_tasks:
-        kept = [task for task in open_tasks if return_partial and batch.tasks[task].done]
+        kept = [task for task in open_tasks if return_partial and not is_eval and batch.tasks[task].done]
         reason = f"finalized with {batch.completed_task_count} tasks, enough"
         events.append(ev.TaskDropped(tasks=open_tasks, reason=reason, kept=kept))
-    if batch.batch_type == "eval":
+    if is_eval:
         return [*events, ev.BatchFinalized(result=batch_result(batch))]
     return [*events, ev.BatchFinalizing()]
 

@@ -69,16 +69,16 @@ def start_head(
 
 def test_a_host_that_joins_in_a_batch_gets_its_share_and_one_that_leaves_loses_nothing(start_head: StartHead) -> None:
     head = start_head()
-    head.submit(1, 256, 0.5)
+    head.submit(1, 512, 0.5)
     with host_joins(head.url, "b", head.folder) as b:
         ready(head.client, "b")
         wait_until(lambda: head.client.status()["hosts"][0]["units"] > 0, "work for the new host", 5)
         [host] = head.client.status()["hosts"]
         assert (host["host"], host["epoch"], host["state"], host["connected"]) == ("b", 1, "joined", True)
         assert b.drain() == 0
-        assert head.settled() < 256, "it got work to the end"
+        assert head.settled() < 512, "it got work to the end"
         assert b.left() == []
-    head.finish(1, 256)
+    head.finish(1, 512)
     assert head.ran_on(1)["b"] > 0
     assert head.client.status()["hosts"] == []
     assert head.events(ev.AttemptFailed) == []
