@@ -8,6 +8,7 @@ import pytest
 
 from trinity_es.events.errors import DataError
 from trinity_es.events.values import Task
+from trinity_es.workflows.prompts import chat_of
 from trinity_es.workflows.registry import WORKFLOWS
 from trinity_es.workflows.workflow import Workflow
 
@@ -56,10 +57,8 @@ def test_of_a_conversation_the_last_question_is_the_one_with_choices() -> None:
     assert [first, second] == talk[:2]
     assert "2+3?" in last["content"]
     assert "A) 5\nB) 6" in last["content"]
-    picture = {"type": "image_url", "image_url": {"url": "data:,"}}
-    seen = [{"role": "user", "content": [picture, {"type": "text", "text": "2+3?"}]}]
-    [shown] = messages("multiple_choice_workflow", seen)
-    assert shown["content"] == [picture, {"type": "text", "text": last["content"]}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "2+3?"}]}]
+    assert messages("multiple_choice_workflow", parts) == [last]
     with pytest.raises(DataError, match="no message of the prompt is the user's"):
         messages("multiple_choice_workflow", [{"role": "system", "content": "a"}])
 
@@ -76,6 +75,17 @@ def test_messages_are_the_runs_own() -> None:
     asked = Workflow(task=task, model=None).prompt_messages()
     asked[0]["content"] += " Think."
     assert task.task_desc == [USER]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_of_a_content_are_one_text(name: str) -> None:
+    parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "2+3?"}]
+    assert messages(name, [{"role": "user", "content": parts}]) == messages(name, "What is\n2+3?")
+
+
+def test_a_message_of_tool_calls_alone_has_an_empty_content() -> None:
+    calls = {"role": "assistant", "tool_calls": [{"type": "function"}]}
+    assert chat_of([USER, calls, {"role": "tool", "content": "5"}])[1] == {**calls, "content": ""}
 
 
 @pytest.mark.parametrize("prompt", [5, {"text": "a"}, [], ["a"], [{"content": "a"}]])

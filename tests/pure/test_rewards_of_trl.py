@@ -217,3 +217,14 @@ def test_a_reward_that_changes_its_row_changes_it_for_no_other_answer(
     assert status.ok, status.message
     assert [e.reward for e in found] == [expected, expected]
     assert CHAT == [{"role": "user", "content": "How many a?"}]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS)
+def test_a_reward_that_changes_its_arguments_changes_them_for_no_other_answer(workflow: type[Any]) -> None:
+    def counts(response: str, seen: list[int]) -> float:
+        seen.append(1)
+        return float(len(seen))
+
+    status, found = played(workflow, counts, reward_fn_args={"seen": []})
+    assert status.ok, status.message
+    assert [e.reward for e in found] == [1.0, 1.0]

@@ -103,6 +103,8 @@ def test_what_has_no_form_in_json_is_refused_by_its_column_when_a_file_is_opened
     ([], "the prompt is an empty list"),
     (["a"], "message 0 of the prompt is 'a': an object with"),
     ([{"role": "user", "content": 5}], "the content of message 0 of the prompt is 5"),
+    ([{"role": "user"}], "the content of message 0 of the prompt is null"),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], "message 0 of the prompt has the part {'type': 'image_u"),
 ])
 def test_what_is_no_prompt_is_refused_with_its_line(tmp_path: Path, prompt: Any, said: str) -> None:
     with pytest.raises(TasksetError, match=rf"rows.jsonl line 2: {said}"):
@@ -131,6 +133,33 @@ def test_a_key_that_stands_twice_is_refused_with_its_line(tmp_path: Path, rest: 
     (tmp_path / "rows.jsonl").write_text(f'{{"prompt": "a", "meta": {{"prompt": 1}}}}\n{{"prompt": "b", {rest}}}')
     with pytest.raises(TasksetError, match=r"line 2: the key '\w+' stands twice"):
         opened(tmp_path / "rows.jsonl")
+
+
+def test_a_row_that_is_nested_too_deep_is_refused_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": ' + "[" * 900 + "]" * 900 + "}")
+    with pytest.raises(TasksetError, match=r"line 1: not JSON \(it is nested too deep\)"):
+        opened(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize("name", ["response_key", "workflow_key", "reward_fn_key"])
+def test_a_key_of_the_format_that_no_row_has_is_refused(tmp_path: Path, name: str) -> None:
+    rows = lines(tmp_path, [{"prompt": "a"}, {"prompt": "b", "level": 3}])
+    for file in (rows, table(tmp_path, prompt=pa.array(["a"]))):
+        with pytest.raises(TasksetError, match=rf"no row has the key 'mine' of format\.{name}"):
+            opened(file, format={name: "mine"})
+    with rows.open("a") as more:
+        more.write('\n{"prompt": "c", "mine": "math_reward"}')
+    if name != "workflow_key":
+        opened(rows, format={name: "mine"})
+
+
+def test_a_split_that_chooses_nothing_or_two_files_is_refused(tmp_path: Path) -> None:
+    rows = lines(tmp_path, [{"prompt": "a"}])
+    with pytest.raises(TasksetError, match=r"rows.jsonl is one file, which has no split 'test': leave out split"):
+        opened(rows, split="test")
+    table(tmp_path, prompt=pa.array(["b"]))
+    with pytest.raises(TasksetError, match=r"has rows.jsonl and rows.parquet, and split 'rows' may be either"):
+        opened(tmp_path, split="rows")
 
 
 @pytest.mark.parametrize(("name", "content"), [("rows.jsonl.gz", b"\x1f\x8b\x08"), ("rows.csv", b"prompt,answer\na,5")])

@@ -20,7 +20,15 @@ import orjson
 from trinity_es.config.buffer import TasksetConfig
 from trinity_es.environments.verifiers_tasks import made_tasks
 from trinity_es.events.errors import TasksetError
-from trinity_es.tasksets.rows import RowCheck, TableRows, no_prompt, parse_row, require_answers, require_single_keys
+from trinity_es.tasksets.rows import (
+    RowCheck,
+    TableRows,
+    named_keys,
+    no_prompt,
+    parse_row,
+    require_named_keys,
+    require_single_keys,
+)
 
 __all__ = ["RowFile", "open_file"]
 
@@ -45,6 +53,7 @@ class RowFile(Protocol):
 def open_file(config: TasksetConfig) -> RowFile:
     """Return the file of this taskset, checked. Raises TasksetError, which names the file, and the line or row."""
     file = made_tasks(config.workflow_args) if config.kind == "verifiers" else config.file
+    _require_one_split(config, file)
     try:
         found: RowFile
         if file.is_dir():
@@ -62,6 +71,19 @@ def open_file(config: TasksetConfig) -> RowFile:
     if not len(found):
         raise TasksetError(f"{file} is empty: a taskset has at least one row", file=str(file))
     return found
+
+
+def _require_one_split(config: TasksetConfig, file: Path) -> None:
+    """Require that a split, where there is one, chooses one file of a folder. Raises TasksetError."""
+    if config.split is None or config.kind != "file":
+        return
+    if file == Path(config.path) and file.is_file():
+        raise TasksetError(f"taskset {config.name}: {file} is one file, which has no split {config.split!r}: leave out "
+                           "split, or name its folder", file=str(file))
+    both = [name for name in (f"{config.split}.jsonl", f"{config.split}.parquet") if file.with_name(name).exists()]
+    if len(both) > 1 and file.is_file():
+        raise TasksetError(f"taskset {config.name}: {file.parent} has {' and '.join(both)}, and split "
+                           f"{config.split!r} may be either: name the file in path, without split", file=str(file))
 
 
 class _Unchanged:
@@ -106,12 +128,13 @@ class _Lines:
         self._starts = array("Q")
         self._unchanged = _Unchanged(config, [file])
         self._keys: dict[str, None] = {}
+        self._named = set(named_keys(config).values())
         self._check_row = RowCheck(config).check
         with file.open("rb") as f:
             self._check(f)
         self.revision = _sha256([file])
         if self._starts:
-            require_answers(file, self._keys, config)
+            require_named_keys(file, self._keys, config)
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -161,7 +184,7 @@ class _Lines:
         if key not in row and key not in orjson.loads(line):
             raise TasksetError(f"{where}: {no_prompt(key, list(row))}", **details)
         self._check_row(row, where, details)
-        if self.config.format.response_key not in self._keys:
+        if not self._named <= self._keys.keys():
             self._keys.update(dict.fromkeys(row))
 
 

@@ -21,7 +21,10 @@ from trinity_es.workflows.prompts import require_prompt_form
 from trinity_es.workflows.registry import REWARD_FUNCTIONS, WORKFLOWS
 from trinity_es.workflows.rewards import keys_needed
 
-__all__ = ["CHECKED_ROWS", "RowCheck", "TableRows", "no_prompt", "parse_row", "require_answers", "require_single_keys"]
+__all__ = [
+    "CHECKED_ROWS", "RowCheck", "TableRows", "named_keys", "no_prompt", "parse_row", "require_named_keys",
+    "require_single_keys",
+]
 
 CHECKED_ROWS = 1000
 """Rows that are checked at a time."""
@@ -31,9 +34,12 @@ _BITS = "a whole number of more than 64 bits, which would be rounded: write it a
 
 def parse_row(line: bytes) -> Any:
     """Return a line of JSON without keys whose value is null. Raises ValueError, which says what is wrong."""
-    if _LONG_NUMBER.search(line):
-        json.loads(line, parse_int=_whole)
-    return _without_nulls(orjson.loads(line))
+    try:
+        if _LONG_NUMBER.search(line):
+            json.loads(line, parse_int=_whole)
+        return _without_nulls(orjson.loads(line))
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def require_single_keys(line: bytes, row: dict[str, Any]) -> None:
@@ -127,12 +133,19 @@ def no_prompt(key: str, there: Sequence[str]) -> str:
             "one in format.prompt_key of the taskset")
 
 
-def require_answers(file: object, keys: Iterable[str], config: TasksetConfig) -> None:
-    """Require that some row has the key of answers that the taskset names. Raises TasksetError."""
-    key = config.format.response_key
-    if key not in keys and key != FormatConfig().response_key:
-        raise TasksetError(f"{file}: no row has the key {key!r} of format.response_key (there are: "
-                           f"{', '.join(list(keys)[:8])}): name the right one, or leave it out", file=str(file))
+def named_keys(config: TasksetConfig) -> dict[str, str]:
+    """Return the keys of rows that `format` names, by what names them, but for prompts, which each row must have."""
+    default = FormatConfig()
+    return {name: key for name in ("response_key", "workflow_key", "reward_fn_key")
+            if (key := getattr(config.format, name)) != getattr(default, name)}
+
+
+def require_named_keys(file: object, keys: Iterable[str], config: TasksetConfig) -> None:
+    """Require that some row has each key that `format` names. Raises TasksetError."""
+    for name, key in named_keys(config).items():
+        if key not in keys:
+            raise TasksetError(f"{file}: no row has the key {key!r} of format.{name} (there are: "
+                               f"{', '.join(list(keys)[:8])}): name the right one, or leave it out", file=str(file))
 
 
 # --- columns of Arrow -------------------------------------------------------------------------------------------------
@@ -145,7 +158,7 @@ class TableRows:
             raise TasksetError(f"{source}: {no_prompt(config.format.prompt_key, schema.names)}", file=str(source))
         if again := [name for name in schema.names if schema.names.count(name) > 1]:
             raise TasksetError(f"{source}: column {again[0]!r} is there twice: rename or remove one", file=str(source))
-        require_answers(source, schema.names, config)
+        require_named_keys(source, schema.names, config)
         self._readers: dict[str, Callable[[Any], Any]] = {}
         for field in schema:
             try:

@@ -27,9 +27,14 @@ def require_prompt_form(prompt: Any, prefix: str | None = None) -> None:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(f"message {i} of the prompt is {_shown(message)}: an object with `role` and `content` is "
                             "expected")
-        if not isinstance(message.get("content"), str | list | None):
-            raise DataError(f"the content of message {i} of the prompt is {_shown(message['content'])}: a text or a "
-                            "list of parts is expected")
+        content = message.get("content")
+        if not isinstance(content, str | list | None) or (content is None and "tool_calls" not in message):
+            raise DataError(f"the content of message {i} of the prompt is {_shown(content)}: a text or a list of "
+                            "parts is expected")
+        for part in content if isinstance(content, list) else ():
+            if not _is_text(part):
+                raise DataError(f"message {i} of the prompt has the part {_shown(part)}: only parts of text can be "
+                                "asked, as {'type': 'text', 'text': ...}")
     if prefix and prompt[-1]["role"] == "assistant":
         raise DataError("the prompt ends with a message of the assistant, and format.reply_prefix begins its answer, "
                         "too: leave out one of them")
@@ -38,14 +43,17 @@ def require_prompt_form(prompt: Any, prefix: str | None = None) -> None:
 def chat_of(prompt: Any, system: str | None = None, prefix: str | None = None) -> list[dict[str, Any]]:
     """Return a prompt as chat messages of the caller's own, with a system prompt and the beginning of the answer.
 
+    Parts of text are joined by newlines; a message of tool calls without a content has an empty one.
     A system message of the row itself follows `system` in one message. Raises DataError for what is neither text nor
     messages, and for a prefix where the row has begun the answer itself.
     """
     require_prompt_form(prompt, prefix)
     messages: list[dict[str, Any]] = (
         [{"role": "user", "content": prompt}] if isinstance(prompt, str) else copy.deepcopy(prompt))
+    for message in messages:  # templates take no parts, and vLLM's server joins them so, too
+        message["content"] = _text(message.get("content"))
     if system and messages[0]["role"] in _SYSTEM:
-        messages[0]["content"] = _after(system, messages[0].get("content") or "")
+        messages[0]["content"] = f"{system}\n\n{messages[0]['content']}" if messages[0]["content"] else system
     elif system:
         messages.insert(0, {"role": "system", "content": system})
     if prefix:
@@ -61,24 +69,15 @@ def asked_by(messages: list[dict[str, Any]], question: Callable[[str], str]) -> 
     last = next((i for i in reversed(range(len(messages))) if messages[i]["role"] == "user"), None)
     if last is None:
         raise DataError("no message of the prompt is the user's, so there is no question in it")
-    content = messages[last].get("content")
-    text = question(_text(content))
-    others = [part for part in content if not _is_text(part)] if isinstance(content, list) else []
-    new = [*others, {"type": "text", "text": text}] if others else text
-    return [*messages[:last], {**messages[last], "content": new}, *messages[last + 1 :]]
+    asked = {**messages[last], "content": question(messages[last]["content"])}
+    return [*messages[:last], asked, *messages[last + 1 :]]
 
 
 def plain_text(messages: list[dict[str, Any]]) -> str:
     """Return a conversation as one text that a base model goes on with, each turn after the name of its role."""
-    turns = [f"System:{_text(m.get('content'))}\n" if m["role"] in _SYSTEM
-             else f"{m['role'].title()}:\n{_text(m.get('content'))}\n" for m in messages]
+    turns = [f"System:{m['content']}\n" if m["role"] in _SYSTEM
+             else f"{m['role'].title()}:\n{m['content']}\n" for m in messages]
     return "".join([*turns, "Assistant:\n"])
-
-
-def _after(system: str, content: str | list[Any]) -> str | list[Any]:
-    if isinstance(content, list):
-        return [{"type": "text", "text": f"{system}\n\n"}, *content]
-    return f"{system}\n\n{content}" if content else system
 
 
 def _is_text(part: Any) -> bool:

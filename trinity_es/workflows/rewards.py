@@ -90,14 +90,14 @@ class Reward:
         if timeout is not None and workflow is not None:
             self._called = _Graded(task, workflow, timeout, getattr(found, "grader_imports", ""), self._form)
         else:
-            called = found(**arguments) if isinstance(found, type) else functools.partial(found, **arguments)
+            called = found(**arguments) if isinstance(found, type) else _Bound(found, **arguments)
             self._called = _TRL(called, self._form, task) if self._form.of_trl else called
 
     def __call__(self, *args: Any, **known: Any) -> Any:
         """Call it with what is known. `args`: for workflows that call a reward of theirs by position.
 
-        What is of the row is the reward's own: one that changes it in place changes no other answer's. Raises
-        WorkflowError where the reward needs what nobody gives.
+        What is of the row, and its `reward_fn_args`, are its own: one that changes them in place changes no other
+        answer's. Raises WorkflowError where the reward needs what nobody gives.
         """
         row, shared = self._row, {"prompt", "truth"}
         if not self._form.of_trl and not args:
@@ -114,6 +114,13 @@ def known_of(answer: Experience) -> dict[str, Any]:
     """Return what rewards may know of an answer: `response`, and its tokens as `completion_ids`."""
     ids = answer.tokens[answer.prompt_length :].tolist()
     return {"response": answer.response_text or "", "completion_ids": ids}
+
+
+class _Bound(functools.partial[Any]):
+    """A function with its `reward_fn_args`, of which each call has copies."""
+
+    def __call__(self, /, *args: Any, **known: Any) -> Any:
+        return self.func(*args, **(copy.deepcopy(self.keywords) | known))
 
 
 @dataclass(frozen=True, slots=True)
