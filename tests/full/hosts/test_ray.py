@@ -55,8 +55,12 @@ def begin(nodes: RayNodes, *words: str) -> subprocess.Popen[str]:
 
 
 def say(nodes: RayNodes, *words: str) -> subprocess.CompletedProcess[str]:
-    process = begin(nodes, *words)
-    told = process.communicate(timeout=240)
+    with begin(nodes, *words) as process:
+        try:
+            told = process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
     return subprocess.CompletedProcess(words, process.returncode, *told)
 
 
