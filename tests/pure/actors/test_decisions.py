@@ -14,7 +14,7 @@ from trinity_es.actors.coordinator.decisions.batches import Capacity
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchAlreadyActive, BatchNotFound, BatchTypeMismatch, DataError
 from trinity_es.events.values import BatchLifecycleState
-from trinity_es.projections.batch import BatchState, fold
+from trinity_es.projections.batch import BatchState, batch_result, fold
 
 
 def batch_of(*events: ev.Event) -> BatchState:
@@ -331,6 +331,16 @@ class TestEnd:
                      finished(0, payload=None))
         case.when(batches.start_finalizing).then_types(ev.BatchFinalized)
         assert case.state.final_result["metrics"]["eval/letters/reward/mean@1"] == 1.0
+
+    def test_promise_6_the_result_of_an_eval_that_gave_up_a_task_is_the_fold_of_its_events(self) -> None:
+        case = given(
+            submitted(2, runs=2, batch_id="3/letters", batch_type="eval", min_wait_num=1),
+            dispatched(unit(0, runs=2), unit(1), unit(1, base=1)), finished(0, runs=2, payload=None),
+            finished(1, cls=ev.RunsFinished, payload=None),
+        )
+        case.when(batches.start_finalizing, True).then_types(ev.TaskDropped, ev.BatchFinalized)
+        assert case.state.final_result == batch_result(case.state)
+        assert case.state.final_result["metrics"]["eval/letters/missing_run_count"] == 2.0
 
     def test_p28_abort_keeps_a_result_of_what_was_done(self) -> None:
         case = given(submitted(2), dispatched(unit(0), unit(1)), finished(0)).when(

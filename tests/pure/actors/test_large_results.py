@@ -144,8 +144,11 @@ def test_a_group_is_read_once_at_a_time_and_again_after_the_store_did_not_answer
     place.report(message)
     read, then = asked[1]
     then(read())
+    assert len(asked) == 2, "what is not in the log yet is not deleted"
     place.turn()
     assert len(place.replayed().tasks[0].done) == 1000
+    asked[2][0]()
+    assert list(place.payloads.digests()) == []
 
 
 def test_beyond_what_a_database_takes_the_unit_has_failed_with_the_way_out(
