@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -50,8 +51,8 @@ def config(postgres: Callable[[], str], tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def begin(nodes: RayNodes, *words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([*CLI, *words], env={**nodes.env, "TRINITY_ES_KEY": KEY}, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    env = {**nodes.env, "TRINITY_ES_KEY": KEY, "PYTHONFAULTHANDLER": "1"}
+    return subprocess.Popen([*CLI, *words], env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def say(nodes: RayNodes, *words: str) -> subprocess.CompletedProcess[str]:
@@ -59,8 +60,8 @@ def say(nodes: RayNodes, *words: str) -> subprocess.CompletedProcess[str]:
         try:
             told = process.communicate(timeout=120)
         except subprocess.TimeoutExpired:
-            process.kill()
-            raise
+            process.send_signal(signal.SIGABRT)  # it says where it hangs
+            raise AssertionError(f"no end after 120 s: {process.communicate(timeout=30)[1][-5000:]}") from None
     return subprocess.CompletedProcess(words, process.returncode, *told)
 
 
