@@ -27,11 +27,11 @@ __all__ = [
     "metric_prefix",
 ]
 
-RESULT_FORMS = 3
+RESULT_FORMS = 4
 """Ways in which releases have computed `batch_result`, numbered from 1. 1: the tasks of an eval that lost runs have a
 `mean@n` of their own. 2: an eval has one mean over all tasks, and counts its missing runs. 3: each mean that is not
 over all completed runs has the count of those that lack its metric beside it, and the finished runs of tasks that are
-delivered in part count, too."""
+delivered in part count, too. 4: a batch that is trained on counts the failed runs of its tasks, too."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -368,8 +368,8 @@ def batch_result(
 
     Keys `batch_id, batch_type, finished_task_count, metrics`. Metrics follow `projections.metrics` (run to task to
     batch, tasks in order of their id). A task that failed for good counts in `finished_task_count`, as settled, and in
-    `failed_task_count`; its completed runs count in the means, its failed runs are no zero. In an eval those are
-    counted by `missing_run_count`, with those that were dropped. A metric that some completed runs lack has
+    `failed_task_count`; its completed runs count in the means, its failed runs are no zero. Those are counted by
+    `missing_run_count`, in an eval with those of dropped tasks. A metric that some completed runs lack has
     `<name>/missing_run_count` beside its mean, which is over the others. Finished runs of dropped tasks count in the
     means if they are delivered; these tasks do not count as finished. `form`: one of `RESULT_FORMS`.
     """
@@ -388,10 +388,11 @@ def batch_result(
         metrics |= aggregate_eval_batch(per_task, prefix=prefix, detailed_stats=state.detailed_stats)
         asked = state.tasks if form > 2 else counted.values()
         missing = sum(one.total_runs for one in asked) - sum(s.completed_runs for s in counted.values())
-        if missing and form > 1:
-            metrics[f"{prefix}/missing_run_count"] = float(missing)
     else:
         metrics |= aggregate_batch(per_task, prefix=prefix)
+        missing = sum(s.total_runs - s.completed_runs for s in state.statuses.values()) if form > 3 else 0
+    if missing and form > 1:
+        metrics[f"{prefix}/missing_run_count"] = float(missing)
     for name, count in missing_runs_by_metric(runs).items() if form > 2 else ():
         metrics[f"{prefix}/{name}/missing_run_count"] = float(count)
     metrics[f"{prefix}/finished_task_count"] = float(state.completed_task_count)

@@ -38,7 +38,9 @@ class BatchProgress:
     reward: float | None = None
     """Mean reward (train: over tasks; eval: the mean of mean@n)."""
     missing: int = 0
-    """Runs that the mean reward is not over: those of an eval that failed, and completed ones without a reward."""
+    """Runs that the mean reward is not over: those that failed, and completed ones without a reward."""
+    dropped: int = 0
+    """Experiences that the mean reward is over, and that the pipeline's filters took out."""
     model_version: int | None = None
     """The newest weights that made any of its tokens."""
     submitted_at: float = 0.0
@@ -196,6 +198,7 @@ def _evolve_batch(state: RunState, batch: BatchProgress, item: Recorded, event: 
             state.open.discard(item.stream)
             batch.reward = mean_reward(event.result)
             batch.missing = missing_runs(batch.batch_id, batch.batch_type, event.result["metrics"])
+            batch.dropped = event.dropped
         case ev.BatchAborted():
             batch.state, batch.ended_at = BatchLifecycleState.ABORTED.value, item.recorded_at
             state.open.discard(item.stream)
@@ -204,7 +207,7 @@ def _evolve_batch(state: RunState, batch: BatchProgress, item: Recorded, event: 
 
 
 def missing_runs(batch_id: BatchId, batch_type: str, metrics: Mapping[str, float]) -> int:
-    """Return how many runs a batch's mean reward is not over: an eval's that failed, and those without a reward."""
+    """Return how many runs a batch's mean reward is not over: those that failed, and those without a reward."""
     prefix = metric_prefix(batch_id, batch_type)
     return int(sum(metrics.get(f"{prefix}/{name}missing_run_count", 0) for name in ("", "reward/")))
 

@@ -149,7 +149,7 @@ def batch(batch_id: int | str, kind: str, *losses: float) -> tuple[str, list[ev.
     state = fold(events)
     assert state is not None
     events.append(ev.BatchFinalized(result=batch_result(state)))
-    trained = [ev.BatchTrained(step=int(batch_id), metrics={"loss": loss}) for loss in losses]
+    trained = [ev.BatchTrained(step=int(batch_id), metrics={"loss": x, "rollout/reward/mean": 9.0}) for x in losses]
     return f"batch/{batch_id}", [*events, *trained]
 
 
@@ -181,7 +181,8 @@ def test_p37_metrics_are_those_of_the_log(tmp_path: Path) -> None:
     monitors.close()
     found = read_metrics(path)
     assert list(found) == [1]
-    assert found[1]["trainer/loss"] == 0.5
+    assert (found[1]["trainer/loss"], found[1]["trainer/rollout/reward/mean"]) == (0.5, 9.0)
+    assert found[1]["rollout/reward/mean"] != 9.0, "a trainer's metric is no step's"
     assert found[1]["rollout/finished_task_count"] == found[1]["eval/check/finished_task_count"] == 1.0
 
 

@@ -85,6 +85,17 @@ def test_a_model_path_is_a_hub_id_unless_it_looks_like_a_path(tmp_path: Path, pa
     assert config.model.model_path == (os.path.normpath(tmp_path / path) if local else path)
 
 
+@pytest.mark.parametrize(("text", "value"), [
+    ("010", 10), ("-07", -7), ("0o10", 8), ("0x1F", 31), ("1_000", 1000), ("12:30:45", "12:30:45"), ("1:30", "1:30"),
+    ("1:30.5", "1:30.5"), ("0b11", "0b11"), ("1e3", 1000.0), ("1.", 1.0), (".5", 0.5), ("-1.5e-3", -0.0015),
+])
+def test_numbers_are_those_of_yaml_1_2(tmp_path: Path, text: str, value: Any) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"trainer: {{class: 'a:B', args: {{given: {text}}}}}\n")
+    given = load_config(path).trainer.args["given"]
+    assert (given, type(given)) == (value, type(value))
+
+
 def test_overrides_go_over_the_file_and_are_yaml(tmp_path: Path) -> None:
     path = write(tmp_path, """
         buffer: {explorer_input: {tasksets: [{name: a, path: a.jsonl}, {name: b, path: b.jsonl}]}}

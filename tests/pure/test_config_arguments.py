@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from trinity_es.client.validation import encode_tasks
 from trinity_es.config.config import Config, ConfigError
+from trinity_es.events.errors import DataError
+from trinity_es.events.values import Task
 from trinity_es.workflows.registry import WORKFLOWS
 from trinity_es.workflows.simple import SimpleWorkflow
 
@@ -155,3 +158,18 @@ def test_an_argument_that_a_trainer_does_not_take_is_refused(tmp_path: Path) -> 
         "trainer.args.model_path: Trainer has no argument 'model_path'; it takes clip, lr"]
     assert problems(tmp_path, trainer={"class": mine, "args": {"lr": 1e-4}}) == []
     assert problems(tmp_path, trainer={"class": f"{__name__}:Takes", "args": {"lrr": 1}}) == []
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ({"tempreture": 0.7}, "no sampling is called tempreture; known are temperature, top_p"),
+    ({"temperature": -1.0}, "temperature is -1.0: give a number, 0 (greedy) or more"),
+    ({"n": True}, "n is True: give an integer, 1 to 4,096"),
+])
+def test_sampling_that_can_t_be_is_refused_before_anything_starts(
+    tmp_path: Path, given: dict[str, Any], said: str
+) -> None:
+    [problem] = problems(tmp_path, {"rollout_args": given})
+    assert f"{TASKSET}.rollout_args is wrong: {said}" in problem
+    with pytest.raises(DataError, match=r"^task 1: rollout_args: ") as refused:
+        encode_tasks([Task(workflow=SimpleWorkflow, rollout_args=args) for args in ({"top_k": -1}, given)], Config())
+    assert said in str(refused.value)

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from trinity_es.actors.commands import Cursor
+from trinity_es.actors.engines.interface import Sampling
+from trinity_es.actors.engines.sampling import merged
 from trinity_es.actors.plugins import look_in
 from trinity_es.config.config import Config
 from trinity_es.events.errors import DataError, TaskNotSerializable, TrinityError
@@ -26,7 +28,10 @@ _FOREVER_SECONDS = 1e9
 
 
 def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
-    """Return the tasks as they are recorded and sent. Raises TaskNotSerializable, UnknownWorkflow, naming the task."""
+    """Return the tasks as they are recorded and sent.
+
+    Raises TaskNotSerializable, UnknownWorkflow and, for sampling that can't be, DataError, naming the task.
+    """
     look_in(config.code_path, first=False)
     out = []
     tasks = listed("tasks", tasks, "tasks")
@@ -42,6 +47,7 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
                 raise TaskNotSerializable("is nested too deeply, or holds itself") from e
             if task.repeat_times is not None:
                 whole("repeat_times", task.repeat_times, least=1)
+            merged(Sampling(), task.rollout_args, DataError, "rollout_args")
             if task.workflow is None:
                 raise TaskNotSerializable("has no workflow: give a class, a registered name or \"module:Class\"")
             if task.workflow not in paths:

@@ -6,10 +6,13 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from trinity_es.actors.engines.interface import Sampling
+from trinity_es.actors.engines.sampling import merged
 from trinity_es.config.section import Args, FileName, ImportName, Positive, Section
 from trinity_es.environments.verifiers_tasks import PREFIX, tasks_file
+from trinity_es.events.errors import DataError
 
 __all__ = [
     "SCORER",
@@ -129,6 +132,12 @@ class TasksetConfig(Section):
         args = data.get("workflow_args") or {}
         own = {"env": path.removeprefix(PREFIX)}
         return {"workflow": "verifiers", **data, "workflow_args": {**own, **args} if isinstance(args, dict) else args}
+
+    @field_validator("rollout_args")
+    @classmethod
+    def _samples(cls, args: dict[str, Any]) -> dict[str, Any]:
+        merged(Sampling(), args, DataError, "is wrong")
+        return args
 
     @model_validator(mode="after")
     def _one_order(self) -> Self:

@@ -20,7 +20,10 @@ __all__ = ["apply_overrides", "read_yaml"]
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without its surprises: no key twice, 1e-3 is a number, and a date is the text that stands there."""
+    """YAML without its surprises: no key twice, 1e-3 is a number, and a date is the text that stands there.
+
+    Numbers are those of YAML 1.2: 010 is ten, and 1:30 is text.
+    """
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -40,14 +43,24 @@ def _mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dic
     return out
 
 
+def _whole(loader: _Loader, node: yaml.ScalarNode) -> int:
+    text = str(loader.construct_scalar(node)).replace("_", "")
+    return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
+
+
+_OWN = {
+    "tag:yaml.org,2002:int": re.compile(r"^([-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+)$"),
+    "tag:yaml.org,2002:float": re.compile(
+        r"^([-+]?([0-9][0-9_]*\.?|[0-9][0-9_]*\.[0-9_]+|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"),
+}
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (*_OWN, "tag:yaml.org,2002:timestamp")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+for _tag, _pattern in _OWN.items():
+    _Loader.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
 _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole)
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:

@@ -54,6 +54,8 @@ CLOSE_SECONDS = 10.0
 LOOK_SECONDS = 0.5
 """Interval between two looks at the log."""
 _TYPES = (*explorer_times.TYPES, "BatchTrained")
+_OF_STEPS = ("rollout/", "eval/", "bench/", "explorer/")
+"""What begins so is a metric of a step or an eval: a trainer's gets `trainer/` before it."""
 _SHAPE = "a class with log(metrics, step) and close()"
 _LOG = logging.getLogger("trinity_es.telemetry.monitors")
 
@@ -441,7 +443,8 @@ def _row_of(recorded: Recorded, beside: Mapping[str, float]) -> _Row | None:
             metrics = _plain({**result["metrics"], **beside}, "rollout")
             step = explorer_times.step_of(result["batch_id"])
         case ev.BatchTrained() as event:
-            metrics, step = _plain(event.metrics, "trainer"), event.step
+            own = {f"trainer/{name}" if name.startswith(_OF_STEPS) else name: n for name, n in event.metrics.items()}
+            metrics, step = _plain(own, "trainer"), event.step
         case _:
             return None
     return (metrics, step, recorded.position, recorded.recorded_at) if metrics and step >= 0 else None

@@ -296,7 +296,8 @@ class StepWiseAdvantage:
 def reward_of(experience: Experience) -> float:
     """Return its reward. Raises DataError, naming it, where it has none."""
     if experience.reward is None:
-        raise DataError(f"experience {experience.eid} has no reward")
+        raise DataError(f"experience {experience.eid} has no reward: have its workflow set one, name a reward_fn in "
+                        "its taskset, or set buffer.pipeline.operators to those that need none")
     return experience.reward
 
 

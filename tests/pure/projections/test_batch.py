@@ -150,6 +150,26 @@ def test_a_mean_that_some_completed_runs_are_not_in_has_their_number_beside_it(
     assert recomputed_result(state, ev.BatchFinalized(result=less)) == result
 
 
+def test_a_batch_that_is_trained_on_counts_the_failed_runs_of_its_tasks() -> None:
+    state = fold([
+        ev.BatchSubmitted(batch_id=3, batch_type="train", repeat_times=[4, 2]),
+        ev.RunsFinished(
+            task=0, run_id_base=0, attempt=1, runner="a", incarnation=1, payload=None, model_version=0,
+            model_version_end=0, seconds=0.5, runs=[ev.RunResult(run=0, metrics={"reward": 1.0}, experiences=1)]),
+        ev.AttemptFailed(
+            task=0, run_id_base=1, failed_runs=[1, 2, 3], attempt=1, runner="a", incarnation=1, kind="workflow",
+            message="the judge is away", retry=False),
+        ev.TaskDropped(tasks=[1], reason="the batch has enough"),
+    ])
+    assert state is not None
+    result = batch_result(state)
+    assert missing_runs(3, "train", result["metrics"]) == 3
+    before = batch_result(state, form=3)
+    assert missing_runs(3, "train", before["metrics"]) == 0
+    for stored in (result, before):
+        assert recomputed_result(state, ev.BatchFinalized(result=stored)) == stored
+
+
 def test_a_result_is_over_what_is_delivered_and_counts_the_runs_that_an_eval_gave_up() -> None:
     def result(batch_type: Any, kept: list[int], form: int = 3) -> dict[str, float]:
         state = fold([

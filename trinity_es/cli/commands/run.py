@@ -20,6 +20,7 @@ from trinity_es.cli.common import (
 from trinity_es.cli.run_in_view import explore, print_summary, run_summary
 from trinity_es.cli.which_config import named_once, settings_of_run
 from trinity_es.config.config import Config
+from trinity_es.events.errors import WorkflowError
 from trinity_es.projections.run import RunState
 
 __all__ = ["resume", "run"]
@@ -82,3 +83,7 @@ def _end(settings: Config, state: RunState, as_json: bool) -> None:
         print_json(told)
     else:
         print_summary(told)
+    failed = [batch for batch in state.batches.values() if batch.last_failure]
+    if failed and not state.response_tokens:
+        raise WorkflowError(f"nothing was generated, for each run failed, the last with {failed[-1].last_failure}: "
+                            f"`trinity-es show {failed[-1].batch_id}` has them all")

@@ -33,9 +33,10 @@ LINES = 24
 
 
 def rewarded(batch: BatchProgress) -> str:
-    """Return the mean reward of a batch that ended, and how many runs are missing in it."""
-    missing = f" ({batch.missing} runs missing)" if batch.missing else ""
-    return "none" if batch.reward is None else f"{batch.reward:z.3f}{missing}"
+    """Return the mean reward of a batch that ended, how many runs are missing in it, and what is not trained on."""
+    counts = {"runs missing": batch.missing, "filtered out": batch.dropped}
+    but = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    return "none" if batch.reward is None else f"{batch.reward:z.3f}" + (f" ({but})" if but else "")
 
 
 class RunView:
