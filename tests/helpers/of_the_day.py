@@ -16,8 +16,8 @@ T = TypeVar("T")
 ALL = bool(os.environ.get("ALL"))
 DAY = int(os.environ.setdefault("DAY", str(datetime.datetime.now(datetime.UTC).date().toordinal())))
 """Number of the day, for all processes of a run; `DAY=n` plays what another day played."""
-EXAMPLES = ("the agent on the OpenAI SDK", "verifiers and environments that die", "OpenEnv and reasoning_gym")
-"""Examples that are played as users play them, which take turns."""
+EXAMPLES = ("OpenEnv and reasoning_gym", "verifiers and environments that die", "the agent on the OpenAI SDK")
+"""Examples that are played as users play them, which take turns: the dearest not on a day with Ray or adapters."""
 FAULTS = ("network and database", "kinds at random")
 """Tests of faults in a run over several hosts, which take turns."""
 LAUNCHERS = ("ray", "slurm", "compose")
