@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,13 +120,19 @@ def wire(own_server: Server) -> Iterator[Wire]:
     one.cut()
 
 
+@lru_cache(maxsize=1)
+def _our_loggers(modules: int) -> list[logging.Logger]:
+    """Return the loggers of our modules; `modules`: how many there are, for it takes long to go through them."""
+    ours = [module for name, module in sys.modules.copy().items() if name.partition(".")[0] == "trinity_es"]
+    return [v for module in ours for v in vars(module).copy().values() if isinstance(v, logging.Logger)]
+
+
 @pytest.fixture(autouse=True)
 def _own_loggers_speak() -> None:
     """Undo what tests before this one, and packages that they imported, did to our loggers in this process."""
     logging.disable(logging.NOTSET)
     logging.root.setLevel(logging.WARNING)
-    ours = [module for name, module in sys.modules.copy().items() if name.partition(".")[0] == "trinity_es"]
-    for logger in [v for module in ours for v in vars(module).copy().values() if isinstance(v, logging.Logger)]:
+    for logger in _our_loggers(len(sys.modules)):
         if not logger.name.startswith("trinity_es"):
             continue
         logger.manager.disable = logging.NOTSET  # where somebody put another root in the place of theirs
