@@ -201,9 +201,9 @@ def wanted(batch: list[list[Any]], batch_id: int | str, detailed: bool) -> dict[
     prefix = f"eval/{str(batch_id).partition('/')[2]}" if is_eval else "rollout"
     if is_eval:
         out = over_tasks(rows, prefix, ("mean", "max", "min", "std") if detailed else ())
-        out |= {f"{prefix}/missing_run_count": float(missing)} if missing else {}
     else:
         out = over_tasks(rows, prefix, ("mean", "max", "min"))
+    out |= {f"{prefix}/missing_run_count": float(missing)} if missing else {}
     for (name, how), values in columns(completed).items():
         if how == "mean" and len(values) < len(completed):
             out[f"{prefix}/{name}/missing_run_count"] = float(len(completed) - len(values))
