@@ -1,10 +1,13 @@
-"""What came of some runs of a task: whose experiences, metrics and tokens they are, and what kind of failure. Pure."""
+"""What came of some runs of a task: whose experiences, metrics and tokens they are, and what kind of failure."""
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from numbers import Real
 from typing import Any
 
 from trinity_es.actors.rollout.usage import Usage
@@ -26,6 +29,7 @@ from trinity_es.projections.metrics import aggregate_run
 __all__ = ["OutOfTime", "UnitResult", "classify", "ended", "grouped_by_run", "run_result", "shared", "with_all"]
 
 TRACEBACK_CHARACTERS = 3000
+_log = logging.getLogger(__name__)
 
 
 class OutOfTime(Exception):
@@ -149,9 +153,17 @@ def ended(cls: type[Any], error: BaseException) -> WorkflowError:
 
 def run_result(run: int, experiences: list[Experience], seconds: float) -> RunResult:
     metrics = aggregate_run([_metrics(e) for e in experiences])
+    for name, value in [item for e in experiences for item in e.metrics.items()]:
+        if not isinstance(value, Real):
+            _say_left_out(name, type(value).__name__)
     require_finite(metrics, "metrics")
     metrics["time/run_execution"] = seconds
     return RunResult(run=run, metrics=metrics, experiences=len(experiences))
+
+
+@cache
+def _say_left_out(name: str, kind: str) -> None:
+    _log.warning("the metric %r of a workflow is a %s and no number: it is left out", name, kind)
 
 
 def _metrics(experience: Experience) -> dict[str, float]:

@@ -132,7 +132,7 @@ def _message(given: Any, where: str) -> dict[str, Any]:
     if isinstance(content, list):
         if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
             raise wrong(f"{where}.content", content, "parts of type text: no others are understood", param="messages")
-        content = "".join(part["text"] for part in content)
+        content = "\n".join(part["text"] for part in content)  # as vLLM's server does
     if not isinstance(content, str):
         raise wrong(f"{where}.content", content, "a text", param="messages")
     message["content"] = content

@@ -64,6 +64,15 @@ class ReturnsNumbers(Workflow):
         return [one(), 2]
 
 
+class SaysHowItWent(Workflow):
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        told = one()
+        told.metrics = {"score": 2.0, "mood": "high", "times": [1.0, 2.0]}
+        return [told]
+
+
 class RewardsOtherwise(Workflow):
     is_async = True
 
@@ -332,3 +341,12 @@ class Fails(Workflow):
 
     async def run_async(self) -> list[Experience]:
         raise ValueError("no")
+
+
+def test_a_metric_that_is_no_number_is_left_out_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    done = asyncio.run(runner().execute(Task(workflow=SaysHowItWent), 1, range(2)))
+    assert [set(result.metrics) for result in done.results] == [{"score", "reward", "time/run_execution"}] * 2
+    assert [r.getMessage() for r in caplog.records] == [
+        "the metric 'mood' of a workflow is a str and no number: it is left out",
+        "the metric 'times' of a workflow is a list and no number: it is left out",
+    ]
