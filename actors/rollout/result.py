@@ -153,7 +153,8 @@ def ended(cls: type[Any], error: BaseException) -> WorkflowError:
 
 def run_result(run: int, experiences: list[Experience], seconds: float) -> RunResult:
     metrics = aggregate_run([_metrics(e) for e in experiences])
-    for name, value in [item for e in experiences for item in e.metrics.items()]:
+    given: list[tuple[str, Any]] = [item for e in experiences for item in e.metrics.items()]
+    for name, value in given:
         if not isinstance(value, Real):
             _say_left_out(name, type(value).__name__)
     require_finite(metrics, "metrics")
