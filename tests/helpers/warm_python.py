@@ -21,7 +21,9 @@ from typing import IO, Any
 
 import setproctitle
 
-__all__ = ["Forked", "WarmPython", "warm_python"]
+from tests.helpers.paths import ROOT
+
+__all__ = ["Commands", "Forked", "WarmPython", "warm_python"]
 
 
 class Forked(subprocess.Popen[Any]):
@@ -108,7 +110,7 @@ class WarmPython:
         ours, theirs = os.pipe()
         try:
             with self._turn:
-                socket.send_fds(self._requests, [request.encode()], [*streams, theirs])
+                socket.send_fds(self._requests, [request.encode()], [*streams, theirs, self._requests.fileno()])
         finally:
             os.close(theirs)
         pid = b""
@@ -117,6 +119,13 @@ class WarmPython:
             assert read, "the warm Python has ended: it says why on stderr"
             pid += read
         return int(pid), ours
+
+    @classmethod
+    def inherited(cls, requests: socket.socket) -> WarmPython:
+        """Return the warm Python that forked this process, which may ask it to fork others."""
+        python = cls.__new__(cls)
+        python.variables, python._requests, python._turn = {}, requests, threading.Lock()
+        return python
 
     def start(self, arguments: Sequence[str], output: IO[Any], errors: IO[Any]) -> Forked:
         """Run it, with these files as its output."""
@@ -143,6 +152,43 @@ class WarmPython:
         self._requests.close()
 
 
+class Commands(Forked):
+    """Our own commands are forked from an interpreter that has imported them: most of such a start is imports.
+
+    If a test changed what an interpreter reads when it starts, it gets a new one, as users do.
+    """
+
+    warm: WarmPython | None = None
+    modules = ("trinity_es.actors.launch", "trinity_es.cli.commands.run", "trinity_es.system.keeper")
+    begun: Mapping[str, str]
+
+    def choose(self, args: Sequence[str], options: Mapping[str, Any]) -> WarmPython | None:
+        ours = list(args[:2]) == [sys.executable, "-m"] and args[2] in ("trinity_es", *self.modules)
+        if not ours or _read_at_start(options["env"]) != self.begun:
+            return None
+        if Commands.warm is None:
+            Commands.warm = WarmPython(self.modules, {})
+        return Commands.warm
+
+    @classmethod
+    def fork_from_now_on(cls, warm: WarmPython | None = None) -> None:
+        """Have this process fork them; `warm`: from where, else from one that is made when it is needed."""
+        cls.begun, cls.warm = _read_at_start(os.environ), warm
+        subprocess.Popen = cls  # type: ignore[misc]  # for all who use it
+
+
+def _read_at_start(env: Mapping[str, str]) -> dict[str, str]:
+    """Return what an interpreter reads when it starts, but for where our own modules are."""
+    read = {k: v for k, v in env.items() if k.startswith(("PYTHON", "LC_", "LANG", "LD_", "TZ"))}
+    if read.get("PYTHONPATH") == str(ROOT):
+        del read["PYTHONPATH"]
+    if read.get("TZ") == ":/etc/localtime":
+        del read["TZ"]  # Thespian sets it in each process that talks to a system, and it changes nothing
+    for name in ("PYTHONDONTWRITEBYTECODE", "PYTHONWARNINGS"):  # a run in this process sets the latter, for vLLM's
+        read.pop(name, None)
+    return read
+
+
 @contextlib.contextmanager
 def warm_python(modules: Sequence[str], variables: Mapping[str, str]) -> Iterator[WarmPython]:
     python = WarmPython(modules, variables)
@@ -163,7 +209,7 @@ def _next_script(requests: socket.socket) -> list[str] | None:
     """Fork for each request; return its arguments in the child that is to run them, and None at the end."""
     while True:
         warm = os.getpid()
-        request, descriptors, *_ = socket.recv_fds(requests, 1 << 18, 4)
+        request, descriptors, *_ = socket.recv_fds(requests, 1 << 18, 5)
         if not request:
             return None
         if os.fork() == 0:
@@ -173,10 +219,10 @@ def _next_script(requests: socket.socket) -> list[str] | None:
     _end_with_parent(warm)
     requests.close()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    *streams, status = descriptors
+    *streams, status, more = descriptors
     between = os.getpid()
     if (pid := os.fork()) != 0:  # in a process that waits for the script's end, and says how it ended
-        for descriptor in streams:
+        for descriptor in (*streams, more):
             os.close(descriptor)
         os.closerange(0, 3)
         os.write(status, b"%d\n" % pid)
@@ -186,7 +232,7 @@ def _next_script(requests: socket.socket) -> list[str] | None:
     os.setsid()
     for standard, descriptor in enumerate(streams):
         os.dup2(descriptor, standard)
-    for descriptor in descriptors:
+    for descriptor in (*streams, status):
         os.close(descriptor)
     arguments, variables, folder = json.loads(request)
     os.environ.clear()
@@ -196,6 +242,8 @@ def _next_script(requests: socket.socket) -> list[str] | None:
     sys.stdout = os.fdopen(1, "w", 1 if os.isatty(1) else -1, closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
     tempfile.tempdir = None  # it is looked for once
+    if set(Commands.modules) <= sys.modules.keys():
+        Commands.fork_from_now_on(WarmPython.inherited(socket.socket(fileno=more)))
     setproctitle.setproctitle(" ".join(["python", *arguments]))
     return list(arguments)
 
