@@ -81,6 +81,7 @@ def write_json(line: str) -> None:
     except UnicodeEncodeError:
         line = json.dumps(json.loads(line))
     sys.stdout.write(line + "\n")
+    sys.stdout.flush()  # a command that goes on may be read by a program, through a pipe
 
 
 def read_config(path: Path, overrides: list[str] | None = None) -> Config:
