@@ -26,6 +26,10 @@ from tests.helpers.paths import ROOT
 __all__ = ["Commands", "Forked", "WarmPython", "warm_python"]
 
 
+MAKER_SECONDS = 1.0
+"""Interval between two looks whether the process that made a warm Python is there."""
+
+
 class Forked(subprocess.Popen[Any]):
     """A child of a warm Python, as `subprocess` starts one. It leads a session of its own.
 
@@ -206,9 +210,16 @@ def _end_with_parent(parent: int) -> None:
 
 
 def _next_script(requests: socket.socket) -> list[str] | None:
-    """Fork for each request; return its arguments in the child that is to run them, and None at the end."""
+    """Fork for each request; return its arguments in the child that is to run them, and None at the end.
+
+    Children may ask as well, so who made this process is asked after, and not only listened to.
+    """
+    maker = os.getppid()
     while True:
         warm = os.getpid()
+        while not select.select([requests], [], [], MAKER_SECONDS)[0]:
+            if os.getppid() != maker:
+                return None
         request, descriptors, *_ = socket.recv_fds(requests, 1 << 18, 5)
         if not request:
             return None
