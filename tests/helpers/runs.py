@@ -95,7 +95,7 @@ def outcome(config: Config) -> dict[str, Any]:
     return {
         "batches": batches, "versions": versions, "used": used,
         "weights": json.loads((newest / "state.json").read_text()),
-        "kept": sorted(p.name for p in config.checkpoint_dir.iterdir()),
+        "kept": sorted(p.name for p in config.checkpoint_dir.glob("global_step_*")),
     }
 
 

@@ -360,7 +360,7 @@ class RolloutClient(SystemClient):
         return self._publisher.publish(validation.whole("version", version), weights, seconds)
 
     def weights_written_anew(self, version: int, path: str) -> None:
-        """Record that the current weights were lost from shared memory, and lie there again."""
+        """Record that the current weights were lost where they lay, and lie in `path` now."""
         self._publisher.republish(version, path)
 
     def sync_adapter(

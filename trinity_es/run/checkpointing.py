@@ -9,14 +9,18 @@ comes back starts from the checkpoint and takes the steps between them again, on
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trinity_es.client.coordinator import RolloutCoordinator
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, PayloadNotFound
+from trinity_es.events.store.database import file_of, place_of
 from trinity_es.events.store.experiences import read_experiences
 from trinity_es.events.values import BatchLifecycleState
 from trinity_es.projections.reading.log_reader import open_log
@@ -52,6 +56,10 @@ class TrainerCheckpoints:
         self._anew = ""
         """A place in memory that was lost and written anew, which the log does not say yet."""
         self._learnt: dict[int, dict[str, float]] = {}
+        self.moved = False
+        """Whether the current weights lie elsewhere than the log says."""
+        self._mark = self._checkpoints.folder / "begun.json"
+        """Names the run that writes a checkpoint here and its step, until that is published."""
 
     @property
     def fleeting(self) -> bool:
@@ -64,21 +72,59 @@ class TrainerCheckpoints:
         since_saved = self.config.trainer.save_interval - 1 if self.fleeting else 0
         return self.config.synchronizer.sync_interval + since_saved
 
-    def require(self, point: ResumePoint) -> None:
-        """Require the checkpoint. Raises ConfigError when the trainer can't come back to where the run stands."""
+    def of_this_run(self, point: ResumePoint, recorded_store: str) -> ResumePoint:
+        """Return the point with the checkpoint where it lies now: the run's folders may have been moved or copied.
+
+        `recorded_store`: the URL of its store, as its log has it. Raises ConfigError if the checkpoint is gone, and if
+        checkpoints of another run lie where this one is to write its own.
+        """
+        own = self._checkpoints.path(point.checkpoint_version)
+        if point.checkpoint and own.is_dir() and str(own) != point.checkpoint:
+            lies, was = file_of(self.config.store.url), file_of(recorded_store)
+            together = lies is not None and was is not None and lies != was and (
+                os.path.relpath(own, lies) == os.path.relpath(point.checkpoint, was))
+            if together or not Path(point.checkpoint).is_dir():
+                path = str(own) if point.path == point.checkpoint else point.path
+                point = replace(point, checkpoint=str(own), path=path)
+                self.moved = point.path == str(own)
         if point.checkpoint and not Path(point.checkpoint).is_dir():
             raise ConfigError(
                 f"the run stands at weights {point.version}, and their checkpoint {point.checkpoint} is gone: engines "
-                "and trainer start from it. Put it back, or start a new run with another `name`"
+                f"and trainer start from it. Put it back, or into {own}, or start a new run with another `name`"
             )
+        ours = self._begun()
+        if others := [step for step in self._checkpoints.steps() if step > point.checkpoint_version and step != ours]:
+            raise ConfigError(
+                f"{self._checkpoints.folder} holds checkpoints that this run has not made "
+                f"({', '.join(f'global_step_{step}' for step in others)}): move them away, or choose another `name`"
+            )
+        return point
 
     # --- back -------------------------------------------------------------------------------------------------------
     def forget_unpublished(self, point: ResumePoint) -> None:
-        """Remove checkpoints that were perhaps half written when all died: they are made again."""
+        """Remove the checkpoint that was perhaps half written when all died: it is made again."""
         self.saved = point.checkpoint_version
-        for step in self._checkpoints.steps():
-            if self.saved < step <= point.submitted:  # later ones are not of this log
-                shutil.rmtree(self._checkpoints.path(step), ignore_errors=True)
+        begun = self._begun()
+        if begun is not None and begun > self.saved:
+            shutil.rmtree(self._checkpoints.path(begun), ignore_errors=True)
+
+    def begin(self, step: int) -> None:
+        """Take note that the checkpoint of this step is going to be written."""
+        self._mark.parent.mkdir(parents=True, exist_ok=True)
+        self._mark.write_text(json.dumps({"step": step, "store": self._store()}))
+
+    def _begun(self) -> int | None:
+        """Return the step whose checkpoint this run had begun to write when it ended, if there is one."""
+        try:
+            begun = json.loads(self._mark.read_bytes())
+        except (OSError, ValueError):
+            return None
+        return int(begun["step"]) if begun["store"] == self._store() else None
+
+    def _store(self) -> str:
+        """Return what tells this run from others that may write here: its store, from here where that is a file."""
+        url = self.config.store.url
+        return place_of(url) if file_of(url) is None else os.path.relpath(place_of(url), self._checkpoints.folder)
 
     def catch_up(self, trainer: Any, point: ResumePoint) -> None:
         """Take the steps between the trainer's checkpoint and the current weights again; before any engine starts.
@@ -133,11 +179,14 @@ class TrainerCheckpoints:
         if step <= self.saved:
             return
         path = self._checkpoints.path(step)
+        if path.exists() and self._begun() != step:
+            raise ConfigError(f"{path} is there already, and not of this run: move it away, and `resume` goes on")
+        self.begin(step)
         await asyncio.to_thread(trainer.save, str(path))
         await rollouts.sync_weights(step, path)
+        self._mark.unlink()
         self.saved = step
-        ours = [at for at in self._checkpoints.steps() if at <= step]  # what lies there of an older log is newer
-        for old in ours[: -self.config.trainer.keep_checkpoints]:
+        for old in self._checkpoints.steps()[: -self.config.trainer.keep_checkpoints]:
             shutil.rmtree(self._checkpoints.path(old), ignore_errors=True)
 
 

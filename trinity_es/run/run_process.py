@@ -205,17 +205,17 @@ class RunProcess:
         try:
             with open_log(config.store.url) as log:
                 point = resume_point(log, tasksets)
+                recorded = str((log.config(serve=False)[1].get("store") or {}).get("url", ""))
         except LogNotFound:
-            return ResumePoint()
-        if not self.has_trainer or not point.path:
+            point, recorded = ResumePoint(), ""
+        if not self.has_trainer:
             return point
         if point.version > point.submitted:
             raise ConfigError(
                 f"the weights of the run in {config.masked()['store']['url']} are version {point.version}, but it has "
                 f"{point.submitted} steps: another trainer published them. Choose another `name`"
             )
-        self._weights.require(point)
-        return point
+        return self._weights.of_this_run(point, recorded)
 
     def require_unfinished(self) -> None:
         """Require a run that is not complete. Raises ConfigError, and what `locate` raises."""
@@ -250,6 +250,8 @@ class RunProcess:
                 self._locks[0].write_system(config, running)
             if self.trains and self.trainer is None:
                 self.trainer = await asyncio.to_thread(self._load_trainer)
+            if self._weights.moved:
+                await self.coordinator.weights_written_anew(point.version, point.path)
             await self.coordinator.prepare()
             if self.trains:
                 await self._weights.caught_up(self.coordinator, self.trainer, point.version)

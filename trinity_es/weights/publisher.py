@@ -99,8 +99,9 @@ class Publisher:
         self._ask(RemoveAdapter(adapter=name), self._timeout)
 
     def republish(self, version: int, path: str) -> None:
-        """Say that the place in memory of the current version was lost and has been written anew."""
-        command = SyncWeights(version=version, path=path, timeout=self._timeout, method="memory", again=True)
+        """Say that the place of the current version was lost, and where it lies now."""
+        method = "memory" if memory_dir(self.config) in Path(path).parents else "checkpoint"
+        command = SyncWeights(version=version, path=path, timeout=self._timeout, method=method, again=True)
         self._ask(command, self._timeout)
 
     def _publish_folder(self, version: int, path: str | Path, timeout: float) -> dict[str, Any]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -37,6 +39,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import AlreadyRunning, ConfigError
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.reading.resume_point import prompts_used
+from trinity_es.run.checkpointing import TrainerCheckpoints
 from trinity_es.run.trainer_loop import TrainerProcess
 from trinity_es.system import keeper_lock, leftovers
 from trinity_es.telemetry.monitors import read_metrics
@@ -236,6 +239,69 @@ def test_a_run_whose_checkpoint_is_gone_says_so_before_anything_starts(tmp_path:
     (config.checkpoint_dir / "global_step_1").rename(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="global_step_1 is gone"):
         Explorer(config).locate()
+
+
+STEADY = {"class": "tests.helpers.runs:SteadyTrainer"}
+
+
+def state_of(config: Config, step: int) -> Any:
+    return json.loads((config.checkpoint_dir / f"global_step_{step}" / "state.json").read_text())
+
+
+@pytest.mark.parametrize("how", ["moved", "copied", "copied, and the original went on"])
+def test_a_run_whose_folder_was_moved_or_copied_goes_on_from_its_own_checkpoint(tmp_path: Path, how: str) -> None:
+    path = make_config(tmp_path / "run", total_steps=2, trainer=STEADY)
+    original = load_config(path)
+    run_here(original)
+    state = state_of(original, 2)
+    there = tmp_path / "elsewhere" / "run"
+    if how == "moved":
+        there.parent.mkdir()
+        path.parent.rename(there)
+    else:
+        shutil.copytree(path.parent, there)
+        (original.checkpoint_dir / "global_step_2" / "state.json").write_text("not the copy's")
+        if "went on" in how:
+            shutil.rmtree(original.checkpoint_dir)
+    config = load_config(there / path.name)
+    done = cli("resume", there / path.name, "--set", "total_steps=3")
+    assert done.exit_code == 0, done.stderr
+    assert state_of(config, 2) == state
+    assert state_of(config, 3)["steps"] == 3
+    places = {e.version: e.path for _, e in events_of(config, "WeightsPublished")}
+    assert places == {1: ANY, **{v: str(config.checkpoint_dir / f"global_step_{v}") for v in (2, 3)}}
+
+
+def test_a_run_never_touches_the_checkpoints_of_another(tmp_path: Path) -> None:
+    path = make_config(tmp_path / "run", total_steps=1, trainer=STEADY)
+    config = load_config(path)
+    run_here(config)
+    before = {p: p.read_bytes() for p in config.checkpoint_dir.rglob("*") if p.is_file()}
+    other = load_config(path, [f"store.url=sqlite:///{tmp_path}/other.sqlite"])
+    with pytest.raises(ConfigError, match=r"holds checkpoints that this run has not made \(global_step_1\): move"):
+        Explorer(other).locate()
+    (config.checkpoint_dir / "global_step_3").mkdir()  # of somebody who is further, or of this run's own later time
+    (config.checkpoint_dir / "begun.json").write_text(json.dumps({"step": 3, "store": "another"}))
+    refused = cli("resume", path, "--set", "total_steps=3")
+    assert refused.exit_code == 2
+    assert "(global_step_3): move them away" in refused.stderr
+    assert count(config, "BatchSubmitted", 2) == 0
+    assert {p: p.read_bytes() for p in before} == before
+
+
+def test_a_checkpoint_that_this_run_began_to_write_is_made_again(tmp_path: Path) -> None:
+    path = make_config(tmp_path / "run", total_steps=1, trainer=STEADY)
+    config = load_config(path)
+    run_here(config)
+    begun = TrainerCheckpoints(config)
+    begun.begin(2)
+    half = config.checkpoint_dir / "global_step_2"
+    half.mkdir()
+    (half / "half").touch()
+    done = cli("resume", path, "--set", "total_steps=2")
+    assert done.exit_code == 0, done.stderr
+    assert [p.name for p in half.iterdir()] == ["state.json"]
+    assert sorted(p.name for p in config.checkpoint_dir.iterdir()) == ["global_step_1", "global_step_2"]
 
 
 def test_a_log_whose_batches_no_explorer_submitted_is_left_as_it_is(tmp_path: Path) -> None:
