@@ -228,21 +228,3 @@ def test_a_reward_that_changes_its_arguments_changes_them_for_no_other_answer(wo
     status, found = played(workflow, counts, reward_fn_args={"seen": []})
     assert status.ok, status.message
     assert [e.reward for e in found] == [1.0, 1.0]
-
-
-def needs_the_truth(response: str, truth: Any) -> float:
-    return float(truth in response)
-
-
-def does_without(response: str, truth: Any = None) -> float:
-    return float(truth is None)
-
-
-@pytest.mark.parametrize("workflow", WORKFLOWS)
-def test_a_row_without_an_answer_is_judged_by_no_reward_that_asks_for_one(workflow: type[Any]) -> None:
-    row = {"prompt": "How many a?", "answer": None}
-    status, found = played(workflow, needs_the_truth, row)
-    assert (status.ok, found) == (False, [])
-    assert "the row has no answer, which the reward needs_the_truth asks for: set format.response_key" in status.message
-    _, found = played(workflow, does_without, row)
-    assert [e.reward for e in found] == [1.0, 1.0]

@@ -2,8 +2,8 @@
 
 What is known of an answer: `response`, `prompt`, `truth`, `completion_ids` (the response's tokens), and what a workflow
 adds. All of it goes by keyword; a reward gets what it has parameters for, all where it has `**kwargs`. A parameter of
-another name that has no default is a key of the task's row. What its `reward_fn_args` set is theirs. One that asks for
-`truth` without a default judges no row that has none.
+another name that has no default is a key of the task's row. What its `reward_fn_args` set is theirs. `truth` is
+None where the row has no answer.
 
 A reward that has a `grader_timeout` (seconds) is called in a process of its own, which is killed then
 (`actors/rollout/graders.py`): that is a failure of kind `grader`, and no zero. Others are called where their workflow
@@ -29,7 +29,7 @@ from typing import Any
 
 import orjson
 
-from trinity_es.events.errors import DataError, GraderError, TaskNotSerializable, WorkflowError
+from trinity_es.events.errors import GraderError, TaskNotSerializable, WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task, class_path, task_to_dict
 from trinity_es.workflows.registry import REWARD_FUNCTIONS
@@ -98,13 +98,10 @@ class Reward:
         """Call it with what is known. `args`: for workflows that call a reward of theirs by position.
 
         What is of the row, and its `reward_fn_args`, are its own: one that changes them in place changes no other
-        answer's. Raises WorkflowError where the reward needs what nobody gives, DataError where the row has no answer.
+        answer's. Raises WorkflowError where the reward needs what nobody gives.
         """
         row, shared = self._row, {"prompt", "truth"}
         if not self._form.of_trl and not args:
-            if known.get("truth", ...) is None and "truth" in self._form.lacks(()):
-                raise DataError(f"the row has no answer, which the reward {_named(self._name)} asks for: set "
-                                "format.response_key to its key, or write truth=None where it needs none")
             columns = {name: row[name] for name in self._form.lacks(known) if name in row}
             known, shared = known | columns, shared | columns.keys()
             _require(self._name, self._form.lacks(known), [*known, *row])
