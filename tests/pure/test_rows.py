@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import decimal
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,17 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     parquet.write_table(pa.Table.from_arrays(columns, ["prompt", "answer", "answer"]), tmp_path / "rows.parquet")
     with pytest.raises(TasksetError, match="column 'answer' is there twice"):
         opened(tmp_path / "rows.parquet")
+
+
+def test_a_row_of_many_keys_is_read_in_the_time_of_its_length(tmp_path: Path) -> None:
+    keys = [f'"k{i}": {i}' for i in range(100_000)]
+    (tmp_path / "t.jsonl").write_text('{"prompt": "p", ' + ", ".join(keys) + "}\n")
+    began = time.process_time()
+    opened(tmp_path / "t.jsonl")
+    assert time.process_time() - began < 10
+    (tmp_path / "t.jsonl").write_text('{"prompt": "p", ' + ", ".join([*keys, keys[7]]) + "}\n")
+    with pytest.raises(TasksetError, match="line 1: the key 'k7' stands twice"):
+        opened(tmp_path / "t.jsonl")
 
 
 @pytest.mark.parametrize("rest", ['"answer": "5", "answer": "6"', '"meta": {"prompt": 1, "prompt": 2}'])

@@ -28,6 +28,8 @@ __all__ = [
 
 CHECKED_ROWS = 1000
 """Rows that are checked at a time."""
+MANY_KEYS = 50
+"""So many keys of a row are looked for one by one in its line; more are counted while it is read as a whole."""
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
 _BITS = "a whole number of more than 64 bits, which would be rounded: write it as a text"
 
@@ -45,10 +47,20 @@ def parse_row(line: bytes) -> Any:
 def require_single_keys(line: bytes, row: dict[str, Any]) -> None:
     """Require that no object of a line of JSON, which holds this row, has a key twice. Raises ValueError.
 
-    Only a line in which a key of the row itself is found twice is read as a whole, since that takes long.
+    Only a line in which a key of the row itself is found twice is read as a whole, since that takes long; and one with
+    many keys, to look for each of which takes longer.
     """
-    if any(line.count(orjson.dumps(key)) > 1 for key in row):
-        json.loads(line, object_pairs_hook=partial(_object, key=str, value=lambda value: value))
+    if len(row) > MANY_KEYS or any(line.count(orjson.dumps(key)) > 1 for key in row):
+        json.loads(line, object_pairs_hook=_with_single_keys)
+
+
+def _with_single_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} stands twice")
+        found[key] = value
+    return found
 
 
 def _whole(digits: str) -> int:
