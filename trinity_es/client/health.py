@@ -363,7 +363,7 @@ def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, w
         if wrong := _wrong_host(host):
             yield f"host {host['host']} {wrong}"
     if live.get("server_list"):
-        yield f"{live['server_list']}; it changes nothing until that is mended (coordinator.log in {logs} tells more)"
+        yield f"{live['server_list']}; it changes nothing until that is mended (text logs: {logs})"
     if live.get("server_list") is not None and not any(s["wanted"] for s in live["servers"]):
         yield f"there is no server, so nothing is generated: {ADD_SERVER}"
     now = time.time()

@@ -95,7 +95,7 @@ class ServerFleet:
 
     @property
     def trouble(self) -> str | None:
-        """What is wrong with the list that is read; empty: nothing; None: there are no such servers in this run."""
+        """Return what is wrong with the list that is read; empty: nothing; None: no such servers are in this run."""
         if not self.enabled:
             return None
         return "" if self._reader is None else self._reader.trouble

@@ -293,7 +293,7 @@ def test_a_list_in_no_regular_file_is_refused_and_not_waited_for(tmp_path: Path,
     assert fleet.trouble == ""
     fleet.start_reading()
     wait_until(lambda: bool(fleet.trouble), "the list to be read", 5.0)
-    assert fleet.trouble is not None and f"({file}): [Errno 22] it is no regular file" in fleet.trouble
+    assert f"({file}): [Errno 22] it is no regular file" in str(fleet.trouble)
 
 
 # --- a restart command ------------------------------------------------------------------------------------------------
