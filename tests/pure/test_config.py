@@ -465,9 +465,9 @@ def test_a_whole_number_that_no_log_can_hold_is_refused(tmp_path: Path, key: str
     here[leaf] = 10**digits
     with pytest.raises(ConfigError) as e:
         Config.from_dict(data)
-    assert key.removesuffix(".seed") in str(e.value) and len(str(e.value)) < 300
-    told = refused(tmp_path, "", f"{key}=1{'0' * digits}")
-    assert key.removesuffix(".seed") in told and len(told) < 300
+    for told in (str(e.value), refused(tmp_path, "", f"{key}=1{'0' * digits}")):
+        assert key.removesuffix(".seed") in told
+        assert len(told) < 300
 
 
 def test_aliases_that_multiply_are_refused(tmp_path: Path) -> None:
