@@ -17,6 +17,7 @@ import orjson
 
 from trinity_es.config.buffer import FormatConfig, TasksetConfig
 from trinity_es.events.errors import DataError, TasksetError, UnknownWorkflow
+from trinity_es.events.json_values import with_single_keys
 from trinity_es.workflows.prompts import require_prompt_form
 from trinity_es.workflows.registry import REWARD_FUNCTIONS, WORKFLOWS
 from trinity_es.workflows.rewards import keys_needed
@@ -51,16 +52,7 @@ def require_single_keys(line: bytes, row: dict[str, Any]) -> None:
     many keys, to look for each of which takes longer.
     """
     if len(row) > MANY_KEYS or any(line.count(orjson.dumps(key)) > 1 for key in row):
-        json.loads(line, object_pairs_hook=_with_single_keys)
-
-
-def _with_single_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"the key {key!r} stands twice")
-        found[key] = value
-    return found
+        json.loads(line, object_pairs_hook=with_single_keys)
 
 
 def _whole(digits: str) -> int:
