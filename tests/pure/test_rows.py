@@ -147,6 +147,13 @@ def test_a_key_that_stands_twice_is_refused_with_its_line(tmp_path: Path, rest: 
         opened(tmp_path / "rows.jsonl")
 
 
+@pytest.mark.parametrize("digits", [20, 5000])
+def test_a_whole_number_beyond_64_bits_is_refused_with_its_line(tmp_path: Path, digits: int) -> None:
+    (tmp_path / "rows.jsonl").write_text(f'{{"prompt": "a", "answer": 1{"0" * digits}}}')
+    with pytest.raises(TasksetError, match=r"line 1: not JSON \(10000.*0 is a whole number of more than 64 bits"):
+        opened(tmp_path / "rows.jsonl")
+
+
 def test_a_row_that_is_nested_too_deep_is_refused_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": ' + "[" * 900 + "]" * 900 + "}")
     with pytest.raises(TasksetError, match=r"line 1: not JSON \(it is nested too deep\)"):

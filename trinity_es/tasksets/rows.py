@@ -56,7 +56,7 @@ def require_single_keys(line: bytes, row: dict[str, Any]) -> None:
 
 
 def _whole(digits: str) -> int:
-    number = int(digits)
+    number = int(digits) if len(digits) < 40 else 2**64  # Python reads no number of more than 4,300 digits
     if not -(2**63) <= number < 2**64:
         raise ValueError(f"{digits:.40} is {_BITS}")
     return number
