@@ -21,6 +21,7 @@ from trinity_es.events.errors import DataError, NotFinite
 from trinity_es.events.json_values import NotPlain, plain
 from trinity_es.events.payload_format import DTYPES, Array, Payload, decoding, encode
 from trinity_es.events.payload_items import JSON, TEXTS, VECTORS, columns_of, fields_in, item_of
+from trinity_es.events.values import shown
 
 __all__ = ["EID", "LARGEST_REWARD", "Array", "CustomField", "Experience", "group_by"]
 
@@ -283,7 +284,7 @@ class Experience:
                 raise TypeError("text")
             number = float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as e:
-            raise self._bad(name, f"is {value!r}, expected a number") from e
+            raise self._bad(name, f"is {shown(value)}, expected a number") from e
         if not math.isfinite(number):
             raise self._not_finite(name, f"is {number}: only finite numbers can be recorded")
         return number
@@ -294,10 +295,11 @@ class Experience:
         if isinstance(prompt, np.integer):
             self.prompt_length = prompt = int(prompt)
         if not isinstance(prompt, int) or isinstance(prompt, bool):
-            raise self._bad("prompt_length", f"is {prompt!r}, expected a number of tokens")
+            raise self._bad("prompt_length", f"is {shown(prompt)}, expected a number of tokens")
         if self.experience_type == "dpo":
             if prompt != seq:
-                raise self._bad("prompt_length", f"is {prompt}, but a preference pair's prompt is its {seq} tokens")
+                what = f"is {shown(prompt)}, but a preference pair's prompt is its {seq} tokens"
+                raise self._bad("prompt_length", what)
             return
         if self.experience_type == "single_turn":
             # A truncated prompt may have no room left for a response; the known class allows it, so do we.
@@ -305,7 +307,8 @@ class Experience:
         else:
             least, most = 0, seq
         if not least <= prompt <= most:
-            raise self._bad("prompt_length", f"is {prompt}, expected {least} to {most} with tokens of shape ({seq},)")
+            what = f"is {shown(prompt)}, expected {least} to {most} with tokens of shape ({seq},)"
+            raise self._bad("prompt_length", what)
         response = seq - prompt
         self._cut_to_response(seq, prompt)
         if self.action_mask is None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["NotPlain", "plain"]
+from trinity_es.events.values import shown
+
+__all__ = ["NotPlain", "plain", "with_single_keys"]
 
 _DEPTH = 200  # orjson refuses JSON nested deeper than 254, counting our own levels around it
 
@@ -38,7 +40,7 @@ def plain(value: Any, depth: int = _DEPTH) -> Any:
         return value
     if kind is int:
         if not -(2**63) <= value < 2**64:
-            raise NotPlain(f"is {value}: JSON here holds 64 bits")
+            raise NotPlain(f"is {shown(value)}: JSON here holds 64 bits")
         return value
     if depth == 0:
         raise NotPlain("is nested too deeply")
@@ -75,3 +77,13 @@ def plain(value: Any, depth: int = _DEPTH) -> Any:
     if hasattr(value, "detach") and getattr(value, "ndim", None) == 0:  # a torch scalar
         return plain(value.item(), depth)
     raise NotPlain(f"is a {kind.__name__}, which can't be written as JSON")
+
+
+def with_single_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, as `object_pairs_hook` of `json.loads`. Raises ValueError where it has a key twice."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} stands twice")
+        found[key] = value
+    return found

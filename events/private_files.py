@@ -7,6 +7,7 @@ could hold it. So what a run makes is of mode 0600, in folders of mode 0700, and
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import pwd
@@ -18,7 +19,8 @@ from pathlib import Path
 
 from trinity_es.events.atomic_file import sync
 
-__all__ = ["create_private", "holder", "make_private_folder", "open_private", "take_lock", "tighten"]
+__all__ = ["create_private", "holder", "make_private_folder", "open_private", "require_regular", "take_lock",
+           "tighten"]
 
 LOOK_SECONDS = 0.02
 """Interval between two tries for a lock."""
@@ -50,6 +52,12 @@ def tighten(*paths: str | Path) -> None:
             found = os.lstat(path)
             if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_mode & _OTHERS:
                 os.chmod(path, stat.S_IMODE(found.st_mode) & ~_OTHERS)
+
+
+def require_regular(path: str | Path) -> None:
+    """Require a file that ends: a pipe is waited for without end, and /dev/zero has none. Raises OSError."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
 
 
 def open_private(path: str | Path, flags: int = os.O_RDWR) -> int:

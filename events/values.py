@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -21,10 +21,17 @@ import orjson
 from trinity_es.events.errors import DataError, TaskNotSerializable, UnknownWorkflow
 
 __all__ = [
-    "Args", "BatchId", "BatchLifecycleState", "BatchType", "FailureKind", "Status", "Task", "TaskWrapper",
-    "batch_stream", "class_path", "local_time", "require_batch_id", "require_finite", "sort_batch_id", "task_from_dict",
-    "task_to_dict", "with_offset",
+    "MOST_METRICS", "NAME_LENGTH", "Args", "BatchId", "BatchLifecycleState", "BatchType", "FailureKind", "Status",
+    "Task", "TaskWrapper", "batch_stream", "class_path", "local_time", "require_batch_id", "require_finite",
+    "require_metric_names", "shown", "sort_batch_id", "task_from_dict", "task_to_dict", "with_offset",
 ]
+
+NAME_LENGTH = 200
+"""Maximum characters of a name, also of a metric: it is a column of 255 in some tables."""
+MOST_METRICS = 10_000
+"""Maximum of the metrics of one run, and of one step of a trainer."""
+_SHOWN = 80
+"""Characters of a wrong value that its error shows."""
 
 BatchId = int | str
 BatchType = Literal["train", "eval", "collect"]
@@ -94,6 +101,25 @@ def sort_batch_id(batch_id: BatchId) -> tuple[float, int, str]:
     return (float(match.group()) if match else math.inf, 1, batch_id)
 
 
+def shown(value: Any) -> str:
+    """Return a wrong value as its error shows it."""
+    try:
+        text = ascii(value)
+    except Exception:  # of a number with too many digits, of a list that holds itself
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+def require_metric_names(names: Collection[str]) -> None:
+    """Require so many metrics, with such names, as a trainer's may have too. Raises DataError."""
+    if len(names) > MOST_METRICS:
+        raise DataError(f"a run gave {len(names):,} metrics: at most {MOST_METRICS:,} are expected")
+    for name in names:
+        if len(name) > NAME_LENGTH:
+            raise DataError(f"a metric has a name of {len(name):,} characters, {shown(name)}: at most {NAME_LENGTH} "
+                            "are expected")
+
+
 def require_batch_id(value: Any) -> BatchId:
     """Return the value, if it can name a batch. Raises DataError."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53:
@@ -101,7 +127,7 @@ def require_batch_id(value: Any) -> BatchId:
     if isinstance(value, str) and 0 < len(value) <= _BATCH_ID_LENGTH and value.isprintable():
         return value
     raise DataError(
-        f"batch_id is {repr(value)[:60]}: an int (a step, below 2**53) or a string such as \"12/gsm8k\" is expected, "
+        f"batch_id is {shown(value)}: an int (a step, below 2**53) or a string such as \"12/gsm8k\" is expected, "
         f"of printable characters, at most {_BATCH_ID_LENGTH}"
     )
 

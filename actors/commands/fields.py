@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from trinity_es.actors.messages import Parcel
 from trinity_es.events.errors import DataError
-from trinity_es.events.values import BatchId, require_batch_id
+from trinity_es.events.values import MOST_METRICS, NAME_LENGTH, BatchId, require_batch_id, shown
 from trinity_es.events.vocabulary import Answer, PayloadRef, TasksetSource
 
 __all__ = [
@@ -53,8 +53,6 @@ __all__ = [
     "shown",
 ]
 
-NAME_LENGTH = 200
-"""Maximum characters of a name: it is a column of 255 in some tables."""
 TASKSET_LENGTH = 400
 """Maximum characters of a taskset's name: it is a stream's name, and no column."""
 TEXT_LENGTH = 16_384
@@ -65,8 +63,6 @@ SECONDS = 1e9
 """Maximum of a timeout, in seconds: a timer can't be set later."""
 MOST_RUNS = 1_000_000
 """Maximum of the runs of one task."""
-SHOWN = 80
-"""Characters of a wrong value that its error shows."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
@@ -75,15 +71,6 @@ _Reader = Callable[[str, Any], Any]
 
 
 # --- readers --------------------------------------------------------------------------------------------------------
-def shown(value: Any) -> str:
-    """Return a wrong value as its error shows it."""
-    try:
-        text = ascii(value)
-    except Exception:  # of a number with too many digits, of a list that holds itself
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
-
-
 def _wrong(name: str, value: Any, expected: str) -> DataError:
     return DataError(f"{name} is {shown(value)}: {expected} is expected")
 
@@ -201,6 +188,8 @@ def _mapping(reader: _Reader) -> _Reader:
     def read(name: str, value: Any) -> Any:
         if not isinstance(value, dict):
             raise _wrong(name, value, "a mapping")
+        if len(value) > MOST_METRICS:
+            raise DataError(f"{name} holds {len(value):,} values: at most {MOST_METRICS:,} are expected")
         return {key(f"a name in {name}", k): reader(f"{name}[{k!r}]", v) for k, v in value.items()}
 
     return read
@@ -327,5 +316,5 @@ def check_tasks(tasks: Any) -> list[dict[str, Any]]:
             raise _wrong(f"task {number}", task, "a mapping, as task_to_dict makes it,")
         _text()(f"task {number}: workflow", task.get("workflow"))
         if "repeat_times" in task:
-            _whole(1 - WHOLE, MOST_RUNS + 1)(f"task {number}: repeat_times", task["repeat_times"])
+            _whole(1, MOST_RUNS + 1)(f"task {number}: repeat_times", task["repeat_times"])
     return tasks

@@ -22,7 +22,7 @@ from trinity_es.events.errors import (
     WorkflowError,
 )
 from trinity_es.events.experience import Experience
-from trinity_es.events.values import FailureKind, require_finite
+from trinity_es.events.values import FailureKind, require_finite, require_metric_names
 from trinity_es.events.vocabulary import RunResult
 from trinity_es.projections.metrics import aggregate_run
 
@@ -152,7 +152,13 @@ def ended(cls: type[Any], error: BaseException) -> WorkflowError:
 
 
 def run_result(run: int, experiences: list[Experience], seconds: float) -> RunResult:
-    metrics = aggregate_run([_metrics(e) for e in experiences])
+    told = [_metrics(e) for e in experiences]
+    names = {name for one in told for name in one}
+    require_metric_names(names)
+    for name in names:
+        if f"{name}:mean" in names:
+            _say_one(name)
+    metrics = aggregate_run(told)
     given: list[tuple[str, Any]] = [item for e in experiences for item in e.metrics.items()]
     for name, value in given:
         if not isinstance(value, Real):
@@ -165,6 +171,11 @@ def run_result(run: int, experiences: list[Experience], seconds: float) -> RunRe
 @cache
 def _say_left_out(name: str, kind: str) -> None:
     _log.warning("the metric %r of a workflow is a %s and no number: it is left out", name, kind)
+
+
+@cache
+def _say_one(name: str) -> None:
+    _log.warning("the metrics %r and %r of a workflow are one: their mean is kept", name, f"{name}:mean")
 
 
 def _metrics(experience: Experience) -> dict[str, float]:

@@ -172,6 +172,8 @@ def _open(
         yield ranked(_without_place(situation, course, serving, now))
     elif not lives and _has_no_server(situation, live, bool(gone)):
         text = f"{_units(course)} without a runner: there is no server{' any more' if gone else ' yet'}"
+        if (live or {}).get("server_list"):
+            text += f"; {(live or {})['server_list']}"
         w = Waiting(cause="no_server", what=_units(course), text=text, person=not state.flights)
         yield ranked(w, _RANK_RUNNER)
     elif not lives and not of_hosts:

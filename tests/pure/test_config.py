@@ -448,3 +448,33 @@ def test_the_config_page_is_what_the_code_prints() -> None:
         [sys.executable, "-m", "trinity_es.config.config_docs"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     assert (ROOT / "docs/CONFIG.md").read_text() == printed, "run `make docs` and commit docs/CONFIG.md"
+
+
+# --- what is too large ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("digits", [20, 400, 5000])
+@pytest.mark.parametrize("key", [
+    "explorer.rollout_model.seed", "explorer.max_retry_times", "buffer.queue.capacity", "total_steps",
+    "trainer.args.seed", "name",
+])
+def test_a_whole_number_that_no_log_can_hold_is_refused(tmp_path: Path, key: str, digits: int) -> None:
+    data: dict[str, Any] = {}
+    *folders, leaf = key.split(".")
+    here = data
+    for folder in folders:
+        here = here.setdefault(folder, {})
+    here[leaf] = 10**digits
+    with pytest.raises(ConfigError) as e:
+        Config.from_dict(data)
+    for told in (str(e.value), refused(tmp_path, "", f"{key}=1{'0' * digits}")):
+        assert key.removesuffix(".seed") in told
+        assert len(told) < 300
+
+
+def test_aliases_that_multiply_are_refused(tmp_path: Path) -> None:
+    levels = ["a0: &a0 [x]"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
+    too_many = "its aliases (*name) make more than 100,000 values"
+    assert too_many in refused(tmp_path, "\n".join(levels))
+    assert too_many in refused(tmp_path, "", f"trainer.args={{{', '.join(levels)}}}")
+    assert "recursive" in refused(tmp_path, "trainer: &a {args: *a}")
+    shared = load_config(write(tmp_path, "{trainer: {args: {a: &a {b: [1, 2]}, c: *a, d: {<<: *a, e: 1}}}}"))
+    assert shared.trainer.args == {"a": {"b": [1, 2]}, "c": {"b": [1, 2]}, "d": {"b": [1, 2], "e": 1}}

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from trinity_es.actors.commands.fields import check_tasks
+from trinity_es.client import validation
 from trinity_es.client.validation import encode_tasks
 from trinity_es.config.config import Config, ConfigError
 from trinity_es.events.errors import DataError
-from trinity_es.events.values import Task
+from trinity_es.events.values import Task, require_batch_id
 from trinity_es.workflows.registry import WORKFLOWS
 from trinity_es.workflows.simple import SimpleWorkflow
 
@@ -173,3 +175,23 @@ def test_sampling_that_can_t_be_is_refused_before_anything_starts(
     with pytest.raises(DataError, match=r"^task 1: rollout_args: ") as refused:
         encode_tasks([Task(workflow=SimpleWorkflow, rollout_args=args) for args in ({"top_k": -1}, given)], Config())
     assert said in str(refused.value)
+
+
+# --- what is given in Python ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("value", [True, 10**400, 10**5000, -(10**5000)], ids=["True", "400", "5000", "-5000"])
+def test_what_is_no_number_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(DataError, match=r"^timeout is "):
+        validation.seconds("timeout", value)
+    with pytest.raises(DataError, match=r"^metrics.loss is "):
+        validation.number("metrics.loss", value)
+    with pytest.raises(DataError, match=r"^step is "):
+        validation.whole("step", value)
+    with pytest.raises(DataError, match=r"^batch_id is "):
+        require_batch_id(value)
+    with pytest.raises(DataError, match=r"^cursor is "):
+        validation.cursors({"epoch": value})
+
+
+def test_so_many_runs_of_a_task_are_refused_with_the_bounds_that_there_are() -> None:
+    with pytest.raises(DataError, match="task 0: repeat_times is 100000000: a whole number from 1 to 1000000 is"):
+        check_tasks([{"workflow": "w", "repeat_times": 10**8}])

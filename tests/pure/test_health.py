@@ -26,17 +26,18 @@ SERVER = {"runner": "runner-0", "url": URL, "wanted": True}
 AWAITED = f"{URL} does not answer (ConnectError)"
 
 
-def problems(row: dict[str, Any], servers: list[dict[str, Any]], child: str | None = None) -> list[str]:
+def problems(
+    row: dict[str, Any], servers: list[dict[str, Any]], child: str | None = None, server_list: str = ""
+) -> list[str]:
     """Ask with one runner, in this state of its slot; without one it has none."""
     runner = {"runner": "runner-0", "incarnation": 1, "state": "ready", "reason": "it broke", "seen": time.time()} | row
     children = [{"name": "coordinator", "state": "up", "pid": 1}]
     children += [] if child is None else [{"name": "runner-0", "state": child, "incarnation": 1, "pid": 2}]
     live = {
         "system": {"children": children}, "weights_version": 0, "batches": [], "outputs": [], "runners": [runner],
-        "servers": servers,
+        "servers": servers, "server_list": server_list,
     }
-    engine = {"engine_type": "http", "servers": {"urls": [URL]}}
-    config = Config.model_validate({"model": {"model_path": "/m"}, "explorer": {"rollout_model": engine}})
+    config = Config.model_validate({})  # as where only the log is named
     out = {"up": True, "coordinator": {"pid": 1}, "admin": {"pid": 1}, "keeper": None}
     return list(health.problems(config, out, live, []))
 
@@ -63,6 +64,13 @@ def test_a_runner_that_was_let_go_is_not_hung_but_a_system_without_servers_needs
     [only] = problems(gone, [])
     assert "there is no server" in only
     assert "`trinity-es scale CONFIG --add URL`" in only
+
+
+def test_a_list_of_servers_that_can_not_be_read_is_a_problem() -> None:
+    told = "the list of servers (servers.command): the command failed (exit status 3)"
+    [listed] = problems({}, [SERVER], "up", told)
+    assert listed.startswith(told)
+    assert problems({"state": "retired"}, [], None, told) == [listed, *problems({"state": "retired"}, [])]
 
 
 @pytest.mark.parametrize(("waited", "told"), [(60.0, True), (1.0, False)])

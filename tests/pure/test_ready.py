@@ -59,6 +59,18 @@ def test_a_start_that_gives_up_says_what_each_runner_waits_for() -> None:
     )
 
 
+def test_a_start_that_gives_up_says_what_is_wrong_with_the_list_of_servers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now = status({}, {}) | {"server_list": "the list of servers (/l): it is no regular file"}
+    with pytest.raises(StartupError, match=r"after 0\.0 s: the list of servers \(/l\): it is no regular file"):
+        wait_ready(lambda: now, 0.0, runners=1, logs="logs")
+    tell = Progress()
+    tell(now)
+    tell(now)
+    assert capsys.readouterr().err.splitlines() == ["the list of servers (/l): it is no regular file"]
+
+
 def test_a_start_tells_what_a_runner_waits_for_while_it_waits(capsys: pytest.CaptureFixture[str]) -> None:
     now, tell = status({"runner-0": "started"}, {}), Progress()
     tell(now)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import decimal
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +129,28 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
         opened(tmp_path / "rows.parquet")
 
 
+def test_a_row_of_many_keys_is_read_in_the_time_of_its_length(tmp_path: Path) -> None:
+    keys = [f'"k{i}": {i}' for i in range(100_000)]
+    (tmp_path / "t.jsonl").write_text('{"prompt": "p", ' + ", ".join(keys) + "}\n")
+    began = time.process_time()
+    opened(tmp_path / "t.jsonl")
+    assert time.process_time() - began < 10
+    (tmp_path / "t.jsonl").write_text('{"prompt": "p", ' + ", ".join([*keys, keys[7]]) + "}\n")
+    with pytest.raises(TasksetError, match="line 1: the key 'k7' stands twice"):
+        opened(tmp_path / "t.jsonl")
+
+
 @pytest.mark.parametrize("rest", ['"answer": "5", "answer": "6"', '"meta": {"prompt": 1, "prompt": 2}'])
 def test_a_key_that_stands_twice_is_refused_with_its_line(tmp_path: Path, rest: str) -> None:
     (tmp_path / "rows.jsonl").write_text(f'{{"prompt": "a", "meta": {{"prompt": 1}}}}\n{{"prompt": "b", {rest}}}')
     with pytest.raises(TasksetError, match=r"line 2: the key '\w+' stands twice"):
+        opened(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize("digits", [20, 5000])
+def test_a_whole_number_beyond_64_bits_is_refused_with_its_line(tmp_path: Path, digits: int) -> None:
+    (tmp_path / "rows.jsonl").write_text(f'{{"prompt": "a", "answer": 1{"0" * digits}}}')
+    with pytest.raises(TasksetError, match=r"line 1: not JSON \(10000.*0 is a whole number of more than 64 bits"):
         opened(tmp_path / "rows.jsonl")
 
 

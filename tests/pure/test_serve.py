@@ -10,11 +10,12 @@ import orjson
 import pytest
 
 from trinity_es.actors.load_balancing import SLACK_REQUESTS
-from trinity_es.actors.serving.errors import StreamPlace
+from trinity_es.actors.serving.errors import ApiError, StreamPlace
 from trinity_es.actors.serving.recorded_frames import Framed, Record, frames
 from trinity_es.events.errors import EngineError
 from trinity_es.events.experience import Experience
 from trinity_es.serve.engines import BackendPool, conversation_keys
+from trinity_es.serve.http import read_object
 from trinity_es.serve.proxy import Proxy
 from trinity_es.serve.recorder import given
 from trinity_es.testing import ManualClock
@@ -152,3 +153,9 @@ async def test_p36_frames_are_what_was_put_into_them_however_they_are_cut() -> N
     with pytest.raises(EOFError, match="in the middle"):
         _ = [frame async for frame in frames(cut(5, -1))]
     assert [m.get("more_body") for m in sent[1:]] == [True, True, False]
+
+
+def test_feedback_with_two_rewards_is_refused() -> None:
+    assert read_object(b'{"reward": 1}', {"reward"}) == {"reward": 1}
+    with pytest.raises(ApiError, match="the key 'reward' stands twice"):
+        read_object(b'{"reward": 1, "reward": 0}', {"reward"})

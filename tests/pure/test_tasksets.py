@@ -21,6 +21,7 @@ from tests.helpers.tables import write_dataset, write_parquet
 from trinity_es.config.buffer import TasksetConfig
 from trinity_es.events.errors import TasksetError
 from trinity_es.events.values import Task, task_from_dict, task_to_dict
+from trinity_es.tasksets import files
 from trinity_es.tasksets.mix import Mix
 from trinity_es.tasksets.taskset import Cursor, Taskset
 
@@ -192,6 +193,22 @@ def test_an_empty_file_is_refused(tmp_path: Path, text: bytes) -> None:
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "none.jsonl", r"taskset t: .*none.jsonl can't be read \(No such file")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: Path, suffix: str) -> None:
+    os.mkfifo(tmp_path / f"t.{suffix}")
+    refused(tmp_path / f"t.{suffix}", rf"t\.{suffix} can't be read \(it is no regular file\)")
+    (tmp_path / f"d.{suffix}").symlink_to("/dev/zero")
+    refused(tmp_path / f"d.{suffix}", rf"d\.{suffix} can't be read \(it is no regular file\)")
+
+
+def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LINE_BYTES", 1000)
+    with (tmp_path / "t.jsonl").open("wb") as f:
+        f.write(rows(1).encode())
+        f.truncate(10_000)
+    refused(tmp_path / "t.jsonl", "line 2: it has more than 1,000 bytes")
 
 
 def test_a_file_that_changed_in_use_is_refused(tmp_path: Path) -> None:

@@ -42,3 +42,18 @@ def test_a_trainer_that_returns_no_metrics_has_none(caplog: pytest.LogCaptureFix
     assert caplog.text == ""
     assert learn(Trainer([0.1]), 3, [ONE]) == {}
     assert "step 3: the trainer's step() returned [0.1] and not a dict of metrics" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["x" * 201, "a\0b", "\ud800"], ids=["long", "NUL", "half"])
+def test_a_metric_whose_name_no_log_takes_is_left_out_and_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert learn(Trainer({"loss": 0.1, name: 1.0}), 3, [ONE]) == {"loss": 0.1}
+    assert "has no name of at most 200 characters, without NUL: it is left out" in caplog.text
+    assert len(caplog.text) < 400
+
+
+def test_more_metrics_than_a_step_may_have_are_left_out_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    said = {f"m{i}": 1.0 for i in range(10_003)} | {"big": 10**5000}
+    assert list(learn(Trainer(said), 3, [ONE])) == [f"m{i}" for i in range(10_000)]
+    assert [r.getMessage() for r in caplog.records] == [
+        "step 3: the trainer gave more than 10000 metrics: the others are left out"]

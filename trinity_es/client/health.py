@@ -362,8 +362,9 @@ def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, w
     for host in live.get("hosts", []):
         if wrong := _wrong_host(host):
             yield f"host {host['host']} {wrong}"
-    of_servers = config.explorer.rollout_model.engine_type == "http" and "servers" in live
-    if of_servers and not any(s["wanted"] for s in live["servers"]):
+    if live.get("server_list"):
+        yield f"{live['server_list']}; it changes nothing until that is mended (text logs: {logs})"
+    if live.get("server_list") is not None and not any(s["wanted"] for s in live["servers"]):
         yield f"there is no server, so nothing is generated: {ADD_SERVER}"
     now = time.time()
     for name, life in with_live(SystemSnapshot(), live, now):

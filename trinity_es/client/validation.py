@@ -16,7 +16,7 @@ from trinity_es.actors.plugins import look_in
 from trinity_es.config.config import Config
 from trinity_es.events.errors import DataError, TaskNotSerializable, TrinityError
 from trinity_es.events.secrets import SecretFile, unmarked
-from trinity_es.events.values import Task, task_to_dict
+from trinity_es.events.values import Task, shown, task_to_dict
 from trinity_es.workflows.registry import REWARD_FUNCTIONS, WORKFLOWS
 
 __all__ = ["cursors", "encode_tasks", "listed", "mapping", "number", "seconds", "text", "whole"]
@@ -73,24 +73,24 @@ def whole(name: str, value: Any, least: int = 0) -> int:
     try:
         found = operator.index(value)  # takes numpy's integers, and no text
     except TypeError:
-        raise DataError(f"{name} is {value!r}: a whole number is expected") from None
+        raise DataError(f"{name} is {shown(value)}: a whole number is expected") from None
     if isinstance(value, bool | np.bool_):
-        raise DataError(f"{name} is {value!r}: a whole number is expected")
+        raise DataError(f"{name} is {shown(value)}: a whole number is expected")
     if found < least:
-        raise DataError(f"{name} is {found}: {least} or more is expected")
+        raise DataError(f"{name} is {shown(found)}: {least} or more is expected")
     if abs(found) >= 2**31:  # what a column of a read model can hold in every database
         raise DataError(f"{name} is too large: less than 2**31 is expected")
     return found
 
 
 def number(name: str, value: Any) -> float:
-    """Return a number. Raises DataError."""
+    """Return a number. Raises DataError; True and False are no numbers."""
     try:
-        if not isinstance(value, str | bytes):
+        if not isinstance(value, str | bytes | bool | np.bool_):
             return float(value)  # takes numpy's and torch's scalars
     except (TypeError, ValueError, OverflowError):
         pass
-    raise DataError(f"{name} is {value!r}: a number is expected")
+    raise DataError(f"{name} is {shown(value)}: a number is expected")
 
 
 def seconds(name: str, value: Any) -> float | None:
@@ -99,14 +99,14 @@ def seconds(name: str, value: Any) -> float | None:
         return None
     found = number(name, value)
     if not found >= 0:
-        raise DataError(f"{name} is {value!r}: a number of seconds is expected, or None to wait for ever")
+        raise DataError(f"{name} is {shown(value)}: a number of seconds is expected, or None to wait for ever")
     return found if found < _FOREVER_SECONDS else None
 
 
 def text(name: str, value: Any) -> str:
     """Return a text. Raises DataError."""
     if not isinstance(value, str):
-        raise DataError(f"{name} is {value!r}: a text is expected")
+        raise DataError(f"{name} is {shown(value)}: a text is expected")
     return value
 
 
@@ -133,6 +133,7 @@ def cursors(given: Any) -> list[Cursor]:
         not isinstance(c, Mapping) or set(c) != {"taskset", "epoch", "offset"} for c in several
     ):
         raise DataError(
-            f"cursor is {given!r}: a mapping with the keys taskset, epoch and offset is expected, or a list of such"
+            f"cursor is {shown(given)}: a mapping with the keys taskset, epoch and offset is expected, or a list of "
+            "such"
         )
     return [Cursor(**c) for c in several]

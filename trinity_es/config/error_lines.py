@@ -68,7 +68,7 @@ def explain(
             for at in dict.fromkeys(_answered(path, error["input"], foreign)) or [path]:
                 problems.append(f"{where(at)}: unknown key {dotted(at)}{_pointer(at, known, foreign)}")
         elif path not in unexpanded:
-            told = foreign_values.get((dotted(path, any_index=True), str(error["input"])))
+            told = foreign_values.get((dotted(path, any_index=True), _text(error["input"], str)))
             problems.append(f"{where(path)}: {_line(error, path)}" + (f"; {told}" if told else ""))
     return config_error([*left.values(), *problems])
 
@@ -124,6 +124,13 @@ def _pointer(path: Path_, known: list[str], foreign: Mapping[str, str]) -> str:
     return f"; the nearest known key is {prefix}{nearest[0]}"
 
 
+def _text(value: Any, form: Callable[[Any], str]) -> str:
+    try:
+        return form(value)
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        return "a whole number of more than 4,300 digits"
+
+
 def quoted(value: Any) -> str:
     if value is None:
         return "nothing (null)"
@@ -133,7 +140,7 @@ def quoted(value: Any) -> str:
         return "a mapping of keys"
     if isinstance(value, list | tuple):
         return "a list"
-    text = re.sub(r"://[^/@]*@", "://***@", repr(value))  # a database URL, with its password, in the wrong place
+    text = re.sub(r"://[^/@]*@", "://***@", _text(value, repr))  # a database URL, with its password, in the wrong place
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import orjson
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WrapValidator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WrapValidator, field_validator
 
 from trinity_es.events.errors import DataError
 from trinity_es.events.secrets import Secret, unmarked
@@ -67,3 +67,10 @@ class Section(BaseModel):
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True,
         validate_by_name=True, validate_by_alias=True, protected_namespaces=(),
     )
+
+    @field_validator("*")
+    @classmethod
+    def _require_recordable(cls, value: Any) -> Any:
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError("must be a whole number that fits into 64 bits with its sign: it is recorded in the log")
+        return value

@@ -19,6 +19,10 @@ from trinity_es.events.errors import ConfigError
 __all__ = ["apply_overrides", "read_yaml"]
 
 
+MOST_VALUES = 100_000
+"""Maximum of the values that a file with aliases may stand for: nine levels of ten make a billion."""
+
+
 class _Loader(yaml.SafeLoader):
     """YAML without its surprises: no key twice, 1e-3 is a number, and a date is the text that stands there.
 
@@ -45,6 +49,10 @@ def _mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dic
 
 def _whole(loader: _Loader, node: yaml.ScalarNode) -> int:
     text = str(loader.construct_scalar(node)).replace("_", "")
+    if len(text) > 4000:  # Python reads no number of more than 4,300 digits
+        raise yaml.constructor.ConstructorError(
+            None, None, f"{text:.20}... is a whole number of more than 64 bits", node.start_mark
+        )
     return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
 
 
@@ -75,8 +83,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
     except UnicodeDecodeError as e:
         raise ConfigError(f"{path}: not UTF-8 text (byte {e.start}): save it as UTF-8", file=str(path)) from e
     try:
-        data = _parse(text)
-        node = yaml.compose(text, Loader=_Loader)
+        data, node = _parse(text)
     except yaml.YAMLError as e:
         mark, problem = getattr(e, "problem_mark", None), getattr(e, "problem", None) or str(e)
         where = f"{path} line {mark.line + 1}" if mark else str(path)
@@ -88,8 +95,31 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
     return data, dict(_lines(node, ()))
 
 
-def _parse(text: str) -> Any:
-    return yaml.load(text, Loader=_Loader)  # _Loader is a SafeLoader
+def _parse(text: str) -> tuple[Any, yaml.Node | None]:
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None, None
+        sizes: dict[int, int] = {}
+        if _size(node, sizes) > max(MOST_VALUES, len(sizes)):
+            raise yaml.constructor.ConstructorError(
+                None, None, f"its aliases (*name) make more than {MOST_VALUES:,} values of it: write them out",
+                node.start_mark,
+            )
+        return loader.construct_document(node), node
+    finally:
+        loader.dispose()
+
+
+def _size(node: yaml.Node, sizes: dict[int, int]) -> int:
+    """Return how many values come of a node, where each alias is what it stands for; one that is in itself is none."""
+    if id(node) not in sizes:
+        sizes[id(node)] = 0
+        inner = node.value if isinstance(node, yaml.CollectionNode) else []
+        parts = [part for one in inner for part in (one if isinstance(one, tuple) else (one,))]
+        sizes[id(node)] = 1 + sum(_size(part, sizes) for part in parts)
+    return sizes[id(node)]
 
 
 def _lines(node: yaml.Node | None, path: Path_) -> Iterator[tuple[Path_, int]]:
@@ -116,7 +146,7 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[Path
         if not equals or not all(pieces):
             raise ConfigError(f"{name}: write it as a.b=c")
         try:
-            value = _parse(text)
+            value, _ = _parse(text)
         except yaml.YAMLError as e:
             raise ConfigError(f"{name}: {quoted(text)} is not usable YAML ({getattr(e, 'problem', e)})") from e
         here: Any = data
@@ -142,23 +172,3 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[Path
                 here = here[at]
         written[path] = name
     return written
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-

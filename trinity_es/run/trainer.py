@@ -7,7 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from trinity_es.actors.commands.fields import is_storable
 from trinity_es.events.experience import Experience
+from trinity_es.events.values import MOST_METRICS, NAME_LENGTH, shown
 
 __all__ = ["Trainer", "learn"]
 
@@ -36,7 +38,7 @@ class Trainer(Protocol):
 
 
 def learn(trainer: Trainer, step: int, experiences: list[Experience]) -> dict[str, float]:
-    """Have the trainer learn from a batch, and return its metrics that are finite numbers.
+    """Have the trainer learn from a batch, and return its metrics that can be recorded.
 
     The weights have changed by then, so no metric ends the run: the others are left out, with a warning. Of a batch
     that the pipeline's filters left nothing of, nothing is learnt.
@@ -53,9 +55,15 @@ def learn(trainer: Trainer, step: int, experiences: list[Experience]) -> dict[st
             number = float("nan") if isinstance(value, str | bytes) else float(value)
         except (TypeError, ValueError, OverflowError):
             number = float("nan")
-        if math.isfinite(number):
-            metrics[str(name)] = number
+        if not math.isfinite(number):
+            _log.warning("step %d: the trainer's metric %.200s is %s, which is no finite number: it is left out", step,
+                         name, shown(value))
+        elif len(str(name)) > NAME_LENGTH or not is_storable(str(name)):
+            _log.warning("step %d: the trainer's metric %s has no name of at most %d characters, without NUL: it is "
+                         "left out", step, shown(name), NAME_LENGTH)
+        elif len(metrics) == MOST_METRICS:
+            _log.warning("step %d: the trainer gave more than %d metrics: the others are left out", step, MOST_METRICS)
+            break
         else:
-            _log.warning("step %d: the trainer's metric %s is %.80r, which is no finite number: it is left out", step,
-                         name, value)
+            metrics[str(name)] = number
     return metrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -13,6 +14,7 @@ from trinity_es.actors.addresses import is_loopback
 from trinity_es.actors.serving.errors import ApiError, body_of
 from trinity_es.actors.serving.http_server import json_response
 from trinity_es.events.errors import AnswerDelivered, AnswerNotFound, EngineError, PipelineError, TrinityError
+from trinity_es.events.json_values import with_single_keys
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -27,13 +29,18 @@ T = TypeVar("T")
 
 
 def read_object(raw: bytes, fields: set[str] | None = None) -> dict[str, Any]:
-    """Return a request's JSON object; where `fields` are given, with no others. Raises ApiError."""
+    """Return a request's JSON object; where `fields` are given, with no others, each once. Raises ApiError."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as e:
         raise ApiError(f"the body is no JSON: {e}") from e
     if not isinstance(body, dict):
         raise ApiError("the body is no JSON object")
+    if fields is not None:
+        try:
+            json.loads(raw, object_pairs_hook=with_single_keys)
+        except ValueError as e:
+            raise ApiError(f"the body is not clear: {e}") from e
     unknown = sorted(set(body) - fields) if fields is not None else []
     if unknown:
         raise ApiError(f"{unknown[0]}: no such field is known here", param=unknown[0], code="unknown_parameter")

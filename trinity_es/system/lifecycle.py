@@ -115,6 +115,7 @@ def wait_ready(
             return
         if time.monotonic() > deadline:
             waiting = [f"{name} {does(r)}" for name, r in states.items()]
+            waiting += [now["server_list"]] if now.get("server_list") else []
             raise StartupError(
                 f"not all of {needed} runners were ready after {timeout} s: {'; '.join(waiting) or 'none answered'}"
             )

@@ -12,6 +12,7 @@ import hashlib
 import os
 from array import array
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -20,6 +21,7 @@ import orjson
 from trinity_es.config.buffer import TasksetConfig
 from trinity_es.environments.verifiers_tasks import made_tasks
 from trinity_es.events.errors import TasksetError
+from trinity_es.events.private_files import require_regular
 from trinity_es.tasksets.rows import (
     RowCheck,
     TableRows,
@@ -32,6 +34,8 @@ from trinity_es.tasksets.rows import (
 
 __all__ = ["RowFile", "open_file"]
 
+LINE_BYTES = 2**28
+"""Maximum size of a line: a file of zeros that seems to hold a terabyte fills the memory otherwise."""
 _BOM = b"\xef\xbb\xbf"
 _COMPRESSED = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"PK\x03\x04", b"\xfd7zXZ"
 """Beginnings of files of gzip, zstd, bzip2, zip and xz."""
@@ -90,6 +94,8 @@ class _Unchanged:
     """Refuses to read files that are no longer those that were checked: the cursor counts rows of the old ones."""
 
     def __init__(self, config: TasksetConfig, files: Sequence[Path]) -> None:
+        for file in files:
+            require_regular(file)
         self._name, self._files = config.name, files
         self._identity = self._look()
 
@@ -150,7 +156,10 @@ class _Lines:
 
     def _check(self, f: IO[bytes]) -> None:
         start = 0
-        for number, line in enumerate(f, 1):
+        for number, line in enumerate(iter(partial(f.readline, LINE_BYTES + 1), b""), 1):
+            if len(line) > LINE_BYTES:
+                raise TasksetError(f"{self._file} line {number}: it has more than {LINE_BYTES:,} bytes: a file of rows "
+                                   "has an object a line", file=str(self._file), line=number)
             skip = len(_BOM) if number == 1 and line.startswith(_BOM) else 0
             if line[skip:].strip():
                 self._check_line(number, line[skip:])

@@ -17,6 +17,7 @@ import orjson
 
 from trinity_es.config.buffer import FormatConfig, TasksetConfig
 from trinity_es.events.errors import DataError, TasksetError, UnknownWorkflow
+from trinity_es.events.json_values import with_single_keys
 from trinity_es.workflows.prompts import require_prompt_form
 from trinity_es.workflows.registry import REWARD_FUNCTIONS, WORKFLOWS
 from trinity_es.workflows.rewards import keys_needed
@@ -28,6 +29,8 @@ __all__ = [
 
 CHECKED_ROWS = 1000
 """Rows that are checked at a time."""
+MANY_KEYS = 50
+"""So many keys of a row are looked for one by one in its line; more are counted while it is read as a whole."""
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
 _BITS = "a whole number of more than 64 bits, which would be rounded: write it as a text"
 
@@ -45,14 +48,15 @@ def parse_row(line: bytes) -> Any:
 def require_single_keys(line: bytes, row: dict[str, Any]) -> None:
     """Require that no object of a line of JSON, which holds this row, has a key twice. Raises ValueError.
 
-    Only a line in which a key of the row itself is found twice is read as a whole, since that takes long.
+    Only a line in which a key of the row itself is found twice is read as a whole, since that takes long; and one with
+    many keys, to look for each of which takes longer.
     """
-    if any(line.count(orjson.dumps(key)) > 1 for key in row):
-        json.loads(line, object_pairs_hook=partial(_object, key=str, value=lambda value: value))
+    if len(row) > MANY_KEYS or any(line.count(orjson.dumps(key)) > 1 for key in row):
+        json.loads(line, object_pairs_hook=with_single_keys)
 
 
 def _whole(digits: str) -> int:
-    number = int(digits)
+    number = int(digits) if len(digits) < 40 else 2**64  # Python reads no number of more than 4,300 digits
     if not -(2**63) <= number < 2**64:
         raise ValueError(f"{digits:.40} is {_BITS}")
     return number

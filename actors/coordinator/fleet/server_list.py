@@ -1,6 +1,6 @@
 """The list of servers that a file or a command gives, read again and again in a thread of its own.
 
-One that can't be read, also one of its lines, changes nothing, and is told once in the text log.
+One that can't be read, also one of its lines, changes nothing. It is told once in the text log, and by `trouble`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trinity_es.actors.settings import ServersSettings, checked_url
+from trinity_es.events.private_files import require_regular
 
 __all__ = ["ServerList", "read_lines"]
 
@@ -46,7 +47,8 @@ class ServerList:
 
     def __init__(self, settings: ServersSettings, tell: Callable[[list[str]], None]) -> None:
         self._settings, self._tell = settings, tell
-        self._told = ""
+        self.trouble = ""
+        """What is wrong with the list as it was read last; empty: nothing."""
 
     def start(self) -> None:
         """Begin to read, until the process ends."""
@@ -64,15 +66,16 @@ class ServerList:
             urls, problems = read_lines(self._text())
         except (OSError, ValueError) as e:
             urls, problems = [], [str(e)]
-        told = "; ".join(problems)
-        if told and told != self._told:
-            _log.warning("the list of servers (%s): %s", self._settings.file or "servers.command", told)
-        self._told = told
+        told = f"the list of servers ({self._settings.file or 'servers.command'}): {'; '.join(problems)}"
+        if problems and told != self.trouble:
+            _log.warning("%s", told)
+        self.trouble = told if problems else ""
         if not problems:
             self._tell(urls)
 
     def _text(self) -> str:
         if self._settings.file:
+            require_regular(self._settings.file)
             with Path(self._settings.file).open("rb") as file:
                 return _decoded(file.read(LIST_BYTES + 1))
         # A session of its own: what a command that hangs has started is ended with it.
@@ -105,7 +108,9 @@ class ServerList:
         if late.is_set():
             raise ValueError(f"the command had not ended after {COMMAND_SECONDS:g} s")
         if process.returncode != 0:  # what it printed may be half of the list
-            raise ValueError(f"the command failed (exit status {process.returncode})")
+            raise ValueError(
+                f"the command failed (exit status {process.returncode}; what it wrote on stderr is in launch-*.log)"
+            )
         return text
 
 

@@ -39,6 +39,7 @@ class ServerFleet:
         """`proxied`: proxies send requests to the runners."""
         self._settings, self._registry, self._guardian = settings, registry, guardian
         self._live, self._proxied = registry.live, proxied
+        self._reader: ServerList | None = None
         self._list: list[str] = list(settings.urls) if settings is not None else []
         self._before: list[str] | None = None
         """The list at the last look at it."""
@@ -49,7 +50,8 @@ class ServerFleet:
     def start_reading(self) -> None:
         """Begin to read the list, where it may change."""
         if self._settings is not None and not self._settings.urls:
-            ServerList(self._settings, self.list_read).start()
+            self._reader = ServerList(self._settings, self.list_read)
+            self._reader.start()
 
     def list_read(self, urls: list[str]) -> None:
         """Take the list as it is now; from any thread. The next look acts on it."""
@@ -90,6 +92,13 @@ class ServerFleet:
     def enabled(self) -> bool:
         """There are such servers in this run."""
         return self._settings is not None
+
+    @property
+    def trouble(self) -> str | None:
+        """Return what is wrong with the list that is read; empty: nothing; None: no such servers are in this run."""
+        if not self.enabled:
+            return None
+        return "" if self._reader is None else self._reader.trouble
 
     def status(self) -> list[dict[str, Any]]:
         """Return every server that is there, or leaves, as plain JSON."""

@@ -74,6 +74,7 @@ class StatusHandlers:
                 "refuses": self._refuses(),
                 "proxies": self._routes.urls(),
                 "servers": self._servers.status(),
+                "server_list": self._servers.trouble,
                 "leases": self._leases.status(),
                 "hosts": self._hosts(),
             },

@@ -9,11 +9,13 @@ import pytest
 
 from tests.helpers.recorded_engine import Recorder
 from trinity_es import AsyncSimpleWorkflow, SimpleWorkflow
+from trinity_es.actors.commands import AcknowledgeBatch
+from trinity_es.actors.commands.fields import read_fields
 from trinity_es.actors.engines.interface import EngineConfig, Sampling
 from trinity_es.actors.plugins import resolve
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.workflow_runner import RUNS_AT_ONCE, WorkflowRunner
-from trinity_es.events.errors import EngineError, UnknownWorkflow
+from trinity_es.events.errors import DataError, EngineError, UnknownWorkflow
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.values import Task
 from trinity_es.events.vocabulary import RunResult
@@ -350,3 +352,42 @@ def test_a_metric_that_is_no_number_is_left_out_and_said_once(caplog: pytest.Log
         "the metric 'mood' of a workflow is a str and no number: it is left out",
         "the metric 'times' of a workflow is a list and no number: it is left out",
     ]
+
+
+class SaysTwice(Workflow):
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        told = one()
+        told.metrics = {"score": 2.0, "score:mean": 4.0, "score:max": 3.0, "reward:mean": 8.0}
+        return [told]
+
+
+def test_two_metrics_that_are_one_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    done = asyncio.run(runner().execute(Task(workflow=SaysTwice), 1, range(2)))
+    assert [result.metrics["score"] for result in done.results] == [3.0, 3.0]
+    assert [r.getMessage() for r in caplog.records] == [
+        "the metrics 'score' and 'score:mean' of a workflow are one: their mean is kept"]
+
+
+@pytest.mark.parametrize(("metrics", "told"), [
+    ({"x" * 201: 1.0}, "a metric has a name of 201 characters, 'xxx"),
+    ({f"m{i}": 1.0 for i in range(10_001)}, "at most 10,000 are expected"),
+    ({"big": 10**5000}, "metrics.big is a int: JSON here holds 64 bits"),
+])
+def test_metrics_that_a_trainer_may_not_give_either_fail_their_run(metrics: dict[str, float], told: str) -> None:
+    class Says(Workflow):
+        is_async = True
+
+        async def run_async(self) -> list[Experience]:
+            given = one()
+            given.metrics = metrics
+            return [given]
+
+    [(run, kind, error)] = asyncio.run(runner().execute(Task(workflow=Says), 1, range(1))).failures
+    assert (run, kind) == (0, "data")
+    assert told in error
+    assert len(error) < 400
+    if "big" not in metrics:
+        with pytest.raises(DataError, match=r"200|10,000"):
+            read_fields(AcknowledgeBatch, "acknowledge", {"batch_id": 1, "step": 1, "metrics": metrics})

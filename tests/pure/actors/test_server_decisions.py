@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -241,9 +242,16 @@ def test_a_list_that_can_not_be_read_is_told_once_and_changes_nothing(
     reader.read()
     assert told == [[A]]
     assert len([r for r in caplog.records if "No such file" in r.message]) == 1
-    ServerList(settings_of(command=f"echo {A}; exit 3"), told.append).read()
+    assert reader.trouble.startswith(f"the list of servers ({file}): a server must be like")
+    file.write_text(f"{A}\n")
+    reader.read()
+    assert reader.trouble == ""
+    told.pop()
+    failing = ServerList(settings_of(command=f"echo {A}; exit 3"), told.append)
+    failing.read()
     assert told == [[A]]
-    assert "(servers.command): the command failed (exit status 3)" in caplog.text
+    assert failing.trouble.startswith("the list of servers (servers.command): the command failed (exit status 3;")
+    assert failing.trouble in caplog.text
     assert "exit 3" not in caplog.text, "a command may hold a key"
     ServerList(settings_of(command=f"echo {B}"), told.append).read()
     assert told[-1] == [B]
@@ -275,6 +283,17 @@ def test_a_list_without_end_changes_nothing_and_fills_no_memory(
         ServerList(settings, told.append).read()
         assert f"it has more than {server_list.LIST_BYTES:,} bytes: a list has a URL a line" in caplog.text
     assert told == []
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_a_list_in_no_regular_file_is_refused_and_not_waited_for(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "servers"
+    os.mkfifo(file) if kind == "fifo" else file.symlink_to("/dev/zero")
+    fleet = ServerFleet(settings_of(file=str(file)), SimpleNamespace(live=None), None)  # type: ignore[arg-type]
+    assert fleet.trouble == ""
+    fleet.start_reading()
+    wait_until(lambda: bool(fleet.trouble), "the list to be read", 5.0)
+    assert f"({file}): [Errno 22] it is no regular file" in str(fleet.trouble)
 
 
 # --- a restart command ------------------------------------------------------------------------------------------------

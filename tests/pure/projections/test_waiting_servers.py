@@ -57,6 +57,9 @@ def test_before_any_server_is_listed_there_is_none_yet() -> None:
     live["system"] = {"children": [{"name": "coordinator", "state": "up"}]}
     told = of_servers().batch().why(5, live=live, system={"up": True})
     assert told.sentence.endswith("there is no server yet")
+    live["server_list"] = "the list of servers (/l): it is no regular file"
+    told = of_servers().batch().why(5, live=live, system={"up": True})
+    assert told.sentence.endswith("there is no server yet; the list of servers (/l): it is no regular file")
 
 
 def test_a_runner_that_is_not_started_again_is_brought_back_by_name_and_its_server_can_go() -> None:

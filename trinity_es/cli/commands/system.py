@@ -209,10 +209,11 @@ def _up_on_ray(settings: Config, hosts: int | None, *, wait: bool, standby: bool
 
 
 class Progress:
-    """Says what a runner is doing, or waits for, when that changes."""
+    """Says what a runner is doing, or waits for, and what is wrong with the list of servers, when that changes."""
 
     def __init__(self) -> None:
         self._last: dict[str, str] = {}
+        self._list = ""
 
     def __call__(self, status: dict[str, Any]) -> None:
         for runner in status["runners"]:
@@ -220,6 +221,10 @@ class Progress:
             if self._last.get(runner["runner"]) != now:
                 self._last[runner["runner"]] = now
                 note(f"{runner['runner']}: {now}")
+        listed = status.get("server_list") or ""
+        if listed and listed != self._list:
+            note(listed)
+        self._list = listed
 
 
 def down(
