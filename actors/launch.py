@@ -14,6 +14,7 @@ if __name__ == "__main__":
     gc.disable()  # a tenth of the time that the imports take, which is most of a start
 
 import ctypes
+import io
 import json
 import os
 import socket
@@ -44,6 +45,9 @@ SILENT_SECONDS = 20.0
 
 def main(setup_path: str) -> int:
     _save_memory()
+    # What a full disk does not take must not be kept: each fork tries to write it again first, and fails.
+    sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(fd, "w", closefd=False), errors="backslashreplace",
+                                               write_through=True) for fd in (1, 2))
     gc.enable()
     gc.freeze()  # what is imported stays; the actors, which are forks, need not go through it again and again
     from thespian.actors import ActorSystem
