@@ -373,6 +373,26 @@ def test_after_a_command_that_trained_nothing_is_said_of_what_torch_leaves() -> 
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_commands_run_where_their_standard_streams_are_closed(log: Path) -> None:
+    for closed in (">&-", "2>&-", "<&- >&- 2>&-"):
+        for command in (f"batches --log {log}", "doctor"):
+            line = f"exec {sys.executable} -m trinity_es {command} {closed}"
+            done = subprocess.run(["sh", "-c", line], cwd=ROOT, capture_output=True, text=True, check=False)
+            assert (done.returncode, "Traceback" in done.stderr) == (0, False), (line, done.stderr)
+
+
+def test_a_working_directory_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    monkeypatch.setenv("PWD", str(tmp_path / "gone"))
+    (tmp_path / "gone").rmdir()
+    for command in (["batches"], ["run", "c.yaml"]):
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 2
+        assert done.stderr == (f"error: the working directory {tmp_path}/gone is gone, it was deleted or renamed: cd "
+                               "to one that is there\n")
+
+
 BLOCKED = """
 import sys
 

@@ -69,7 +69,8 @@ class TrainerCheckpoints:
         if point.checkpoint and not Path(point.checkpoint).is_dir():
             raise ConfigError(
                 f"the run stands at weights {point.version}, and their checkpoint {point.checkpoint} is gone: engines "
-                "and trainer start from it. Put it back, or start a new run with another `name`"
+                "and trainer start from it. Put it back, or, for a new run, "
+                f"{self.config.another_run}"
             )
 
     # --- back -------------------------------------------------------------------------------------------------------
@@ -101,7 +102,7 @@ class TrainerCheckpoints:
                 raise PayloadNotFound(
                     f"the trainer has a checkpoint of step {point.checkpoint_version}, engines had weights "
                     f"{point.version}, and the experiences between them were freed: store.retention must be at least "
-                    f"{self.steps_needed}. Start a new run with another `name`, from the newest checkpoint",
+                    f"{self.steps_needed}. For a new run, from the newest checkpoint, {self.config.another_run}",
                     **e.details,
                 ) from e
             finally:

@@ -133,7 +133,7 @@ class RunProcess:
             if recorded is None and config.kind != "file" and point.submitted and not is_eval:
                 raise TasksetError(
                     f"taskset {config.name}: its path is {config.path} in the config, and the run in this log began "
-                    "with a file: put that back, or start a new run under another `name`"
+                    f"with a file: put that back, or, for a new run, {self.config.another_run}"
                 )
             taskset = Taskset(config, is_eval=is_eval, number=number, recorded=recorded)
             tasksets.append(taskset)
@@ -212,7 +212,7 @@ class RunProcess:
         if point.version > point.submitted:
             raise ConfigError(
                 f"the weights of the run in {config.masked()['store']['url']} are version {point.version}, but it has "
-                f"{point.submitted} steps: another trainer published them. Choose another `name`"
+                f"{point.submitted} steps: another trainer published them: {config.another_run}"
             )
         self._weights.require(point)
         return point
@@ -222,7 +222,7 @@ class RunProcess:
         if not self.locate():
             raise ConfigError(
                 f"the store {self.config.masked()['store']['url']} already holds a run, and it is complete (step "
-                f"{self.step}): choose another `name` (or `--set name=...`), so that its log stays what it is, or "
+                f"{self.step}): {self.config.another_run}, so that its log stays what it is, or "
                 "raise total_steps, or the `epochs` of its tasksets where those end it"
             )
 
