@@ -72,6 +72,9 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian has no types
         make_private_folder(directory)
         file = Path(directory) / f"{name}.log"
         create_private(file)
+        # A line that a full disk does not take would be told on stderr, whose buffer could not be flushed either: each
+        # fork flushes it first, and fails then.
+        logging.raiseExceptions = False
         handler = logging.FileHandler(file)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
         root = logging.getLogger()

@@ -32,6 +32,7 @@ from trinity_es.config.config import Config
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.store.database import Database, file_of, require_encoding
 from trinity_es.system import running_system
+from trinity_es.system.launch import connections_needed
 from trinity_es.text import plain
 
 __all__ = ["doctor"]
@@ -294,16 +295,13 @@ def _postgres(settings: Config, shown: str) -> Finding:
     if not may_create:
         return Finding("store", "wrong", f"{shown}: its user may make no tables there",
                        "have the database's owner run GRANT CREATE ON SCHEMA public TO that user")
-    explorer = settings.explorer
-    needed = _CONNECTIONS + sum(m.engine_num for m in (explorer.rollout_model, *explorer.auxiliary_models))
+    needed = connections_needed(settings)
     if free < needed:
         return Finding("store", "wrong", f"{shown}: {max(free, 0)} connections are free, a run holds {needed} and more",
                        "raise max_connections of the server, or CONNECTION LIMIT of this user or database")
     return Finding("store", "ok", shown)
 
 
-_CONNECTIONS = 5
-"""Connections that a run holds to PostgreSQL beside one for each engine; a trainer and each command take more."""
 _RIGHTS = """
 SELECT has_schema_privilege(current_schema(), 'CREATE'), 1 + least(
   (SELECT nullif(rolconnlimit, -1) - count(a.pid) FROM pg_roles r LEFT JOIN pg_stat_activity a ON a.usename = rolname
