@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from trinity_es.config.schema import RolloutModelConfig
 from trinity_es.events.atomic_file import whole_file
 from trinity_es.events.errors import AlreadyRunning, ConfigError, StartupError
 from trinity_es.events.private_files import create_private, make_private_folder, open_private
-from trinity_es.events.processes import process_start_time
+from trinity_es.events.processes import LEAST_FILES, process_start_time
 from trinity_es.events.store.leader_lock import is_led
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.log_end import Claim, Mark, claim_to_dict
@@ -215,6 +216,12 @@ def _require_no_other_head(config: Config) -> None:
 
 def _run_launcher(config: Config, log_dir: Path, setup: Mapping[str, Any]) -> int:
     """Start the processes in a clean interpreter; returns its exit status. Raises StartupError."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < LEAST_FILES:
+        raise StartupError(
+            f"a process may open {most} files here, and those of an actor system need {LEAST_FILES} and more: raise "
+            "the hard limit (ulimit -Hn, LimitNOFILE=, --ulimit nofile=)"
+        )
     reserved = _reserve(config)
     setup = {**setup, "port": reserved.getsockname()[1], "deadline_seconds": _LAUNCH_SECONDS}
     handle, setup_path = tempfile.mkstemp(prefix="setup-", suffix=".json", dir=log_dir)  # mode 600: holds the URL

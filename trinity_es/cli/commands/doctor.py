@@ -30,6 +30,7 @@ from trinity_es.cli.findings import Finding
 from trinity_es.cli.render.tables import console
 from trinity_es.config.config import Config
 from trinity_es.events.errors import TrinityError
+from trinity_es.events.processes import LEAST_FILES
 from trinity_es.events.store.database import Database, file_of, require_encoding
 from trinity_es.system import running_system
 from trinity_es.system.launch import connections_needed
@@ -222,7 +223,8 @@ def _open_files() -> Finding:
 
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < _FEW_FILES:
-        return Finding("open files", "note", f"{hard} at most: each client and each actor takes some of a process's",
+        verdict: Literal["wrong", "note"] = "wrong" if hard < LEAST_FILES else "note"
+        return Finding("open files", verdict, f"{hard} at most: each client and each actor takes some of a process's",
                        f"raise the hard limit to {_FEW_FILES} or more (ulimit -Hn, LimitNOFILE=, --ulimit nofile=)")
     return Finding("open files", "ok", "no limit" if hard == resource.RLIM_INFINITY else f"{hard} at most")
 
