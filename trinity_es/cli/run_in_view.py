@@ -249,6 +249,7 @@ def print_summary(told: dict[str, Any]) -> None:
     print(f"log              {told['log']}")
     some = min(3, told["train_batches"])
     if some:
+        named = "--config CONFIG" if "***" in told["log"] else f"--log {shlex.quote(told['log'])}"
         print("\nnext:")
         for command in ("batches", f"show {some}", f"events {some}", f"replay {some}", "verify"):
-            print(f"  trinity-es {command} --log {shlex.quote(told['log'])}")
+            print(f"  trinity-es {command} {named}")

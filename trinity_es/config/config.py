@@ -166,7 +166,7 @@ class Config(Section):
 
     @property
     def another_run(self) -> str:
-        """How another run is begun with this config, in words: by its name, where that says where the log lies."""
+        """The way to begin another run with this config: another name, where that says where the log lies."""
         if f"/runs/{self.project}/{self.name}/" in str(file_of(self.store.url)):
             return "choose another `name` (or `--set name=...`)"
         return "give another `store.url` (or `--set store.url=...`), for this config names its own"
