@@ -13,10 +13,14 @@ import signal
 import sys
 from pathlib import Path
 
-__all__ = ["end_with_parent", "open_files", "process_lives", "process_start_time", "seen_from_here"]
+__all__ = [
+    "LEAST_FILES", "end_with_parent", "open_files", "process_lives", "process_start_time", "seen_from_here",
+]
 
 OPEN_FILES = 65536
 """Number of files that each process of ours may open, where this user may open so many."""
+LEAST_FILES = 128
+"""Number of files that a process of a small system may need: a runner that plays 16 units has 70 open."""
 
 _PR_SET_PDEATHSIG = 1
 

@@ -99,7 +99,7 @@ def does(runner: Mapping[str, Any]) -> str:
     if runner["state"] == "ready" and runner.get("loading") is not None:
         since = f" since {clock(runner['loading_since'], date=True)[11:]}" if runner.get("loading_since") else ""
         return f"loading weights version {runner['loading']}{since}" + (f", waits for {waits}" if waits else "")
-    return str(runner["state"])
+    return str(runner["state"]) or "not heard of yet"
 
 
 def devices(places: Mapping[str, int]) -> str:

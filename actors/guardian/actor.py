@@ -195,8 +195,9 @@ class Guardian(BaseActor):
             self.after(LEFT_SECONDS, f"left:{child.name}", lambda: self.forget_child(child))
         elif message.state == "failed":
             child.reason = message.reason
-            if not child.first and not self.stopping:
+            if (not child.first or child.pid == 0) and not self.stopping:
                 # The engine came up once in this slot, so what is wrong may pass: another process in its memory, say.
+                # Or this life could not even begin, and the coordinator will not hear of it from itself.
                 self.end_child(child, child.failure(message.reason))
         self.check_retired()
 

@@ -92,6 +92,14 @@ class Runner(BaseActor):
         self.beat()
         self.engine_side.start()
 
+    def crashed(self, error: BaseException) -> None:
+        """Tell the guardian where this life could not begin: nothing would ever be heard of it."""
+        if not hasattr(self, "engine_side"):
+            self.send(self.guardian, messages.RunnerStatus(
+                self.name, self.incarnation, "failed", os.getpid(), socket.gethostname(), self.how.engine_type,
+                model=self.model, reason=f"{type(error).__name__}: {error}",
+            ))
+
     def on_CoordinatorUp(self, message: messages.CoordinatorUp, sender: Any) -> None:
         """Meet a coordinator to report to: tell it who this is and what it has, and all that was never acknowledged."""
         self.coordinator, self.epoch = message.coordinator, message.epoch

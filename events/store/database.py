@@ -122,7 +122,7 @@ def masked(url: URL | str) -> str:
             return "(unreadable url)"
     if url.get_backend_name() == "sqlite":
         return file_url(url.database or "")
-    return _SECRET_KEYS.sub(r"\1=***", url.render_as_string(hide_password=True))
+    return _SECRET_KEYS.sub(r"\1=***", url.render_as_string(hide_password=True).replace(" ", "%20"))
 
 
 _held: set[URL] = set()
@@ -547,6 +547,9 @@ class Database:
                     "or let them in by its pg_hba.conf")
         if name == "42501":
             return ": the user of store.url lacks this right; let the database's owner GRANT it"
+        if name == "3F000":
+            return (": no schema of its search_path is there; name one that is, where it is set (PGOPTIONS, options in "
+                    "store.url, ALTER ROLE or DATABASE), or create it")
         if name == "53100":
             return ": free space on its server's disk, and it goes on by itself"
         if self.path and is_out_of_files():

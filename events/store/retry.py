@@ -82,7 +82,7 @@ def classify(error: BaseException | None) -> Trouble | None:
         return "passing"
     if state == "3D000":
         return "missing"
-    if state.startswith(("53", "28", "58")) or state in ("25006", "42501"):
+    if state.startswith(("53", "28", "58")) or state in ("25006", "42501", "3F000"):
         return "unavailable"
     if state.startswith("XX"):
         return "corrupt"

@@ -69,7 +69,8 @@ def resume_point(log: Log, tasksets: Sequence[str]) -> ResumePoint:
         names = ", ".join(map(repr, tasksets))
         raise ConfigError(
             f"the log {log.url} already holds a run ({len(rows)} batches) that is not an explorer's on taskset "
-            f"{names}: choose another `name` (or `--set name=...`), so that its log stays what it is"
+            f"{names}: choose another `name` (or `--set name=...`), or another `store.url` where the config names "
+            "one, so that its log stays what it is"
         )
     cursors: dict[int, dict[str, tuple[int, int]]] = {0: {}}
     for step in steps:

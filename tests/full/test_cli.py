@@ -19,11 +19,14 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.helpers.handmade import ROOT, cli, finished, history, unit, write
+from tests.helpers.systems import scripted
 from trinity_es.cli import app
 from trinity_es.events import vocabulary as ev
+from trinity_es.events.errors import StartupError
 from trinity_es.events.store.payloads import open_payloads
 from trinity_es.projections.batch import batch_result, fold
 from trinity_es.projections.reading.log_reader import open_log
+from trinity_es.system import lifecycle
 
 COMMANDS = [
     "demo", "up", "down", "status", "why", "restart-runner", "scale", "join", "hosts", "redo", "accept-rewind", "run",
@@ -201,10 +204,21 @@ def test_down_where_nothing_runs_is_fine(log: Path) -> None:
     assert told("down", "--log", log) == {"was_running": False, "killed": 0, "left": []}
 
 
-def test_doctor_says_when_a_process_may_open_few_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
+@pytest.mark.parametrize(("most", "verdict"), [(1024, "note"), (40, "wrong")])
+def test_doctor_says_when_a_process_may_open_few_files(
+    most: int, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (32, most))
     [found] = [f for f in json.loads(cli("doctor", "--json").output)["findings"] if f["what"] == "open files"]
-    assert (found["verdict"], "1024 at most" in found["told"], "nofile" in found["way_out"]) == ("note", True, True)
+    assert (found["verdict"], f"{most} at most" in found["told"], "nofile" in found["way_out"]) == (verdict, True, True)
+
+
+def test_a_system_is_not_started_where_its_processes_may_open_too_few_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 40))
+    with pytest.raises(StartupError, match=r"may open 40 files here, .* need 128 and more: raise the hard limit"):
+        lifecycle.start(scripted(tmp_path))
 
 
 def test_doctor_names_a_way_out_for_each_thing_that_is_missing(tmp_path: Path) -> None:
@@ -371,6 +385,26 @@ def test_after_a_command_that_trained_nothing_is_said_of_what_torch_leaves() -> 
     code = "import sys, triton; from trinity_es.cli import main; sys.argv = ['trinity-es', '--version']; main()"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_commands_run_where_their_standard_streams_are_closed(log: Path) -> None:
+    for closed in (">&-", "2>&-", "<&- >&- 2>&-"):
+        for command in (f"batches --log {log}", "doctor"):
+            line = f"exec {sys.executable} -m trinity_es {command} {closed}"
+            done = subprocess.run(["sh", "-c", line], cwd=ROOT, capture_output=True, text=True, check=False)
+            assert (done.returncode, "Traceback" in done.stderr) == (0, False), (line, done.stderr)
+
+
+def test_a_working_directory_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    monkeypatch.setenv("PWD", str(tmp_path / "gone"))
+    (tmp_path / "gone").rmdir()
+    for command in (["batches"], ["run", "c.yaml"]):
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 2
+        assert done.stderr == (f"error: the working directory {tmp_path}/gone is gone, it was deleted or renamed: cd "
+                               "to one that is there\n")
 
 
 BLOCKED = """

@@ -188,6 +188,11 @@ def test_an_eval_that_gave_nothing_is_counted_and_named(
     assert "batches          6 (3 to train on, 3 evals, 1 of which gave no reward)\n" in said
     assert "eval reward      none in the first eval, 0.500 in the last\n" in said
     assert "tokens           900 generated, 60 a second while engines served\n" in said
+    for log, named in (
+        ("my run/log.sqlite", "--log 'my run/log.sqlite'"), ("postgresql://me:***@db/x", "--config CONFIG"),
+    ):
+        print_summary(told | {"log": log})
+        assert f"  trinity-es verify {named}\n" in capsys.readouterr().out
     assert "reward           0.000 in the first step, 0.100 in the last  ▁▅█\n" in said  # from the least to the most
 
 

@@ -206,6 +206,13 @@ def test_keys_of_the_known_system_are_pointed_to_what_replaces_them(tmp_path: Pa
     ]
 
 
+def test_a_number_where_a_text_is_wanted_is_shown_as_it_stands_with_the_way_to_write_it(tmp_path: Path) -> None:
+    assert refused(tmp_path, "name: 007\n") == 'run.yaml line 1: name must be text, not 007; in quotes it is: "007"'
+    told = refused(tmp_path, "", "name=1e3")
+    assert told == """--set name: name must be text, not 1e3; in quotes it is: --set 'name="1e3"'"""
+    assert load_config(write(tmp_path, ""), ['name="1e3"']).name == "1e3"
+
+
 def test_every_problem_is_told_at_once_a_line_each(tmp_path: Path) -> None:
     found = problems(tmp_path, """\
         explorer:
@@ -232,7 +239,7 @@ def test_every_problem_is_told_at_once_a_line_each(tmp_path: Path) -> None:
         "run.yaml line 5: explorer.rollout_model.engine_type must be one of vllm, http, scripted, \"module:Class\", "
         "not 'tgi'",
         "run.yaml line 5: explorer.rollout_model.gpu_memory_utilization must be less than or equal to 1, not 2",
-        "run.yaml line 5: explorer.rollout_model.dtype must be text, not true",
+        "run.yaml line 5: explorer.rollout_model.dtype must be text, not on; in quotes it is: \"on\"",
         "run.yaml line 5: explorer.rollout_model.seed must be a whole number, not 1.5",
         "run.yaml line 5: explorer.rollout_model.top_p must be a finite number, not nan",
         "run.yaml line 7: buffer.batch_size must be greater than or equal to 1, not 0",

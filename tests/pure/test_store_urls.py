@@ -43,6 +43,20 @@ def test_a_path_is_a_path_and_its_url_names_the_same(tmp_path: Path, name: str) 
     assert name in str(refused.value)
 
 
+def test_the_name_of_a_database_is_shown_with_its_escapes() -> None:
+    url = "postgresql+psycopg://me@/my%20run%3F?host=%2Ftmp%2Fa+b"
+    assert masked(url) == url
+    assert resume_command(url) == f"trinity-es resume '{url}'"
+
+
+def test_another_run_is_begun_by_what_says_where_its_log_lies(tmp_path: Path) -> None:
+    data = {"name": "second", "explorer": {"rollout_model": {"engine_type": "scripted"}}}
+    assert "`--set name=...`" in Config.from_dict(data, folder=tmp_path).another_run
+    assert "`--set name=...`" in Config.from_dict(data | {"mode": "bench"}, folder=tmp_path).another_run
+    for url in ("sqlite:///log.sqlite", "postgresql://me@here/runs"):
+        assert "`--set store.url=...`" in Config.from_dict(data | {"store": {"url": url}}, folder=tmp_path).another_run
+
+
 def test_a_copied_log_does_not_name_the_folders_of_the_original_and_a_moved_one_does(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/c.yaml").write_text("explorer: {rollout_model: {engine_type: scripted}}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import io
 import os
+import signal
 import sys
 import traceback
 from importlib import import_module
@@ -98,6 +99,7 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next one ends this process at once, without a traceback
             raise typer.Exit(130) from None
         except BrokenPipeError:  # `trinity-es events | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -119,11 +121,22 @@ def _one_line(error: Exception) -> str | None:
     """Return the line for an error that can happen to anyone; None for one that is a bug of ours."""
     if isinstance(error, TrinityError):
         return error.message
+    if isinstance(error, FileNotFoundError) and not error.filename and _folder_is_gone():
+        return (f"the working directory {os.environ.get('PWD', '')} is gone, it was deleted or renamed: "
+                "cd to one that is there")
     if isinstance(error, OSError):  # TimeoutError is one
         return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
     if type(error).__module__.startswith("sqlalchemy"):
         return f"the database: {str(error).splitlines()[0]}"
     return None
+
+
+def _folder_is_gone() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 app = typer.Typer(
@@ -164,6 +177,11 @@ def main() -> None:
     # Seldom looked through for garbage in cycles: folding a large batch makes a million small values, all of them in
     # use, and going through them again and again took a third of a command's time; its last look, as it ends, a sixth.
     gc.set_threshold(100_000, 20, 20)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their descriptors
+        if getattr(sys, name) is None:  # it was closed, as by `>&-`: what is printed there goes nowhere
+            stream = open(os.devnull, mode)  # noqa: SIM115  # it stays open
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that has no such letter gets its number, and no traceback
             stream.reconfigure(errors="backslashreplace")

@@ -9,6 +9,7 @@ import asyncio
 import atexit
 import contextlib
 import os
+import shlex
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -120,29 +121,39 @@ def in_view(
     """
     out = console(stderr=as_json)
     view = RunView(settings.store.url, out, total_steps=total_steps, after=_position(settings))
+    signals: list[int] = []
     try:
         with view:
             try:
-                returned = asyncio.run(_take_part(part, work))
+                returned = asyncio.run(_take_part(part, work, signals))
             except BaseException as e:
-                if isinstance(e, KeyboardInterrupt):
+                if signals or isinstance(e, KeyboardInterrupt):
                     resume = resume_command(settings.masked()["store"]["url"])
-                    note(f"interrupted: `{resume}` goes on where it was")
+                    with contextlib.suppress(OSError):  # the terminal may be gone
+                        note(f"interrupted: `{resume}` goes on where it was")
                 if part.owns_system:  # a thread that was starting it when Ctrl-C came ends before what atexit calls
                     atexit.register(end_system, settings)
                 raise
             finally:
                 if part.owns_system:
                     end_system(settings)
-    except asyncio.CancelledError:  # SIGTERM
-        raise typer.Exit(143) from None
+    except asyncio.CancelledError:
+        raise typer.Exit(128 + signals[0]) from None
     return view.state, returned
 
 
-async def _take_part(part: RunProcess, work: Callable[[], Awaitable[Any]]) -> Any:
+async def _take_part(part: RunProcess, work: Callable[[], Awaitable[Any]], signals: list[int]) -> Any:
+    """Prepare a part, do this and shut it down; a signal that ends that is added to `signals`."""
     task = asyncio.current_task()
     assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+    def end(number: int) -> None:
+        signals.append(number)
+        task.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            asyncio.get_running_loop().add_signal_handler(number, end, number)
     try:
         await part.prepare()
         return await work()
@@ -238,6 +249,7 @@ def print_summary(told: dict[str, Any]) -> None:
     print(f"log              {told['log']}")
     some = min(3, told["train_batches"])
     if some:
+        named = "--config CONFIG" if "***" in told["log"] else f"--log {shlex.quote(told['log'])}"
         print("\nnext:")
         for command in ("batches", f"show {some}", f"events {some}", f"replay {some}", "verify"):
-            print(f"  trinity-es {command} --log {told['log']}")
+            print(f"  trinity-es {command} {named}")

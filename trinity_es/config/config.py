@@ -16,8 +16,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import json
 import operator
 import os
+import shlex
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,7 +53,7 @@ from trinity_es.config.yaml_file import apply_overrides, read_yaml
 from trinity_es.environments.verifiers_tasks import tasks_file
 from trinity_es.events.errors import ConfigError, DataError, UnknownWorkflow
 from trinity_es.events.secrets import marked, mask
-from trinity_es.events.store.database import file_url, masked
+from trinity_es.events.store.database import file_of, file_url, masked
 
 __all__ = ["Config", "load_config"]
 
@@ -161,6 +163,13 @@ class Config(Section):
     def checkpoint_dir(self) -> Path:
         """The folder of this run's checkpoints."""
         return Path(self.checkpoint_root_dir) / self.project / self.name
+
+    @property
+    def another_run(self) -> str:
+        """The way to begin another run with this config: another name, where that says where the log lies."""
+        if f"/runs/{self.project}/{self.name}/" in str(file_of(self.store.url)):
+            return "choose another `name` (or `--set name=...`)"
+        return "give another `store.url` (or `--set store.url=...`), for this config names its own"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, from which `from_dict` makes an equal config. Holds every secret; see `masked`."""
@@ -328,7 +337,13 @@ def _model_path(path: str, folder: Path) -> str:
     return str(there) if looks_local else path
 
 
-def _validate(data: dict[str, Any], folder: str | Path | None, where: Callable[[Path_], str]) -> Config:
+def _validate(
+    data: dict[str, Any], folder: str | Path | None, where: Callable[[Path_], str],
+    as_text: Callable[[Path_], tuple[str, str]] = lambda path: ("", ""),
+) -> Config:
+    """Return the config. `where` says from where a key came; `as_text`, what was written there, and how to write it
+    where it is to be text. Raises ConfigError.
+    """
     plain, problems, texts = resolved(data)
     unresolved = {
         path: f"{where(path)}: {dotted(path)} {problem}; or give the value with --set {dotted(path)}=..."
@@ -345,7 +360,7 @@ def _validate(data: dict[str, Any], folder: str | Path | None, where: Callable[[
 
             raise explain(
                 errors, Config, where, foreign=foreign_keys() | RENAMED, foreign_values=foreign_values(),
-                unexpanded=unresolved,
+                unexpanded=unresolved, as_text=as_text,
             ) from None
         break
     if unresolved:
@@ -381,9 +396,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     def where(key: Path_) -> str:
         for end in range(len(key), 0, -1):
             if key[:end] in written:
-                return written[key[:end]]
+                return written[key[:end]][0]
             if key[:end] in lines:
-                return f"{path} line {lines[key[:end]]}"
+                return f"{path} line {lines[key[:end]][0]}"
         return str(path)
 
-    return _validate(data, file.parent, where)
+    def as_text(key: Path_) -> tuple[str, str]:
+        if key in written:
+            name, text = written[key]
+            return text, f"--set {shlex.quote(name.removeprefix('--set ') + '=' + json.dumps(text))}"
+        text = lines.get(key, (0, ""))[1]
+        return text, json.dumps(text)
+
+    return _validate(data, file.parent, where, as_text)

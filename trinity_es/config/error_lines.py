@@ -50,8 +50,10 @@ def dotted(path: Path_, *, any_index: bool = False) -> str:
 def explain(
     errors: Sequence[ErrorDetails], model: type[BaseModel], where: Callable[[Path_], str], *,
     foreign: Mapping[str, str], foreign_values: Mapping[tuple[str, str], str], unexpanded: Mapping[Path_, str],
+    as_text: Callable[[Path_], tuple[str, str]],
 ) -> TrinityError:
-    """Return all of pydantic's errors as one ConfigError, a line each. `where` says from where a key came.
+    """Return all of pydantic's errors as one ConfigError, a line each. `where` says from where a key came, `as_text`
+    what was written there, and how to write it where it is to be text.
 
     An unknown key gets a pointer: what `foreign` says of it, of a key in it or of the section that it is in, else the
     nearest known key. A refused value gets what `foreign_values` says of (key, value). `unexpanded` has a line for each
@@ -69,7 +71,7 @@ def explain(
                 problems.append(f"{where(at)}: unknown key {dotted(at)}{_pointer(at, known, foreign)}")
         elif path not in unexpanded:
             told = foreign_values.get((dotted(path, any_index=True), _text(error["input"], str)))
-            problems.append(f"{where(path)}: {_line(error, path)}" + (f"; {told}" if told else ""))
+            problems.append(f"{where(path)}: {_line(error, path, *as_text(path))}" + (f"; {told}" if told else ""))
     return config_error([*left.values(), *problems])
 
 
@@ -90,7 +92,7 @@ def _answered(path: Path_, value: Any, foreign: Mapping[str, str]) -> Iterator[P
         yield path
 
 
-def _line(error: ErrorDetails, path: Path_) -> str:
+def _line(error: ErrorDetails, path: Path_, written: str, as_text: str) -> str:
     kind, key, value = error["type"], dotted(path) or "the config", error["input"]
     if isinstance(value, Secret) and kind == "value_error":  # a validator that quotes it
         return f"{key} {str(error['ctx']['error']).replace(repr(str(value)), MASK)}"
@@ -98,6 +100,8 @@ def _line(error: ErrorDetails, path: Path_) -> str:
         value = MASK
     if kind == "missing":
         return f"{key} is required"
+    if kind == "string_type" and isinstance(value, int | float) and written:
+        return f"{key} must be text, not {written}; in quotes it is: {as_text}"
     if kind in _EXPECTED:
         return f"{key} must be {_EXPECTED[kind]}, not {quoted(value)}"
     if kind == "literal_error":

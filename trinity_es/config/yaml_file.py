@@ -71,8 +71,10 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
 _Loader.add_constructor("tag:yaml.org,2002:int", _whole)
 
 
-def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Path_, int]]:
-    """Return the mapping in a YAML file, and the line on which each key stands. An empty file is an empty mapping.
+def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Path_, tuple[int, str]]]:
+    """Return the mapping in a YAML file; and of each key its line, and what stands there where that is one value.
+
+    An empty file is an empty mapping.
 
     Raises ConfigError when it can't be read, is not YAML, has a key twice or is not a mapping.
     """
@@ -122,23 +124,28 @@ def _size(node: yaml.Node, sizes: dict[int, int]) -> int:
     return sizes[id(node)]
 
 
-def _lines(node: yaml.Node | None, path: Path_) -> Iterator[tuple[Path_, int]]:
+def _lines(node: yaml.Node | None, path: Path_) -> Iterator[tuple[Path_, tuple[int, str]]]:
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            yield (*path, key.value), key.start_mark.line + 1
+            yield (*path, key.value), (key.start_mark.line + 1, _written(value))
             yield from _lines(value, (*path, key.value))
     elif isinstance(node, yaml.SequenceNode):
         for i, value in enumerate(node.value):
-            yield (*path, i), value.start_mark.line + 1
+            yield (*path, i), (value.start_mark.line + 1, _written(value))
             yield from _lines(value, (*path, i))
 
 
-def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[Path_, str]:
+def _written(node: yaml.Node) -> str:
+    return str(node.value) if isinstance(node, yaml.ScalarNode) else ""
+
+
+def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[Path_, tuple[str, str]]:
     """Write every `a.b=c` into `data`; the value is YAML, an item of a list is `a.0.b` or `a[0].b`; later ones win.
 
-    Returns which override set what. Raises ConfigError for one that can't be read or leads through a plain value.
+    Returns which override set what, and its value as it was written.
+    Raises ConfigError for one that can't be read or leads through a plain value.
     """
-    written: dict[Path_, str] = {}
+    written: dict[Path_, tuple[str, str]] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
         name = f"--set {key}"  # without the value, which may hold a password
@@ -170,5 +177,5 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[Path
                 if here.get(at) is None:
                     here[at] = {}
                 here = here[at]
-        written[path] = name
+        written[path] = name, text
     return written

@@ -90,7 +90,7 @@ class TrainerCheckpoints:
         if point.checkpoint and not Path(point.checkpoint).is_dir():
             raise ConfigError(
                 f"the run stands at weights {point.version}, and their checkpoint {point.checkpoint} is gone: engines "
-                f"and trainer start from it. Put it back, or into {own}, or start a new run with another `name`"
+                f"and trainer start from it. Put it back, or into {own}, or, for a new run, {self.config.another_run}"
             )
         ours = self._begun()
         if others := [step for step in self._checkpoints.steps() if step > point.checkpoint_version and step != ours]:
@@ -147,7 +147,7 @@ class TrainerCheckpoints:
                 raise PayloadNotFound(
                     f"the trainer has a checkpoint of step {point.checkpoint_version}, engines had weights "
                     f"{point.version}, and the experiences between them were freed: store.retention must be at least "
-                    f"{self.steps_needed}. Start a new run with another `name`, from the newest checkpoint",
+                    f"{self.steps_needed}. For a new run, from the newest checkpoint, {self.config.another_run}",
                     **e.details,
                 ) from e
             finally:

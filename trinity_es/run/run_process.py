@@ -30,6 +30,7 @@ from trinity_es.run.checkpointing import TrainerCheckpoints
 from trinity_es.run.run_progress import RunProgress
 from trinity_es.run.sync_policy import SyncPolicy
 from trinity_es.run.trainer import Trainer
+from trinity_es.run.wait_for_log import tell_trouble
 from trinity_es.system import keeper_lock, running_system
 from trinity_es.system.run_lock import Role, RunLock
 from trinity_es.tasksets.mix import Mix
@@ -65,6 +66,7 @@ class RunProcess:
         self.unrecorded: list[TasksetSource] = []
         """What tasksets were found to be that the log does not have yet: it is handed in with their first batch."""
         self._left: bool | None = None
+        self._telling: asyncio.Task[None] | None = None
         self._locks: list[RunLock] = []
         self._weights = TrainerCheckpoints(config)
 
@@ -133,7 +135,7 @@ class RunProcess:
             if recorded is None and config.kind != "file" and point.submitted and not is_eval:
                 raise TasksetError(
                     f"taskset {config.name}: its path is {config.path} in the config, and the run in this log began "
-                    "with a file: put that back, or start a new run under another `name`"
+                    f"with a file: put that back, or, for a new run, {self.config.another_run}"
                 )
             taskset = Taskset(config, is_eval=is_eval, number=number, recorded=recorded)
             tasksets.append(taskset)
@@ -213,7 +215,7 @@ class RunProcess:
         if point.version > point.submitted:
             raise ConfigError(
                 f"the weights of the run in {config.masked()['store']['url']} are version {point.version}, but it has "
-                f"{point.submitted} steps: another trainer published them. Choose another `name`"
+                f"{point.submitted} steps: another trainer published them: {config.another_run}"
             )
         return self._weights.of_this_run(point, recorded)
 
@@ -222,7 +224,7 @@ class RunProcess:
         if not self.locate():
             raise ConfigError(
                 f"the store {self.config.masked()['store']['url']} already holds a run, and it is complete (step "
-                f"{self.step}): choose another `name` (or `--set name=...`), so that its log stays what it is, or "
+                f"{self.step}): {self.config.another_run}, so that its log stays what it is, or "
                 "raise total_steps, or the `epochs` of its tasksets where those end it"
             )
 
@@ -245,6 +247,7 @@ class RunProcess:
             resumed_at = min(self.done, point.checkpoint_version) if self.trains and self.resumed else None
             await self._system_up()
             self.coordinator = await RolloutCoordinator.get_actor(config, resumed_at=resumed_at)
+            self._telling = asyncio.create_task(tell_trouble(self.coordinator.status))
             running = running_system.find(config)
             if self.owns_system and running is not None:
                 self._locks[0].write_system(config, running)
@@ -331,6 +334,8 @@ class RunProcess:
     async def shutdown(self) -> None:
         """Let go of the system; end it if this process started it."""
         try:
+            if self._telling is not None:
+                self._telling.cancel()
             if self.coordinator is not None:
                 await self.coordinator.shutdown()
                 self.coordinator = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -15,14 +16,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy import text as sql
+
 from trinity_es.actors.settings import HostSettings, ModelSettings, ServersSettings, Settings, settings_from
 from trinity_es.actors.system_key import FILE_VARIABLE, KEY_VARIABLE, HostKeys, make_key, read_key
 from trinity_es.config.config import Config
 from trinity_es.config.schema import RolloutModelConfig
 from trinity_es.events.atomic_file import whole_file
-from trinity_es.events.errors import AlreadyRunning, StartupError
+from trinity_es.events.errors import AlreadyRunning, ConfigError, StartupError
 from trinity_es.events.private_files import create_private, make_private_folder, open_private
-from trinity_es.events.processes import process_start_time
+from trinity_es.events.processes import LEAST_FILES, process_start_time
 from trinity_es.events.store.leader_lock import is_led
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.log_end import Claim, Mark, claim_to_dict
@@ -31,7 +34,7 @@ from trinity_es.projections.tables.runner_history import last_incarnation
 from trinity_es.system import leftovers, remembered_log_end
 from trinity_es.system.running_system import find_head, joined_file, key_file, note_file, output_file
 
-__all__ = ["launch", "launch_host", "settings"]
+__all__ = ["connections_needed", "launch", "launch_host", "settings"]
 
 _LAUNCH_SECONDS = 60.0
 _LET_GO_SECONDS = 3.0
@@ -145,6 +148,8 @@ def launch(
     read_key(key_file(config))  # so that a bad one is told here and not by the launcher's traceback
     log = EventLog.open(config.store.url, create=create, durability=config.store.durability, projectors=projectors())
     try:
+        if log.dialect == "postgresql":
+            _require_connections(config, log.query(lambda asked: asked.execute(sql(_MOST_CONNECTIONS)).scalar_one()))
         incarnation, end = log.query(last_incarnation) + 1, log.head()
     finally:
         log.close()
@@ -168,6 +173,32 @@ def launch(
     return admin
 
 
+def connections_needed(config: Config) -> int:
+    """Return how many connections a run holds to PostgreSQL at least; a trainer and each command take more."""
+    explorer = config.explorer
+    return _CONNECTIONS + sum(m.engine_num for m in (explorer.rollout_model, *explorer.auxiliary_models))
+
+
+def _require_connections(config: Config, most: int) -> None:
+    """Require as many as a run holds: without them its coordinator would wait for them for ever. Raises ConfigError."""
+    if most < (needed := connections_needed(config)):
+        raise ConfigError(
+            f"{config.masked()['store']['url']} lets this user have {most} connections, and a run holds {needed} and "
+            "more: raise max_connections of its server, or the CONNECTION LIMIT of this user or database"
+        )
+
+
+_CONNECTIONS = 5
+"""Of a run, beside one for each engine."""
+_MOST_CONNECTIONS = """
+SELECT least(
+  (SELECT nullif(rolconnlimit, -1) FROM pg_roles WHERE rolname = current_user AND NOT rolsuper),
+  (SELECT nullif(datconnlimit, -1) FROM pg_database, pg_roles
+   WHERE datname = current_database() AND rolname = current_user AND NOT rolsuper),
+  current_setting('max_connections')::int)
+"""
+
+
 def _require_no_other_head(config: Config) -> None:
     """Raise AlreadyRunning where a head on another host leads the run of this store."""
     deadline = time.monotonic() + _LET_GO_SECONDS
@@ -185,6 +216,12 @@ def _require_no_other_head(config: Config) -> None:
 
 def _run_launcher(config: Config, log_dir: Path, setup: Mapping[str, Any]) -> int:
     """Start the processes in a clean interpreter; returns its exit status. Raises StartupError."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < LEAST_FILES:
+        raise StartupError(
+            f"a process may open {most} files here, and those of an actor system need {LEAST_FILES} and more: raise "
+            "the hard limit (ulimit -Hn, LimitNOFILE=, --ulimit nofile=)"
+        )
     reserved = _reserve(config)
     setup = {**setup, "port": reserved.getsockname()[1], "deadline_seconds": _LAUNCH_SECONDS}
     handle, setup_path = tempfile.mkstemp(prefix="setup-", suffix=".json", dir=log_dir)  # mode 600: holds the URL

@@ -57,7 +57,8 @@ def open_source(
     if recorded is not None and (source.revision, source.rows) != (recorded.revision, recorded.rows):
         raise TasksetError(
             f"taskset {config.name}: {config.path} has {_told(source)} here, and the run in this log began with "
-            f"{_told(recorded)}: {_way_back(config, recorded)}, or start a new run under another `name`"
+            f"{_told(recorded)}: {_way_back(config, recorded)}, or start a new run under another `name` "
+            "(another `store.url` where the config has one)"
         )
     return rows, recorded or source
 
@@ -80,7 +81,8 @@ def _require_same(config: TasksetConfig, recorded: TasksetSource) -> None:
         if value != before[key]:
             raise TasksetError(
                 f"taskset {config.name}: its {key} is {value} in the config, and the run in this log began with "
-                f"{before[key]}: put that back, or start a new run under another `name`"
+                f"{before[key]}: put that back, or start a new run under another `name` "
+                "(another `store.url` where the config has one)"
             )
 
 

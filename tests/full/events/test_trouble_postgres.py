@@ -19,12 +19,14 @@ from tests.helpers.faults import Server
 from tests.helpers.handmade import cli
 from tests.helpers.logs import dropped, write
 from tests.helpers.pooler import pooled
+from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, LogNotFound, LogUnavailable
 from trinity_es.events.store.database import Database
 from trinity_es.events.store.leader_lock import is_led
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.store.payloads import digest_of, open_payloads, patient
 from trinity_es.events.store.retry import is_transient
+from trinity_es.system import lifecycle
 from trinity_es.testing import wait_until
 
 
@@ -110,6 +112,18 @@ def test_who_is_not_let_in_is_told_by_whom_and_the_way_out(
     [store] = [f for f in json.loads(done.stdout)["findings"] if f["what"] == "store"]
     assert (done.exit_code, store["verdict"] in ("wrong", "missing")) == (1, True)
     assert re.search(finds or says, store["told"])
+    if "LIMIT" in role:
+        with pytest.raises(ConfigError, match="lets this user have 4 connections, and a run holds 6 and more: raise"):
+            lifecycle.start(Config.from_dict(config, folder=tmp_path))
+        with psycopg.connect(url) as connection:  # it began nothing
+            assert connection.execute("SELECT count(*) FROM es_event").fetchone() == (0,)
+
+
+@pytest.mark.postgres
+def test_a_search_path_without_a_schema_is_told_with_its_database_and_the_way_out(postgres: Callable[[], str]) -> None:
+    url = postgres()
+    with pytest.raises(LogUnavailable, match=r"postgresql.*no schema has been selected.*search_path.*PGOPTIONS"):
+        EventLog.open(f"{url}{'&' if '?' in url else '?'}options=-csearch_path%3Dnosuch", create=True)
 
 
 @pytest.mark.postgres

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,9 +18,11 @@ import pytest
 import trinity_es
 from tests.helpers.faults import Server
 from tests.helpers.of_the_day import of_the_day
+from tests.helpers.runs import command, make_config
 from tests.helpers.systems import StartSystem, scripted
 from trinity_es import Task
 from trinity_es.client import health, teardown
+from trinity_es.config.config import load_config
 from trinity_es.events.errors import NotRunning
 from trinity_es.system import keeper_lock, leftovers, running_system
 from trinity_es.testing import SleepWorkflow, wait_until
@@ -196,3 +199,25 @@ def test_running_ends_what_it_started_and_leaves_what_it_joined(
     with pytest.raises(ZeroDivisionError), trinity_es.running(config):
         raise ZeroDivisionError
     assert leftovers.leftovers(config) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda n: n.name)
+def test_a_run_that_a_signal_ends_says_how_it_is_gone_on_with_and_leaves_nothing(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path, trainer={}, mode="explore", explorer={
+        "max_concurrency": 2, "rollout_model": {"engine_type": "scripted", "script": {"latency_seconds": 60}}})
+    settings = load_config(config)
+    run = command("run", config, cwd=tmp_path)
+    assert run.stdout is not None
+    assert "loading engine" in run.stdout.readline()
+    run.send_signal(number)
+    while number == signal.SIGINT and run.poll() is None:  # the later ones meet what ends the run
+        run.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            run.wait(0.2)
+    _, told = run.communicate(timeout=60)
+    assert "interrupted: `trinity-es resume runs/trinity/run/log.sqlite` goes on where it was" in told
+    assert "Traceback" not in told
+    assert run.returncode == (-number if number == signal.SIGINT else 128 + number)
+    wait_until(lambda: ended(settings), "the end of the system", timeout=40)

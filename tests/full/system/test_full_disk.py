@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from tests.helpers.database_trouble import births
+from tests.helpers.runs import command, make_config
 from tests.helpers.systems import StartSystem, limit_file_size, pid_of, sleepers
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
@@ -119,6 +121,21 @@ def test_a_full_disk_is_named_to_everybody_at_once_and_passes_without_a_person(
     assert str(disk) in resumed[0].error
     assert client.status()["trouble"] is None
     wait_until(lambda: not any(r["trouble"] for r in client.status()["runners"]), "the runner's word that all is well")
+
+
+def test_a_run_on_a_full_disk_says_what_it_waits_for_and_when_it_goes_on(disk: Path, tmp_path: Path) -> None:
+    config = make_config(tmp_path, trainer={}, mode="explore", **on(disk))
+    run = command("run", config, cwd=tmp_path)
+    assert run.stdout is not None
+    assert run.stderr is not None
+    wait_until(lambda: run.stdout.readline().startswith("step 1"), "the first step")  # type: ignore[union-attr]
+    filler = fill(disk)
+    told = run.stderr.readline()
+    assert told.startswith("the run waits: ")
+    assert re.search(rf"the disk of {disk}\S* is full \(0 B of 4 MiB are free, about", told)
+    filler.unlink()
+    out, _ = run.communicate(timeout=60)
+    assert (run.returncode, "batches " in out) == (0, True)
 
 
 def test_a_coordinator_that_starts_on_a_full_disk_says_so(start_system: StartSystem, disk: Path) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from trinity_es.actors.guardian.actor import Guardian
 from trinity_es.actors.guardian.supervision import (
     CHECK_SECONDS,
     HELLO_SECONDS,
@@ -15,6 +19,7 @@ from trinity_es.actors.guardian.supervision import (
     runner_pause,
     short_lives,
 )
+from trinity_es.actors.runner.actor import Runner
 
 POLICY = Policy()
 
@@ -158,3 +163,21 @@ def test_given_a_system_that_ends_then_no_life_follows() -> None:
     watched, child = one()
     assert watched.ended(child, "why", 10.0, 0.5, for_good=True) is None
     assert child.state == "down"
+
+
+def test_a_life_that_can_not_begin_is_ended_at_once_with_its_reason() -> None:
+    """Nobody would hear of it for a minute, and a system that ends would wait for it."""
+    sent: list[Any] = []
+    runner = SimpleNamespace(
+        name="runner-0", incarnation=1, guardian="guardian", how=SimpleNamespace(engine_type="scripted"),
+        model="rollout", send=lambda to, message: sent.append(message))
+    Runner.crashed(runner, OSError(24, "Too many open files"))  # type: ignore[arg-type]
+    child, ended = Child("runner-0", 1, "address", born=0.0), list[str]()
+    guardian = SimpleNamespace(
+        children={"runner-0": child}, stopping=False, now=lambda: 1.0, end_child=lambda child, why: ended.append(why),
+        check_retired=lambda: None)
+    Guardian.on_RunnerStatus(guardian, sent[0], "address")  # type: ignore[arg-type]
+    assert ended == ["its engine did not start: OSError: [Errno 24] Too many open files"]
+    runner.engine_side = "there"  # what breaks later is said by what it belongs to
+    Runner.crashed(runner, OSError())  # type: ignore[arg-type]
+    assert len(sent) == 1

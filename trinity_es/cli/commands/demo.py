@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -44,7 +45,7 @@ def demo(
     place = demo_folder.make(folder, seed=seed, steps=steps, engine=engine)
     note(f"made {place.folder}: model, taskset, trainer and config.yaml of this demo")
     settings = read_config(place.config)
-    note(f"if it is interrupted: trinity-es resume {short_path(place.config)}")
+    note(f"if it is interrupted: trinity-es resume {shlex.quote(short_path(place.config))}")
     with demo_folder.serving(place):
         state = explore(settings, as_json=as_json)
     end_demo(place, settings, state, as_json)
@@ -62,7 +63,7 @@ def end_demo(place: Place, settings: Config, state: RunState, as_json: bool) -> 
     else:
         print_summary(told)
         if place.learns:
-            print(f"  trinity-es run {place.config} --set name=second")
+            print(f"  trinity-es run {shlex.quote(str(place.config))} --set name=second")
         print(f"\n{verdict.text}")
     if verdict.learned is False:
         raise typer.Exit(1)

@@ -30,8 +30,10 @@ from trinity_es.cli.findings import Finding
 from trinity_es.cli.render.tables import console
 from trinity_es.config.config import Config
 from trinity_es.events.errors import TrinityError
+from trinity_es.events.processes import LEAST_FILES
 from trinity_es.events.store.database import Database, file_of, require_encoding
 from trinity_es.system import running_system
+from trinity_es.system.launch import connections_needed
 from trinity_es.text import plain
 
 __all__ = ["doctor"]
@@ -221,7 +223,8 @@ def _open_files() -> Finding:
 
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < _FEW_FILES:
-        return Finding("open files", "note", f"{hard} at most: each client and each actor takes some of a process's",
+        verdict: Literal["wrong", "note"] = "wrong" if hard < LEAST_FILES else "note"
+        return Finding("open files", verdict, f"{hard} at most: each client and each actor takes some of a process's",
                        f"raise the hard limit to {_FEW_FILES} or more (ulimit -Hn, LimitNOFILE=, --ulimit nofile=)")
     return Finding("open files", "ok", "no limit" if hard == resource.RLIM_INFINITY else f"{hard} at most")
 
@@ -294,16 +297,13 @@ def _postgres(settings: Config, shown: str) -> Finding:
     if not may_create:
         return Finding("store", "wrong", f"{shown}: its user may make no tables there",
                        "have the database's owner run GRANT CREATE ON SCHEMA public TO that user")
-    explorer = settings.explorer
-    needed = _CONNECTIONS + sum(m.engine_num for m in (explorer.rollout_model, *explorer.auxiliary_models))
+    needed = connections_needed(settings)
     if free < needed:
         return Finding("store", "wrong", f"{shown}: {max(free, 0)} connections are free, a run holds {needed} and more",
                        "raise max_connections of the server, or CONNECTION LIMIT of this user or database")
     return Finding("store", "ok", shown)
 
 
-_CONNECTIONS = 5
-"""Connections that a run holds to PostgreSQL beside one for each engine; a trainer and each command take more."""
 _RIGHTS = """
 SELECT has_schema_privilege(current_schema(), 'CREATE'), 1 + least(
   (SELECT nullif(rolconnlimit, -1) - count(a.pid) FROM pg_roles r LEFT JOIN pg_stat_activity a ON a.usename = rolname

@@ -188,7 +188,7 @@ def up(
     print(f"the actor system is up (pid {answer['pid']}, port {answer['port']}, {answer['seconds']:.1f} s)")
     print(f"log        {answer['log']}\ntext logs  {answer['log_dir']}")
     named = f"--log {shlex.quote(str(answer['log']))}"  # what was set may have changed the store
-    first, last = (named, named) if overrides else (f"--config {config}", str(config))
+    first, last = (named, named) if overrides else (f"--config {shlex.quote(str(config))}", shlex.quote(str(config)))
     print(f"next       trinity-es status {first}\n           trinity-es down {last}")
 
 
