@@ -100,7 +100,7 @@ def _line(error: ErrorDetails, path: Path_, written: str, as_text: str) -> str:
         value = MASK
     if kind == "missing":
         return f"{key} is required"
-    if kind == "string_type" and isinstance(value, int | float) and written:
+    if kind == "string_type" and isinstance(value, int | float) and 0 < len(written) <= 80:
         return f"{key} must be text, not {written}; in quotes it is: {as_text}"
     if kind in _EXPECTED:
         return f"{key} must be {_EXPECTED[kind]}, not {quoted(value)}"
