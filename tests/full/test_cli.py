@@ -170,6 +170,13 @@ def test_verify_of_a_sound_log_exits_0(log: Path) -> None:
     assert cli("verify", "--log", log).stdout.startswith("sound")
 
 
+def test_verify_calls_no_log_sound_that_has_no_event(tmp_path: Path) -> None:
+    write(tmp_path / "log.sqlite", [])  # as a copy of a live run's file is, whose events lie in the -wal beside it
+    found = cli("verify", "--log", tmp_path / "log.sqlite")
+    assert (found.exit_code, found.stdout.startswith("empty: 0 events")) == (1, True), found.stdout
+    assert '`sqlite3 FILE ".backup COPY"`' in found.stdout
+
+
 def test_rebuild_makes_the_tables_again(log: Path) -> None:
     before = told("batches", "--log", log)
     assert told("rebuild", "--log", log)["events"] == 20

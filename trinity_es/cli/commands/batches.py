@@ -256,7 +256,8 @@ def verify(log: LogOption = None, config: ConfigOption = None, as_json: JsonOpti
     """Check a whole log: order, hash chain, results and read models made again, payloads whole, the file itself.
 
     Also that it has all that this host knows was acknowledged.
-    Exits 1 when something is wrong. A live run may go on meanwhile; what it can't see is in docs/OBSERVABILITY.md.
+    Exits 1 when something is wrong, and for a log without events. A live run may go on meanwhile; what it can't see is
+    in docs/OBSERVABILITY.md.
 
     \b
     Example:
@@ -275,10 +276,12 @@ def verify(log: LogOption = None, config: ConfigOption = None, as_json: JsonOpti
         for remark in found.notes:
             print(f"note: {plain(remark)}")
         count = len(found.problems)
-        verdict = f"{count} problem{'s' * (count > 1)}" if found.problems else "sound"
+        verdict = f"{count} problem{'s' * (count > 1)}" if found.problems else "sound" if found.events else "empty"
         print(f"{verdict}: {found.events:,} events, {found.batches} batches and {found.payloads} payloads checked in "
               f"{seconds:.1f} s ({found.events / max(seconds, 1e-6):,.0f} events/s)")
-    if found.problems:
+        if not (found.events or found.problems):
+            print("a SQLite log is its file and the `-wal` beside it: copy both, or by `sqlite3 FILE \".backup COPY\"`")
+    if found.problems or not found.events:
         raise typer.Exit(1)
 
 
