@@ -150,6 +150,14 @@ class ScriptedEngine:
             raise EngineError("the engine is stopped")
         adapter = self._adapter(sampling.adapter)
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if self.max_model_len is not None:
+            room = self.max_model_len - len(ids)
+            if room < 1:
+                raise EngineError(
+                    f"a prompt of {len(ids)} tokens leaves no room for an answer in max_model_len {self.max_model_len}",
+                    refused=True,
+                )
+            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
         text = self.tokenizer.decode(ids)
         rule = {**self.script, **self._rule(text)}
         if rule.get("exit"):

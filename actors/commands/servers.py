@@ -14,8 +14,8 @@ __all__ = ["ScaleServers", "ScaledServers", "ServerState"]
 # --- engines that others run ------------------------------------------------------------------------------------------
 class ServerState(TypedDict):
     """A server that is an engine, or leaves: `wanted` is false then; `by`: whose word that was, `list` or `scale`;
-    `state`: that of its runner; `waits_for`: what keeps that from starting, and passes; `problem`: what is wrong with
-    it, and the way out."""
+    `state`: that of its runner; `waits_for`: what keeps that from starting, or from being answered, and passes;
+    `problem`: what is wrong with it, and the way out."""
 
     url: str
     runner: str

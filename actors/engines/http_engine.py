@@ -35,6 +35,7 @@ from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampli
 from trinity_es.actors.engines.long_texts import encoded, is_large, off_the_loop
 from trinity_es.actors.engines.vllm_http_api import BUSY, BUSY_SECONDS, ServerGone, VLLMServer, unreached
 from trinity_es.actors.engines.vllm_requests import (
+    OTHERS,
     Answer,
     TextCutter,
     answers,
@@ -93,6 +94,8 @@ class HTTPEngine(ServerWeights):
         self._confirming: asyncio.Task[None] | None = None
         self._confirm_next: asyncio.Task[None] | None = None
         self._trying: asyncio.Task[bool] | None = None
+        self.runs_wait = ""
+        """What requests wait for that a person has to do, in words; empty: nothing."""
         self._answered, self._failed = 0.0, 0
         """When it last answered, with a part of a stream too, and how many requests failed since a whole answer."""
 
@@ -155,16 +158,30 @@ class HTTPEngine(ServerWeights):
             await self._first_weights()
             self._dead = None
             self._open.set()
-            self._processed = await self._gives_processed_logprobs()
+            await self._first_try()
         except EngineError as e:
             if not isinstance(e, ServerGone) and not e.details.get("dead"):
                 raise
-            _log.warning("%s went away while it was met: %s", self.server.url, e)
+            if str(e) != self.waits_for:  # it is tried again, and this told once
+                _log.warning("%s could not be met: %s", self.server.url, e)
+            self.waits_for = str(e)
             self._dead, self._label = _NOT_STARTED, None
             self._died.clear()
             self._open.clear()
             return False
         return True
+
+    async def _first_try(self) -> None:
+        """Try the server, and say meanwhile what is waited for. Raises EngineError; ServerGone where it went away."""
+        trying = asyncio.create_task(self._gives_processed_logprobs())
+        try:
+            while not (await asyncio.wait({trying}, timeout=WATCH_SECONDS))[0]:
+                if ill := await self.server.unhealthy():
+                    raise ServerGone(ill)
+                await self._tell_what_holds_it_up()
+            self._processed, self.waits_for = trying.result(), ""
+        finally:
+            trying.cancel()
 
     async def stop(self) -> None:
         """Let go of the server, which goes on. Idempotent. A change of weights may end first, where it soon does."""
@@ -190,12 +207,13 @@ class HTTPEngine(ServerWeights):
             await asyncio.sleep(WATCH_SECONDS)
             problem: Exception | None = None
             try:
-                if not await self.server.healthy():
-                    problem = EngineError("its engine died (/health)", dead=True)
+                if ill := await self.server.unhealthy():
+                    problem = EngineError(ill, dead=True)
                 await self._know()  # which takes its word for it while its weights change
+                await self._tell_what_holds_it_up()
             except Exception as e:
                 problem = problem or e
-            if problem is None or self.waits_for:  # who restarts it looks after it
+            if problem is None or self._restarting:  # who restarts it looks after it
                 heard, refused = time.monotonic(), 0
             elif isinstance(problem, ServerGone):
                 refused += unreached(problem)
@@ -205,6 +223,16 @@ class HTTPEngine(ServerWeights):
                 self._die(str(problem))
             else:
                 _log.warning("%s: %s", self.server.url, problem)
+
+    async def _tell_what_holds_it_up(self) -> None:
+        """See what requests wait for, but for this engine's own change of weights, which pauses the server, too."""
+        url, loads = self.server.url, self._met().loads
+        paused = loads and not self._changing and await self.server.rejects() and not self._changing
+        pause = f"the end of a pause of {url} (somebody asked POST /pause there): POST {url}/resume ends it"
+        self.runs_wait = f"its requests wait for {pause}" if paused else ""
+        if not self._restarting:
+            unanswered = "" if self._changing else self.server.unanswered(self._answered)
+            self.waits_for = pause if paused else unanswered
 
     async def _know(self) -> None:
         """See that it is the server that was met, with the weights that it was given; else the engine ends."""
@@ -256,7 +284,7 @@ class HTTPEngine(ServerWeights):
         asked = body(self._tried_with, _TRIED, spans=spans, model=self._met().model, room=4)
         try:
             told = await self.server.ask("POST", route(spans), asked, seconds=TRY_SECONDS, most=self._most(asked))
-            self._answers(told, _TRIED)
+            self._answers(told, _TRIED, self._tried_with)
             await self._know()
         except EngineError as e:
             status = e.details.get("status")
@@ -287,7 +315,7 @@ class HTTPEngine(ServerWeights):
             copies, sampling = sampling.n, replace(sampling, n=1)
 
         def read(told: Any, version: int) -> list[Completion]:
-            made = self._answers(told, sampling)
+            made = self._answers(told, sampling, ids)
             texts = [TextCutter(self.tokenizer, sampling.stop).add(a.ids, a.stop, last=True) for a in made]
             spans = [self._spans(a, len(a.ids), version) for a in made]
             return [_completed(ids, *one) for one in zip(made, texts, spans, strict=True)]
@@ -309,7 +337,7 @@ class HTTPEngine(ServerWeights):
                     except StopAsyncIteration:
                         raise EngineError(f"{self.server.url} ended a stream without an end") from None
                     self._answered = time.monotonic()
-                    for answer in self._answers(event, sampling, whole=False):
+                    for answer in self._answers(event, sampling, ids, whole=False):
                         count += len(answer.ids)
                         if count > sampling.max_tokens:
                             raise EngineError(f"{self.server.url} made more than {sampling.max_tokens} tokens")
@@ -341,9 +369,9 @@ class HTTPEngine(ServerWeights):
         sampling = Sampling(temperature=0.0, max_tokens=1, logprobs=False)
 
         def read(told: Any, version: int) -> list[float]:
-            for answer in self._answers(told, sampling):
+            for answer in self._answers(told, sampling, ids):
                 self._spans(answer, len(answer.ids), version)
-            return prompt_logprobs(told, ids, temperature, spans=self._met().spans, server=self.server.url)
+            return prompt_logprobs(told, ids, temperature, spans=self._met().spans, server=self._who())
 
         return await self._told(ids, sampling, read, of_prompt=-1 if whole else 0)
 
@@ -365,10 +393,15 @@ class HTTPEngine(ServerWeights):
         self._answered, self._failed = time.monotonic(), 0
         return found
 
-    def _answers(self, told: Any, sampling: Sampling, *, whole: bool = True) -> list[Answer]:
+    def _answers(self, told: Any, sampling: Sampling, prompt: list[int], *, whole: bool = True) -> list[Answer]:
         return answers(
-            told, sampling, spans=self._met().spans, vocabulary=self._vocabulary, whole=whole, server=self.server.url,
+            told, sampling, spans=self._met().spans, vocabulary=self._vocabulary, whole=whole, server=self._who(),
+            prompt=prompt,
         )
+
+    def _who(self) -> str:
+        version = self._met().version
+        return f"{self.server.url} ({f'vLLM {version}' if version else 'without the /version of vLLM'})"
 
     def _most(self, asked: dict[str, Any]) -> int:
         return most_bytes(asked, self._vocabulary)
@@ -436,7 +469,7 @@ class HTTPEngine(ServerWeights):
             self._alive()
         ends = [0, *(end for _, _, end in answer.labels)]
         if ends != sorted(ends) or ends != [*(start for _, start, _ in answer.labels), count]:
-            raise EngineError(f"{self.server.url} does not say which weights made each of {count} tokens")
+            raise EngineError(f"{self._who()} does not say which weights made each of {count} tokens{OTHERS}")
         return tuple((self._labels[label], start, end) for label, start, end in answer.labels)
 
     def _check_logprobs(self, s: Sampling) -> None:

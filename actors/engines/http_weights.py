@@ -33,6 +33,10 @@ _BROKEN, _CHANGING = "trinity-es/broken", "trinity-es/changing"
 """Beginnings of labels: a change of weights failed half-way; one goes on, or its runner ended in it."""
 
 
+class LabelLost(EngineError):
+    """The server runs on, and its weights have another label than it was given."""
+
+
 class ServerWeights:
     """The weights of a server: met, labelled, changed. See `Engine.load_weights`."""
 
@@ -65,6 +69,8 @@ class ServerWeights:
         """Every label that this engine gave -> its version."""
         self.waits_for = ""
         """What it waits for that others do, a restart say, however long: nothing is wrong with it."""
+        self._restarting = False
+        """The restart command is waited for."""
         self._shapes: dict[str, list[int]] | None = None
         self._tied = False
         self._swapping = asyncio.Lock()
@@ -105,16 +111,17 @@ class ServerWeights:
     # --- the server ---------------------------------------------------------------------------------------------------
     async def _reach(self) -> None:
         """Wait until the server answers. The user's command is run once for one that has not for long."""
-        began, asked = time.monotonic(), False
+        began, asked, told = time.monotonic(), False, ""
         while True:
             try:
-                if await self.server.healthy():
-                    self.waits_for = ""
+                problem = await self.server.unhealthy()
+                if not problem:
+                    if self.waits_for == told:  # else it could not be met before, and that may still be so
+                        self.waits_for = ""
                     return
-                problem = f"{self.server.url} says that it is not healthy"
             except ServerGone as e:
                 problem = str(e)
-            self.waits_for = problem
+            self.waits_for = told = problem
             waited = time.monotonic() - began
             if self._restart_command and not asked and waited >= self._restart_after:
                 asked = True
@@ -133,7 +140,7 @@ class ServerWeights:
                 f"{self.server.url} tells nothing by which it would be known again after a restart (no /weight_info, "
                 f"no process_start_time_seconds in /metrics): start it with {DEV_MODE} in its environment"
             )
-        self.version = f"vllm {facts.version} at {self.server.url}"
+        self.version = f"vllm {facts.version or '?'} at {self.server.url}"
 
     # --- which weights it has ---------------------------------------------------------------------------------------
     async def _first_weights(self) -> None:
@@ -181,10 +188,26 @@ class ServerWeights:
 
     async def _give_label(self, version: int) -> None:
         label = f"trinity-es/{version}/{self._life}-{len(self._labels)}"
-        await self.server.set_label(label)
-        if self._process != (now := await self.server.started()):
-            raise ServerGone(f"{self.server.url} restarted while its weights changed ({self._process} -> {now})")
+        await self._put_label(label)
         self._labels[label], self._label = version, label
+
+    async def _put_label(self, label: str) -> None:
+        """Label the server's weights, and see that they are labelled so."""
+        await self.server.set_label(label)
+        await self._see_label(label)
+
+    async def _see_label(self, label: str) -> None:
+        """Raise ServerGone where the server restarted since it was met, LabelLost where it did not and has another."""
+        url, found = self.server.url, await self.server.label()
+        if self._process != (now := await self.server.started()):
+            raise ServerGone(f"{url} restarted while its weights changed ({self._process} -> {now})")
+        if found != label:
+            kind = LabelLost if self._process else ServerGone  # else it may have restarted
+            raise kind(
+                f"{url} does not keep the label of its weights: it took another (/update_weight_version), and tells "
+                f"{found!r} (/weight_info): give the URL of one server, not of several behind one address, with one "
+                "API process, that no other run uses"
+            )
 
     async def load_weights(self, version: int, path: str) -> None:
         """See `Engine`. A caller that is cancelled does not stop it: half a change of weights is none.
@@ -242,7 +265,7 @@ class ServerWeights:
         """Bring weights into a server that runs; what it served before where they can't be loaded."""
         try:
             await self._bring(version, path)
-        except ServerGone:
+        except (ServerGone, LabelLost):
             raise
         except EngineError as e:
             try:
@@ -261,14 +284,15 @@ class ServerWeights:
         server, facts = self.server, self._met()
         changing = f"{_CHANGING}/{self._life}-{uuid4().hex[:8]}"
         await server.pause()
-        await server.set_label(changing)  # from here on, whoever meets it knows that its weights are nobody's
-        await server.in_workers("reload_weights", weights_path=path)
+        await self._put_label(changing)  # from here on, whoever meets it knows that its weights are nobody's
+        self.waits_for = ""  # it may take long, and its time to start goes on
+        if "False" in await server.in_workers("reload_weights", weights_path=path):
+            raise EngineError(f"{server.url} says that it could not load {path}")
         if facts.extension:
             await server.in_workers("trinity_pack_again")
             if not all(told == "True" for told in await server.in_workers("trinity_weights_finite")):
                 raise EngineError("it holds NaN or infinite weights")
-        if await server.label() != changing:
-            raise ServerGone(f"{server.url} restarted while its weights changed")
+        await self._see_label(changing)
         await self._give_label(version)
         await server.resume()
 
@@ -279,11 +303,11 @@ class ServerWeights:
 
     async def _restart(self, version: int, path: str) -> None:
         """Have the user's command start the server with these weights."""
-        self.waits_for = f"the restart command of {self.server.url}"
+        self._restarting, self.waits_for = True, f"the restart command of {self.server.url}"
         try:
             await self._restarted(version, path)
         finally:
-            self.waits_for = ""
+            self._restarting, self.waits_for = False, ""
         if self._met().loads:
             await self._give_label(version)
 
@@ -291,10 +315,10 @@ class ServerWeights:
         before = self._process
         await self._run_restart_command(version, path)
         until = time.monotonic() + self._restart_timeout
-        problem = ""
         while True:
             try:
-                if await self.server.healthy() and await self.server.started() != before:
+                problem = await self.server.unhealthy()
+                if not problem and await self.server.started() != before:
                     await self._meet()
                     if not _same(self._met().root, path):
                         raise EngineError(
@@ -302,7 +326,7 @@ class ServerWeights:
                             "one with {path}, or $TRINITY_ES_PATH, as its model"
                         )
                     return
-                problem = "it still is the same process"
+                problem = problem or "it still is the same process"
             except ServerGone as e:
                 problem = str(e)
             if time.monotonic() > until:

@@ -131,8 +131,9 @@ class Engine(Protocol):
 
     It may have a `version` once it is started: one line that says what computes (`vllm 0.32.0 on cpu`); `dead`: why it
     will never answer again, None while it does, looked at every few seconds; and a `max_model_len`, in tokens: longer
-    conversations are cut to it. A `waits_for` says for what it waits that somebody else has to do before it can start:
-    it is not late then. One with an HTTP server of its own gives that by `async application(name, recording)`: an ASGI
+    conversations are cut to it. A `waits_for` says for what it waits that somebody else has to do before it can start,
+    where it is not late then, or can answer; a `runs_wait`, in words, what a person has to see to before it answers
+    again. One with an HTTP server of its own gives that by `async application(name, recording)`: an ASGI
     application of vLLM's API in which the model is called `name`, and which tells what it generates for a request to
     `recording()`, a `Recording`, or None where nobody asks.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import random
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from trinity_es.actors.engines.http_client import LOOK_BYTES, http_client, up_to
 from trinity_es.events.errors import EngineError
+from trinity_es.events.values import local_time
 
 if TYPE_CHECKING:
     import httpx
@@ -34,6 +36,8 @@ KEEP_SECONDS = 2.0
 something is sent."""
 LOOK_SECONDS = 10.0
 """How long a server may take to say how it is."""
+UNANSWERED_SECONDS = 10.0
+"""How long a server may answer no request for tokens before that is told: nothing is wrong with it yet."""
 BUSY = 429, 503
 """Statuses of a server that takes nothing now."""
 BUSY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
@@ -69,7 +73,7 @@ class ServerFacts:
     """The folder or hub id that it was started with; empty where it does not say."""
     max_model_len: int
     version: str
-    """Of vLLM."""
+    """Of vLLM; empty where it does not say."""
     spans: bool
     """Answers tell which weights made which token (`/inference/v1/generate`, of `--enable-scale-out`)."""
     loads: bool
@@ -140,8 +144,14 @@ class VLLMServer:
     ) -> Any:
         """Return the JSON of an answer that is one. Raises EngineError for any other status."""
         answer = await self.request(method, path, body, seconds=seconds, most=most, **params)
-        self._check(answer.status_code, answer.text, path)
-        return self._read(answer, lambda told: told) if answer.content else None
+        self._check(answer, path)
+        told = self._read(answer, lambda told: told) if answer.content else None
+        results = (told.get("results") or [] if isinstance(told, dict) else [])
+        for said in (told, *(results if isinstance(results, list) else ())):
+            if isinstance(said, dict) and (said.get("error") or said.get("success") is False):
+                raise EngineError(f"{self.url}{path} answered {answer.status_code}, and says that it failed: "
+                                  f"{self.scrubbed(_message(answer.text))}")
+        return told
 
     async def tokens(self, path: str, body: Any, most: int) -> Any:
         """Return the same of a request for tokens: asked again after a while where the server takes nothing now."""
@@ -168,6 +178,17 @@ class VLLMServer:
         refuses others at once.
         """
         return any(begun < moment for begun in self._begun.values())
+
+    def unanswered(self, answered: float) -> str:
+        """Return since when the server, asked for tokens, has answered nobody, in words; empty: that is not long.
+
+        `answered`: when it last did, by the monotonic clock.
+        """
+        silent = time.monotonic() - max(answered, min(self._begun.values(), default=math.inf))
+        if silent < UNANSWERED_SECONDS:
+            return ""
+        asked, since = len(self._begun), local_time(time.time() - silent)
+        return f"an answer of {self.url}: it has {asked} request{'s'[: asked - 1]}, and has answered none since {since}"
 
     async def events(self, path: str, body: Any, most: int) -> AsyncGenerator[dict[str, Any]]:
         """Yield the events of a streamed answer to one. Closing it ends the request. Raises as `ask`."""
@@ -203,7 +224,8 @@ class VLLMServer:
         try:
             async with self._client().stream("POST", path, json=body, extensions=up_to(most)) as answer:
                 if answer.status_code != 200:
-                    self._check(answer.status_code, (await answer.aread()).decode(errors="replace"), path)
+                    await answer.aread()
+                    self._check(answer, path)
                 async for line in answer.aiter_lines():
                     if not line.startswith("data: ") or line == "data: [DONE]":
                         continue
@@ -223,7 +245,8 @@ class VLLMServer:
             told = self.scrubbed(_message(answer.text))
             raise EngineError(f"{answer.request.url} answered what no vLLM server does: {told!r}") from e
 
-    def _check(self, status: int, text: str, path: str) -> None:
+    def _check(self, answer: httpx.Response, path: str) -> None:
+        status, text = answer.status_code, answer.text
         if status < 300:
             return
         told = self.scrubbed(_message(text))
@@ -234,16 +257,26 @@ class VLLMServer:
             raise EngineError(f"{self.url} {wrong}, where the system is started", status=status)
         kind = ServerGone if status in (429, 502, 503, 504) else EngineError
         refused = {"refused": True} if path in ASKED and status in (400, 413, 422) and _by_vllm(text) else {}
-        raise kind(f"{self.url}{path} answered {status}: {told}", status=status, **refused)
+        to = self.scrubbed(answer.headers.get("location", "")[:300])
+        told = f", which sends on to {to}: give the URL of the server itself" if to else f": {told}" if told else ""
+        raise kind(f"{self.url}{path} answered {status}{told}", status=status, **refused)
 
     def scrubbed(self, text: str) -> str:
         """Return a text without the key."""
         return text.replace(self._key, "***") if self._key else text
 
     # --- who and what it is -----------------------------------------------------------------------------------------
-    async def healthy(self) -> bool:
-        """Return True if it serves: False where its engine died, or it is a server that starts. Raises ServerGone."""
-        return (await self.request("GET", "/health", seconds=LOOK_SECONDS)).status_code == 200
+    async def unhealthy(self) -> str:
+        """Return what is wrong where its engine died, or it is a server that starts; empty: it serves.
+
+        Raises ServerGone.
+        """
+        answer = await self.request("GET", "/health", seconds=LOOK_SECONDS)
+        try:
+            self._check(answer, "/health")
+        except EngineError as e:
+            return str(e)
+        return ""
 
     async def facts(self) -> ServerFacts:
         """Return what it says of itself. Raises EngineError for a server that is no vLLM."""
@@ -253,7 +286,7 @@ class VLLMServer:
             model, room = str(first["id"]), int(first["max_model_len"])
         except (KeyError, TypeError, ValueError) as e:
             raise EngineError(f"{self.url} is no vLLM server: /v1/models tells no model with max_model_len") from e
-        version = "?"
+        version = ""
         with contextlib.suppress(EngineError, KeyError, TypeError):
             version = str((await self.ask("GET", "/version", seconds=LOOK_SECONDS))["version"])
         # A body that can't be: 400 where the route is there, 403 where it was not enabled, 404 in other versions.
@@ -277,7 +310,7 @@ class VLLMServer:
         answer = await self.request("GET", "/weight_info", seconds=LOOK_SECONDS)
         if answer.status_code in (404, 405):
             return None
-        self._check(answer.status_code, answer.text, "/weight_info")
+        self._check(answer, "/weight_info")
         return self._read(answer, lambda told: str(told["weight_version"]))
 
     async def started(self) -> str:
@@ -311,7 +344,7 @@ class VLLMServer:
     async def paused(self) -> bool:
         """Return True if it makes no tokens."""
         answer = await self.request("GET", "/is_paused", seconds=LOOK_SECONDS)
-        self._check(answer.status_code, answer.text, "/is_paused")
+        self._check(answer, "/is_paused")
         return self._read(answer, lambda told: bool(told["is_paused"]))
 
     async def rejects(self) -> bool:

@@ -18,7 +18,7 @@ from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.engines.vllm_http_api import ASKED
 from trinity_es.events.errors import EngineError
 
-__all__ = ["UNREADABLE", "Answer", "TextCutter", "answers", "body", "most_bytes", "prompt_logprobs", "route"]
+__all__ = ["OTHERS", "UNREADABLE", "Answer", "TextCutter", "answers", "body", "most_bytes", "prompt_logprobs", "route"]
 
 _FLOOR = -9999.0
 """What vLLM writes for minus infinity, and for NaN."""
@@ -26,6 +26,8 @@ _ROUNDING = 1e-3
 """Maximum of a logprob: 0, but for what floats round."""
 _ENDS = frozenset({"stop", "length", "abort", "repetition"})
 """Why an answer may end."""
+OTHERS = "; docs/ENGINES.md (Tried) names the versions of vLLM that tell it"
+"""What is said where an answer lacks something."""
 UNREADABLE = KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError
 """What reading JSON of another form than was thought raises."""
 
@@ -93,12 +95,13 @@ def most_bytes(asked: Mapping[str, Any], vocabulary: int) -> int:
 
 
 def answers(
-    told: Any, sampling: Sampling, *, spans: bool, vocabulary: int, whole: bool = True, server: str = "the server"
+    told: Any, sampling: Sampling, *, spans: bool, vocabulary: int, whole: bool = True, server: str = "the server",
+    prompt: Sequence[int] | None = None,
 ) -> list[Answer]:
     """Return what a response, or an event of a stream (not `whole`), holds, by index.
 
-    `vocabulary`: how many token ids the model has; `server`: its URL, for errors. Raises EngineError for what can't be
-    read, or can't be.
+    `vocabulary`: how many token ids the model has; `server`: its URL, for errors; `prompt`: what was asked, where an
+    answer that tells its prompt is to be to that. Raises EngineError for what can't be read, or can't be.
     """
     try:
         choices = sorted(told["choices"], key=lambda choice: _whole(choice["index"]))
@@ -106,11 +109,21 @@ def answers(
         if numbers != list(range(sampling.n)) and (whole or numbers not in ([], [0])):
             raise ValueError(f"it has the choices {numbers!r:.80} where {sampling.n} were asked for, numbered from 0")
         found = [_answer(choice, sampling, spans) for choice in choices]
-        for answer in found:
+        for answer, choice in zip(found, choices, strict=True):
             _check(answer, sampling, vocabulary, whole)
+            if prompt is not None and (to := choice.get("prompt_token_ids")) is not None and to != list(prompt):
+                raise ValueError(f"it is to another prompt, of {len(to)} tokens, where {len(prompt)} were sent")
     except UNREADABLE as e:
-        raise EngineError(f"{server} gave an answer that can't be read ({type(e).__name__}: {e})") from e
+        raise EngineError(f"{server} gave an answer that can't be read ({_odd(e, told)})") from e
     return found
+
+
+def _odd(error: BaseException, told: Any) -> str:
+    """Return what is missing or odd in an answer, in words."""
+    if not isinstance(error, KeyError):
+        return f"{type(error).__name__}: {error}"
+    said = f", and says {str(told)[:200]!r}" if error.args == ("choices",) else ""
+    return f"it has no {error.args[0]}{said}{'' if said else OTHERS}"
 
 
 def _answer(choice: dict[str, Any], sampling: Sampling, spans: bool) -> Answer:
@@ -153,7 +166,10 @@ def _whole(value: Any) -> int:
 
 
 def _logprob(value: Any, above: float = -math.inf) -> float:
-    found = float(value)
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{value!r:.80} is no logprob") from None
     if not above < found <= _ROUNDING:
         raise ValueError(f"{found} is no logprob")
     return found
@@ -171,6 +187,7 @@ Rows = list[tuple[float, list[tuple[int, float]]]]
 def _token_rows(choice: dict[str, Any], ids: list[int]) -> Rows:
     content = (choice.get("logprobs") or {}).get("content") or []
     rows: Rows = []
+    _require_one_each("logprobs.content", content, choice, ids)
     for token, row in zip(ids, content, strict=True):
         if int(row["token_id"]) != token:
             raise ValueError(f"a logprob of token {row['token_id']} where {token} was made")
@@ -182,18 +199,28 @@ def _token_rows(choice: dict[str, Any], ids: list[int]) -> Rows:
 def _completion_rows(choice: dict[str, Any], ids: list[int]) -> Rows:
     told = choice.get("logprobs") or {}
     rows: Rows = []
-    columns = zip(
-        ids, told.get("tokens") or (), told.get("token_logprobs") or (), told.get("top_logprobs") or (), strict=True
-    )
-    for token, name, logprob, top in columns:
+    columns = [told.get(name) or [] for name in ("tokens", "token_logprobs", "top_logprobs")]
+    for name, column in zip(("tokens", "token_logprobs", "top_logprobs"), columns, strict=True):
+        _require_one_each(f"logprobs.{name}", column, choice, ids)
+    for token, name, logprob, top in zip(ids, *columns, strict=True):
         if _token(name) != token:
             raise ValueError(f"a logprob of {name} where token {token} was made")
         rows.append((_own(logprob), [(_token(n), _logprob(v)) for n, v in (top or {}).items()]))
     return rows
 
 
+def _require_one_each(field: str, entries: Sequence[Any], choice: dict[str, Any], ids: list[int]) -> None:
+    if entries and not choice.get("token_ids"):
+        raise ValueError(f"it has no token_ids{OTHERS}")
+    if len(entries) != len(ids):
+        raise ValueError(f"it has {len(entries)} entries in {field}, and {len(ids)} token_ids{OTHERS}")
+
+
 def _token(name: str) -> int:
-    return int(name.removeprefix("token_id:"))
+    try:
+        return int(name.removeprefix("token_id:"))
+    except ValueError:
+        raise ValueError(f"its logprobs name a token by text, {name!r:.80}, not as token_id:NUMBER{OTHERS}") from None
 
 
 def prompt_logprobs(
@@ -208,7 +235,7 @@ def prompt_logprobs(
         rows = [{int(token): _logprob(item["logprob"]) for token, item in row.items()} for row in told[1:]]
         own = [row[token] for row, token in zip(rows, ids[1:], strict=True)]
     except UNREADABLE as e:
-        raise EngineError(f"{server} told no logprobs of the prompt ({type(e).__name__}: {e})") from e
+        raise EngineError(f"{server} told no logprobs of the prompt ({_odd(e, told)})") from e
     if temperature == 1.0:
         return own
     import numpy as np

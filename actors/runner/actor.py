@@ -112,8 +112,8 @@ class Runner(BaseActor):
     def beat(self) -> None:
         """Tell that this process lives and whether its engine's loop does; send again what may have been lost."""
         self.after(BEAT_SECONDS, "beat", self.beat)
-        now = self.now()
-        if now - self.beaten > 3 * BEAT_SECONDS:  # this process itself stood still, and its engine's loop with it
+        now, asked = self.now(), self.beaten
+        if now - asked > 3 * BEAT_SECONDS:  # this process itself stood still, and its engine's loop with it
             self.answered = now
         self.beaten = now
 
@@ -121,7 +121,7 @@ class Runner(BaseActor):
             self.answered = now
 
         self.engine_side.ping(answered)
-        silent = max(0.0, now - self.answered - BEAT_SECONDS)
+        silent = 0.0 if self.answered >= asked else max(0.0, now - self.answered - BEAT_SECONDS)
         if silent > HANG_SHARE * self.config.system.hang_timeout and (key := self.engine_side.blocking()):
             self.give_up(key, f"its workflow blocked the engine's loop for {silent:.0f} s: await, or use a thread")
         if self.given_up is not None:  # it ends for it already: the guardian is not to end it first, and blame them all
@@ -129,7 +129,7 @@ class Runner(BaseActor):
         trouble, waits_for = self.engine_side.trouble, self.engine_side.waits_for
         alive = messages.Heartbeat(
             self.name, self.incarnation, os.getpid(), silent, self.epoch, trouble, waits_for=waits_for,
-            runs_wait=self.engine_side.played.waits(),
+            runs_wait=self.engine_side.runs_wait,
         )
         self.tell(alive)
         self.send(self.guardian, alive)

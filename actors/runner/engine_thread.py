@@ -141,8 +141,13 @@ class EngineThread:
 
     @property
     def waits_for(self) -> str:
-        """The thing that somebody else has to do before the engine can start; empty: none."""
+        """The thing that somebody else has to do before the engine can start, or answers again; empty: nothing."""
         return getattr(self.engine, "waits_for", "")
+
+    @property
+    def runs_wait(self) -> str:
+        """The thing that runs wait for outside of the system, in words, as they or the engine tell it; empty: none."""
+        return self.played.waits() or getattr(self.engine, "runs_wait", "")
 
     @property
     def url(self) -> str:

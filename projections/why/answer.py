@@ -186,8 +186,8 @@ def mend_weights(server: str) -> str:
 
 
 def start_server(url: str) -> str:
-    """Return what to do about a server of others that is not there."""
-    return f"start the server {url}, or take it away: `trinity-es scale CONFIG --remove {url}`"
+    """Return what to do about a server of others that is not there, or can't be used as it is."""
+    return f"start or mend the server {url}, or take it away: `trinity-es scale CONFIG --remove {url}`"
 
 
 def resume_command(store: str) -> str:

@@ -345,7 +345,8 @@ def _signs(runner: RunnerSnapshot | None, since: float, now: float) -> str:
         quiet = runner.silent > QUIET_SECONDS
         loop = ", and its engine's loop " + (f"has not answered for {span(runner.silent)}" if quiet else "answers")
     told = f"its runner {', '.join(signs)}{loop}" if signs else ""
-    return "; ".join(part for part in (told, _short(runner.runs_wait)) if part)
+    waits = runner.runs_wait or (f"it waits for {runner.waits_for}" if runner.waits_for else "")
+    return "; ".join(part for part in (told, _short(waits)) if part)
 
 
 def _without_place(situation: SystemSnapshot, course: BatchTimes, serving: list[RunnerSnapshot], now: float) -> Waiting:

@@ -80,7 +80,7 @@ class RunnerSnapshot:
     restart_in: float | None = None
     """Seconds until it is started again."""
     waits_for: str = ""
-    """What its engine waits for before it can start, in words, where the system told."""
+    """What its engine waits for before it can start, or answer, in words, where the system told."""
     runs_wait: str = ""
     """What some of its runs wait for outside of the system, in words, where the system told."""
     server: str = ""

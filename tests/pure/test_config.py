@@ -182,6 +182,14 @@ def test_engines_of_others_are_refused_what_they_can_not_do(more: dict[str, Any]
         Config.from_dict({"explorer": {"rollout_model": {"engine_type": "http", **more}}})
 
 
+def test_servers_of_others_are_in_no_group_for_weights() -> None:
+    data = {"explorer": {"rollout_model": {"engine_type": "http", "servers": {"urls": ["http://a:1"]}}},
+            "synchronizer": {"sync_method": "nccl"}}
+    with pytest.raises(ConfigError, match=r"rollout_model.engine_type is http, and synchronizer.sync_method is nccl: "):
+        Config.from_dict(data)
+    Config.from_dict(data | {"synchronizer": {"sync_method": "memory"}})
+
+
 # --- what is refused ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("text", "overrides", "message"), [
     ("name: r\nexplorer:\n  max_timeot: 3\n", [],

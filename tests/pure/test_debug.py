@@ -11,7 +11,10 @@ import pytest
 import yaml
 
 from tests.helpers.handmade import cli
+from trinity_es.config.schema import RolloutModelConfig
+from trinity_es.events.errors import ConfigError
 from trinity_es.events.experience import Experience
+from trinity_es.run import single_task
 from trinity_es.workflows.workflow import Workflow
 
 
@@ -176,3 +179,13 @@ def test_p9_reply_prefix_is_the_beginning_of_the_answer(config: Path) -> None:
     first = told["experiences"][0]
     assert "<think>" in first["prompt_text"]
     assert "<think>" not in first["response_text"]
+
+
+def test_p38_an_engine_by_http_is_the_first_server_of_the_config() -> None:
+    urls = ["http://a:1", "http://b:1"]
+    first = RolloutModelConfig(engine_type="http", servers={"urls": urls, "key_variable": "KEY"})  # type: ignore[arg-type]
+    options = single_task._settings(first).options
+    assert (options["url"], options["key_variable"]) == ("http://a:1", "KEY")
+    listed = RolloutModelConfig(engine_type="http", servers={"file": "servers.txt"})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"name it in servers.urls, in place of servers.file"):
+        single_task._settings(listed)

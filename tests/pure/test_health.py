@@ -79,7 +79,7 @@ def test_an_engine_that_waits_for_its_server_is_a_problem_after_a_while(waited: 
     found = problems(row, [SERVER], "started")
     assert len(found) == told
     for line in found:
-        assert f"runner-0 waits to start its engine: {AWAITED}; start the server {URL}, or take it away" in line
+        assert f"runner-0 waits to start its engine: {AWAITED}; start or mend the server {URL}, or take it away" in line
         assert f"`trinity-es scale CONFIG --remove {URL}`" in line
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from trinity_es import WORKFLOWS, AsyncSimpleWorkflow, Experience, RewardFn, SimpleWorkflow
-from trinity_es.actors.engines.interface import EngineConfig
+from trinity_es.actors.engines.interface import EngineConfig, Sampling
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
+from trinity_es.events.errors import EngineError
 from trinity_es.events.values import Args, Status, Task, task_from_dict, task_to_dict
 from trinity_es.testing import ScriptedEngine
 
@@ -122,3 +123,12 @@ def test_what_a_reward_gave_that_is_no_number_is_told_with_its_name(workflow: st
 
     with pytest.raises(AssertionError, match=f"judge gave {said}: give a finite number"):
         played(WORKFLOWS.get(workflow), reward_fn=judge, reward_fn_args={})
+
+
+async def test_the_scripted_engine_has_the_room_that_max_model_len_says() -> None:
+    engine = ScriptedEngine(EngineConfig(model_path="", max_model_len=8))
+    assert [len(c.token_ids) for c in await engine.generate([65] * 5, Sampling(max_tokens=16, n=2))] == [3, 3]
+    assert len([piece async for piece in engine.stream([65] * 5, Sampling(max_tokens=16))]) == 3
+    with pytest.raises(EngineError, match=r"a prompt of 8 tokens leaves no room .* max_model_len 8") as failed:
+        await engine.generate([65] * 8, Sampling())
+    assert failed.value.details["refused"]

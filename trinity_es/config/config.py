@@ -128,6 +128,12 @@ class Config(Section):
                 "hosts.address is set, and synchronizer.sync_method is nccl: no group is made with engines of other "
                 "hosts. Set it to memory, or to checkpoint: hosts pull from the head what they can't read"
             )
+        if rollout.engine_type == "http" and self.synchronizer.sync_method == "nccl":
+            raise ValueError(
+                "explorer.rollout_model.engine_type is http, and synchronizer.sync_method is nccl: servers of others "
+                "join no group, they load weights from a folder. Set it to checkpoint, or, where the servers are on "
+                "the trainer's host, to memory"
+            )
         url = make_url(self.store.url or file_url(beside / "log.sqlite"))
         if url.get_backend_name() == "sqlite":
             if self.hosts.address:

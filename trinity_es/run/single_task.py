@@ -13,7 +13,7 @@ import os
 import traceback
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,11 @@ from trinity_es.actors.engines.devices import place
 from trinity_es.actors.plugins import look_in, resolve
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
 from trinity_es.actors.serving.engine_server import EngineServer
+from trinity_es.actors.settings import EngineConfig
 from trinity_es.client.validation import encode_tasks
 from trinity_es.config.buffer import TasksetConfig
 from trinity_es.config.config import Config
+from trinity_es.config.schema import RolloutModelConfig
 from trinity_es.events.errors import ConfigError, TasksetError
 from trinity_es.events.experience import Experience
 from trinity_es.events.private_files import make_private_folder
@@ -102,7 +104,7 @@ async def play(config: Config, task: Task, *, runs: int | None = None, folder: P
     os.environ.update(past_proxies(os.environ))  # as in a run
     try:
         for model in models:
-            engines.append(resolve(model.engine_class, {}, "engine")(model.engine_config()))
+            engines.append(resolve(model.engine_class, {}, "engine")(_settings(model)))
             with _placed(first, model.tensor_parallel_size, places):
                 await engines[-1].start()
             first += model.tensor_parallel_size
@@ -133,6 +135,17 @@ async def play(config: Config, task: Task, *, runs: int | None = None, folder: P
     )
     await asyncio.to_thread(_keep, played)
     return played
+
+
+def _settings(model: RolloutModelConfig) -> EngineConfig:
+    """Return what an engine of this model is built with: one by HTTP gets the first of its servers."""
+    settings, servers = model.engine_config(), model.servers
+    if model.engine_type != "http":
+        return settings
+    if not servers.urls:
+        raise ConfigError(f"one task is played on one server: name it in servers.urls, in place of "
+                          f"servers.{servers.ways[0]}")
+    return replace(settings, options={**settings.options, "url": servers.urls[0]})
 
 
 @contextlib.contextmanager

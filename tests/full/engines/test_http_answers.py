@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,34 @@ class Wrong(StandIn):
         return choice
 
 
+class LosesLabels(Wrong):
+    """It says of each label that it took it, and keeps its own."""
+
+    async def set_label(self, request: Request) -> Response:
+        return JSONResponse({"success": True})
+
+
+def unmet(server: Wrong, model: Path) -> HTTPEngine:
+    """Return an engine that has not met the server yet."""
+    engine = HTTPEngine(EngineConfig(model_path=str(model), options={"url": "http://a:1"}))
+    engine.server = VLLMServer("http://a:1", transport=httpx.ASGITransport(server.app()))
+    return engine
+
+
+async def until(is_so: Callable[[], object], seconds: float = 20.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not is_so():
+            await asyncio.sleep(0.01)
+
+
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    """Cancel a task until it has ended: `asyncio.wait_for` of Python 3.11 loses one that comes with its result."""
+    async with asyncio.timeout(20):
+        while not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=0.1)
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pauses, and nobody looks at the server between two requests."""
@@ -109,8 +137,7 @@ def server(tiny: Path, spans: bool) -> Wrong:
 @pytest.fixture
 async def engine(server: Wrong, tiny: Path) -> AsyncIterator[HTTPEngine]:
     """An engine that met the server."""
-    engine = HTTPEngine(EngineConfig(model_path=str(tiny), options={"url": "http://a:1"}))
-    engine.server = VLLMServer("http://a:1", transport=httpx.ASGITransport(server.app()))
+    engine = unmet(server, tiny)
     try:
         await engine.start()
         yield engine
@@ -339,3 +366,75 @@ async def test_a_server_that_takes_nothing_any_more_ends_the_engine(server: Wron
     with pytest.raises(EngineError, match="answered 429") as failed:
         await engine.generate([5], EIGHT)
     assert failed.value.details["dead"]
+
+
+async def test_a_server_that_does_not_keep_its_label_is_told_and_not_met_again_and_again(tiny: Path) -> None:
+    server = LosesLabels(tiny)
+    engine = unmet(server, tiny)
+    with pytest.raises(EngineError, match=r"http://a:1 does not keep the label .* tells 'default' .*: give the URL of"):
+        await asyncio.wait_for(engine.start(), 20)
+    assert server.asked == 0
+
+
+async def test_what_keeps_a_server_from_being_met_is_what_its_engine_waits_for(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows when its process was started, so it may have restarted: it is met again, and told why."""
+
+    async def nothing(self: VLLMServer) -> str:
+        return ""
+
+    monkeypatch.setattr(http_engine, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(VLLMServer, "started", nothing)
+    engine = unmet(LosesLabels(tiny), tiny)
+    starting = asyncio.create_task(engine.start())
+    await until(lambda: engine.waits_for or starting.done())
+    for _ in range(50):
+        assert "http://a:1 does not keep the label" in engine.waits_for, "between two meetings, too"
+        await asyncio.sleep(0.002)
+    await cancelled(starting)
+
+
+async def test_a_server_that_never_answers_a_first_request_is_named_while_it_is_waited_for(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_engine, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(vllm_http_api, "UNANSWERED_SECONDS", 0.05)
+    server = Wrong(tiny)
+    server.args.latency = 3600.0
+    engine = unmet(server, tiny)
+    starting = asyncio.create_task(engine.start())
+    await until(lambda: engine.waits_for or starting.done())
+    assert re.match(r"an answer of http://a:1: it has 1 request, and has answered none since 20", engine.waits_for)
+    server.args.latency = 0.0
+    await cancelled(starting)
+    engine = unmet(server, tiny)
+    await engine.start()
+    assert engine.waits_for == ""
+    await engine.stop()
+
+
+async def test_a_pause_by_somebody_else_and_a_server_that_answers_nobody_are_told_in_a_run(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_engine, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(vllm_http_api, "UNANSWERED_SECONDS", 0.05)
+    server = Wrong(tiny)
+    engine = unmet(server, tiny)
+    await engine.start()
+    await engine.server.ask("POST", "/pause", mode="keep")
+    asked = asyncio.create_task(engine.generate([5], EIGHT))
+    await until(lambda: engine.runs_wait)
+    assert "its requests wait for the end of a pause of http://a:1 " in engine.runs_wait
+    assert "POST http://a:1/resume ends it" in engine.runs_wait
+    await engine.server.resume()
+    await asked
+    await until(lambda: not engine.runs_wait and not engine.waits_for)
+    server.args.latency = 3600.0
+    asked = asyncio.create_task(engine.generate([5], EIGHT))
+    await until(lambda: engine.waits_for)
+    assert "an answer of http://a:1: it has 1 request, and has answered none since" in engine.waits_for
+    assert engine.runs_wait == "", "nothing is known to be wrong with it"
+    await cancelled(asked)
+    await until(lambda: not engine.waits_for)
+    await engine.stop()

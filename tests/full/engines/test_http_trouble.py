@@ -75,7 +75,7 @@ async def test_a_stop_lets_a_change_of_weights_end_and_asks_nothing_after(
             assert server.ask("/weight_info")["weight_version"].startswith("trinity-es/1/")
             assert not server.ask("/is_paused")["is_paused"]
             with pytest.raises(ServerGone, match="is asked nothing any more"):
-                await engine.server.healthy()
+                await engine.server.unhealthy()
 
 
 async def test_an_answer_that_is_no_json_is_an_engine_error() -> None:

@@ -43,7 +43,7 @@ def asked(spans: bool, stream: bool = False, **sampling: Any) -> dict[str, Any]:
 
 
 LOOKS: dict[str, Callable[[VLLMServer], Any]] = {
-    "health": VLLMServer.healthy, "facts": VLLMServer.facts, "label": VLLMServer.label, "metrics": VLLMServer.started,
+    "health": VLLMServer.unhealthy, "facts": VLLMServer.facts, "label": VLLMServer.label, "metrics": VLLMServer.started,
     "tokenize": lambda server: server.tokenize("a"), "pause": VLLMServer.pause, "paused": VLLMServer.paused,
     "workers": lambda server: server.in_workers("reload_weights"),
 }
@@ -59,6 +59,65 @@ async def test_a_look_whose_answer_has_no_end_is_the_servers_error(look: Callabl
     assert endless.sent <= LOOK_BYTES + PART
     assert classify(failed.value)[0] == "infra"
     await server.close()
+
+
+@pytest.mark.parametrize(("answer", "told"), [
+    (httpx.Response(200), ""), (httpx.Response(204), ""),
+    (httpx.Response(308, headers={"location": "https://b/health"}),
+     "http://a:1/health answered 308, which sends on to https://b/health: give the URL of the server itself"),
+    (httpx.Response(404, text="not here"), "http://a:1/health answered 404: not here"),
+    (httpx.Response(500), "http://a:1/health answered 500"), (httpx.Response(503), "http://a:1/health answered 503"),
+    (httpx.Response(401), "http://a:1 wants a key (401), and there is none: put it into the environment variable KEY, "
+                          "where the system is started"),
+], ids=lambda value: str(value.status_code) if isinstance(value, httpx.Response) else "")
+async def test_a_server_that_is_not_healthy_says_what_it_answered(answer: httpx.Response, told: str) -> None:
+    server = VLLMServer("http://a:1", key_variable="KEY", transport=httpx.MockTransport(lambda _: answer))
+    assert await server.unhealthy() == told
+    await server.close()
+
+
+@pytest.mark.parametrize("body", [
+    {"success": False, "message": "no"}, {"error": "no"}, {"results": [None, {"error": "no"}]},
+], ids=str)
+async def test_what_says_that_it_failed_did_so_whatever_its_status(body: dict[str, Any]) -> None:
+    server = VLLMServer("http://a:1", transport=httpx.MockTransport(lambda _: httpx.Response(200, json=body)))
+    for ask in (lambda: server.set_label("a"), lambda: server.in_workers("reload_weights"), server.pause):
+        with pytest.raises(EngineError, match=r"http://a:1/\w+ answered 200, and says that it failed: .*no"):
+            await ask()
+    await server.close()
+
+
+def _choice(**other: Any) -> dict[str, Any]:
+    return {"index": 0, "token_ids": [5, 6], "finish_reason": "stop", **other}
+
+
+NAMES = {"tokens": ["token_id:5", "token_id:6"], "token_logprobs": [-1.0, -1.0], "top_logprobs": [{}, {}]}
+LIKE_OTHERS = "; docs/ENGINES.md (Tried) names the versions of vLLM that tell it"
+
+
+@pytest.mark.parametrize(("spans", "choice", "told"), [
+    (False, _choice(token_ids=None, logprobs=NAMES), f"ValueError: it has no token_ids{LIKE_OTHERS}"),
+    (False, _choice(logprobs=None),
+     f"ValueError: it has 0 entries in logprobs.tokens, and 2 token_ids{LIKE_OTHERS}"),
+    (False, _choice(logprobs=NAMES | {"top_logprobs": None}),
+     f"ValueError: it has 0 entries in logprobs.top_logprobs, and 2 token_ids{LIKE_OTHERS}"),
+    (False, _choice(logprobs=NAMES | {"tokens": ["A", "B"]}),
+     f"ValueError: its logprobs name a token by text, 'A', not as token_id:NUMBER{LIKE_OTHERS}"),
+    (False, _choice(logprobs=NAMES | {"token_logprobs": [None, -1.0]}), "ValueError: None is no logprob"),
+    (True, _choice(logprobs=None), f"ValueError: it has 0 entries in logprobs.content, and 2 token_ids{LIKE_OTHERS}"),
+    (True, _choice(logprobs={"content": [{"token": "token_id:5", "logprob": -1.0}] * 2}),
+     f"it has no token_id{LIKE_OTHERS}"),
+    (True, _choice(prompt_token_ids=[1, 2]), "ValueError: it is to another prompt, of 2 tokens, where 3 were sent"),
+    (True, None, "it has no choices, and says \"{'object': 'error', 'message': 'CUDA OOM'}\""),
+], ids=lambda value: value[:40] if isinstance(value, str) else "")
+def test_an_answer_of_another_kind_of_server_is_told_by_the_field_that_is_missing_or_odd(
+    spans: bool, choice: dict[str, Any] | None, told: str
+) -> None:
+    answer = {"choices": [choice]} if choice else {"object": "error", "message": "CUDA OOM"}
+    sampling = Sampling(max_tokens=4, logprobs="prompt_token_ids" not in (choice or {}))
+    with pytest.raises(EngineError) as failed:
+        answers(answer, sampling, spans=spans, vocabulary=9, server="http://a:1 (vLLM 0.8.4)", prompt=[1, 2, 3])
+    assert str(failed.value) == f"http://a:1 (vLLM 0.8.4) gave an answer that can't be read ({told})"
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from trinity_es.actors.run_activity import SHOWN_RUNS, RunActivity, runner_state, table
+from trinity_es.actors.runner.actor import BEAT_SECONDS, Runner
 from trinity_es.testing import ManualClock
 
 KNOWN = {"runner": "runner-0", "incarnation": 1, "model": "rollout", "state": "ready", "model_version": 3, "units": 2}
@@ -73,3 +78,21 @@ def test_p14_the_table_has_a_line_a_runner() -> None:
         ["judge-0", "judge", "ready,", "silent", "3", "0", "0", "-", "-"],
         ["runner-0", "rollout", "ready", "3", "2", "1", "7/0/3", "12.3"],
     ]
+
+
+@pytest.mark.parametrize(("answers", "silent"), [(True, [0.0, 0.0, 0.0, 0.0]), (False, [0.0, 0.0, 2.006, 4.009])])
+def test_a_loop_that_answers_each_beat_is_not_silent_though_beats_are_late(answers: bool, silent: list[float]) -> None:
+    now = [100.0]
+    side = SimpleNamespace(trouble="", waits_for="", runs_wait="", blocking=lambda: None,
+                           ping=lambda answered: answered() if answers else None)
+    told: list[float] = []
+    runner: Any = SimpleNamespace(
+        now=lambda: now[0], after=lambda *_: None, beat=None, answered=100.0, beaten=100.0, engine_side=side,
+        config=SimpleNamespace(system=SimpleNamespace(hang_timeout=60.0)), given_up=None, name="runner-0",
+        incarnation=1, epoch=1, tell=lambda beat: told.append(round(beat.silent, 3)), send=lambda *_: None,
+        guardian=None, beats=0, coordinator=None,
+    )
+    for _ in silent:
+        Runner.beat(runner)
+        now[0] += BEAT_SECONDS + 0.003
+    assert told == silent

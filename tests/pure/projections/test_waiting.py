@@ -58,9 +58,11 @@ OUTSIDE = "2 of its runs wait for the OpenEnv server http://h:1: refused, for 12
 
 @pytest.mark.parametrize(("after", "row", "cause", "words"), [
     (30.0, {"seen": T + 29, "runs_wait": OUTSIDE}, "slow", f"was heard of 1.0 s ago; {OUTSIDE}$"),
+    (30.0, {"seen": T + 29, "waits_for": "an answer of http://a:1"}, "slow", "; it waits for an answer of http://a:1$"),
     (30.0, None, "slow", "its runner finished another unit 29 s ago"), (0.25, None, "running", ""),
     (40.0, {"seen": T + 39, "silent": 3.0}, "slow", "its engine's loop has not answered for 4.0 s"),
-], ids=["its runs wait for what is outside", "told by a log alone", "no longer than others", "silent for a moment"])
+], ids=["its runs wait for what is outside", "its engine waits", "told by a log alone", "no longer than others",
+        "silent for a moment"])
 def test_a_unit_that_is_not_hung_says_what_is_known_of_it(
     one_left: Story, after: float, row: dict[str, Any] | None, cause: str, words: str
 ) -> None:

@@ -29,7 +29,8 @@ def test_a_runner_whose_server_is_not_there_says_which_and_why_and_what_to_do() 
     assert told.sentence.endswith(
         f"runner-0 #2 waits to start its engine, for 62 s now: {URL} does not answer (ConnectError)"
     )
-    assert f"what to do: start the server {URL}, or take it away: `trinity-es scale CONFIG --remove {URL}`" in str(told)
+    way = f"start or mend the server {URL}, or take it away: `trinity-es scale CONFIG --remove {URL}`"
+    assert f"what to do: {way}" in str(told)
 
 
 def test_where_the_last_server_was_taken_away_a_server_is_to_be_added() -> None:

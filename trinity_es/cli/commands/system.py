@@ -93,8 +93,9 @@ def scale(
         return
     for s in servers:
         state = s["state"] if s["wanted"] else "ends its tasks, then leaves"
+        waits = "waits for " if s["state"] == "ready" and s["waits_for"] else ""
         said = s["waits_for"] or s["problem"]
-        print(plain(f"{s['url']}  {s['runner']}  {state}{': ' if said else ''}{said}"))
+        print(plain(f"{s['url']}  {s['runner']}  {state}{': ' if said else ''}{waits}{said}"))
     if not servers:
         print("there is no server")
 
