@@ -229,7 +229,8 @@ def _next_script(requests: socket.socket) -> list[str] | None:
             os.close(descriptor)
     _end_with_parent(warm)
     requests.close()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for which in (signal.SIGCHLD, signal.SIGHUP):  # the latter is ignored where nohup started the tests
+        signal.signal(which, signal.SIG_DFL)
     *streams, status, more = descriptors
     between = os.getpid()
     if (pid := os.fork()) != 0:  # in a process that waits for the script's end, and says how it ended
