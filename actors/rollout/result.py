@@ -6,7 +6,7 @@ import logging
 import traceback
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import lru_cache
 from numbers import Real
 from typing import Any
 
@@ -168,12 +168,12 @@ def run_result(run: int, experiences: list[Experience], seconds: float) -> RunRe
     return RunResult(run=run, metrics=metrics, experiences=len(experiences))
 
 
-@cache
+@lru_cache(maxsize=1000)  # said once
 def _say_left_out(name: str, kind: str) -> None:
     _log.warning("the metric %r of a workflow is a %s and no number: it is left out", name, kind)
 
 
-@cache
+@lru_cache(maxsize=1000)  # said once
 def _say_one(name: str) -> None:
     _log.warning("the metrics %r and %r of a workflow are one: their mean is kept", name, f"{name}:mean")
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+from trinity_es.config.config import Config
+from trinity_es.events.errors import ConfigError
 from trinity_es.events.experience import Experience
+from trinity_es.run.checkpointing import TrainerCheckpoints
 from trinity_es.run.trainer import learn
 
 ONE = Experience(tokens=[1, 2], prompt_length=1)
@@ -57,3 +62,12 @@ def test_more_metrics_than_a_step_may_have_are_left_out_and_told_once(caplog: py
     assert list(learn(Trainer(said), 3, [ONE])) == [f"m{i}" for i in range(10_000)]
     assert [r.getMessage() for r in caplog.records] == [
         "step 3: the trainer gave more than 10000 metrics: the others are left out"]
+
+
+async def test_a_checkpoint_of_another_run_that_appeared_meanwhile_is_not_written_over(tmp_path: Path) -> None:
+    weights = TrainerCheckpoints(Config.from_dict({"trainer": {"class": "a:B"}}, folder=tmp_path))
+    theirs = tmp_path / "checkpoints" / "trinity" / "run" / "global_step_1"
+    theirs.mkdir(parents=True)
+    with pytest.raises(ConfigError, match="global_step_1 is there already, and not of this run"):
+        await weights.save(Mock(), Mock(save=Mock(side_effect=AssertionError("written over"))), 1)
+    assert list(theirs.iterdir()) == []

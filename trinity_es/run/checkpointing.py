@@ -75,8 +75,7 @@ class TrainerCheckpoints:
     def of_this_run(self, point: ResumePoint, recorded_store: str) -> ResumePoint:
         """Return the point with the checkpoint where it lies now: the run's folders may have been moved or copied.
 
-        `recorded_store`: the URL of its store, as its log has it. Raises ConfigError if the checkpoint is gone, and if
-        checkpoints of another run lie where this one is to write its own.
+        `recorded_store`: the URL of its store, as its log has it. Raises ConfigError if the checkpoint is gone.
         """
         own = self._checkpoints.path(point.checkpoint_version)
         if point.checkpoint and own.is_dir() and str(own) != point.checkpoint:
@@ -92,13 +91,19 @@ class TrainerCheckpoints:
                 f"the run stands at weights {point.version}, and their checkpoint {point.checkpoint} is gone: engines "
                 f"and trainer start from it. Put it back, or into {own}, or, for a new run, {self.config.another_run}"
             )
+        return point
+
+    def require_no_others(self, point: ResumePoint) -> None:
+        """Raise ConfigError if newer checkpoints lie there that this run has not made: for who writes them here alone.
+
+        To others, one that the trainer publishes just now looks so.
+        """
         ours = self._begun()
         if others := [step for step in self._checkpoints.steps() if step > point.checkpoint_version and step != ours]:
             raise ConfigError(
                 f"{self._checkpoints.folder} holds checkpoints that this run has not made "
                 f"({', '.join(f'global_step_{step}' for step in others)}): move them away, or choose another `name`"
             )
-        return point
 
     # --- back -------------------------------------------------------------------------------------------------------
     def forget_unpublished(self, point: ResumePoint) -> None:
@@ -107,11 +112,6 @@ class TrainerCheckpoints:
         begun = self._begun()
         if begun is not None and begun > self.saved:
             shutil.rmtree(self._checkpoints.path(begun), ignore_errors=True)
-
-    def begin(self, step: int) -> None:
-        """Take note that the checkpoint of this step is going to be written."""
-        self._mark.parent.mkdir(parents=True, exist_ok=True)
-        self._mark.write_text(json.dumps({"step": step, "store": self._store()}))
 
     def _begun(self) -> int | None:
         """Return the step whose checkpoint this run had begun to write when it ended, if there is one."""
@@ -181,10 +181,11 @@ class TrainerCheckpoints:
         path = self._checkpoints.path(step)
         if path.exists() and self._begun() != step:
             raise ConfigError(f"{path} is there already, and not of this run: move it away, and `resume` goes on")
-        self.begin(step)
+        self._mark.parent.mkdir(parents=True, exist_ok=True)
+        self._mark.write_text(json.dumps({"step": step, "store": self._store()}))
         await asyncio.to_thread(trainer.save, str(path))
         await rollouts.sync_weights(step, path)
-        self._mark.unlink()
+        self._mark.unlink(missing_ok=True)
         self.saved = step
         for old in self._checkpoints.steps()[: -self.config.trainer.keep_checkpoints]:
             shutil.rmtree(self._checkpoints.path(old), ignore_errors=True)

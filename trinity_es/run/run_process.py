@@ -217,7 +217,10 @@ class RunProcess:
                 f"the weights of the run in {config.masked()['store']['url']} are version {point.version}, but it has "
                 f"{point.submitted} steps: another trainer published them: {config.another_run}"
             )
-        return self._weights.of_this_run(point, recorded)
+        point = self._weights.of_this_run(point, recorded)
+        if self.trains:
+            self._weights.require_no_others(point)
+        return point
 
     def require_unfinished(self) -> None:
         """Require a run that is not complete. Raises ConfigError, and what `locate` raises."""

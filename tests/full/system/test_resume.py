@@ -24,6 +24,7 @@ from tests.helpers.runs import (
     AT_ONCE,
     ROWS,
     STEPS,
+    SteadyTrainer,
     command,
     count,
     events_of,
@@ -39,7 +40,6 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import AlreadyRunning, ConfigError
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.reading.resume_point import prompts_used
-from trinity_es.run.checkpointing import TrainerCheckpoints
 from trinity_es.run.trainer_loop import TrainerProcess
 from trinity_es.system import keeper_lock, leftovers
 from trinity_es.telemetry.monitors import read_metrics
@@ -201,6 +201,21 @@ def test_a_complete_run_is_shown_not_repeated_and_goes_on_with_more_steps(tmp_pa
     assert not {1, 2} & {e.batch_id for _, e in events_of(config, "BatchSubmitted")[3:]}
 
 
+def refuses(response: str) -> float:
+    raise RuntimeError("the judge is away")
+
+
+def test_a_run_of_which_each_run_failed_is_an_error_and_names_the_failure(tmp_path: Path) -> None:
+    tasksets = [{"name": "questions", "path": "train.jsonl", "reward_fn": "tests.full.system.test_resume:refuses"}]
+    path = make_config(tmp_path / "run", total_steps=1, mode="explore", trainer={}, buffer={
+        "batch_size": 2, "explorer_input": {"tasksets": tasksets}})
+    done = cli("run", path)
+    assert done.exit_code == 2
+    assert "each run failed, the last with" in done.stderr
+    assert "the judge is away" in done.stderr
+    assert "`trinity-es show 1` has them all" in done.stderr
+
+
 def test_what_is_no_run_to_resume_says_so(tmp_path: Path) -> None:
     path = make_config(tmp_path / "run")
     nothing = cli("resume", path)
@@ -286,19 +301,33 @@ def test_a_run_never_touches_the_checkpoints_of_another(tmp_path: Path) -> None:
     assert refused.exit_code == 2
     assert "(global_step_3): move them away" in refused.stderr
     assert count(config, "BatchSubmitted", 2) == 0
+    beside = Explorer(load_config(path, ["mode=explore", "total_steps=3"]))
+    assert beside.locate(), "a trainer elsewhere may be publishing it just now"
+    beside.release()
     assert {p: p.read_bytes() for p in before} == before
 
 
+class TornOnce(SteadyTrainer):
+    """Fails in the middle of its second checkpoint, once."""
+
+    def save(self, path: str) -> None:
+        torn = Path(path).parent.parent / "torn"
+        if path.endswith("global_step_2") and not torn.exists():
+            torn.touch()
+            Path(path).mkdir(parents=True)
+            (Path(path) / "half").touch()
+            raise RuntimeError("torn")
+        super().save(path)
+
+
 def test_a_checkpoint_that_this_run_began_to_write_is_made_again(tmp_path: Path) -> None:
-    path = make_config(tmp_path / "run", total_steps=1, trainer=STEADY)
+    trainer = {"class": "tests.full.system.test_resume:TornOnce"}
+    path = make_config(tmp_path / "run", total_steps=2, trainer=trainer)
     config = load_config(path)
-    run_here(config)
-    begun = TrainerCheckpoints(config)
-    begun.begin(2)
+    assert "torn" in str(cli("run", path).exception)
     half = config.checkpoint_dir / "global_step_2"
-    half.mkdir()
-    (half / "half").touch()
-    done = cli("resume", path, "--set", "total_steps=2")
+    assert [p.name for p in half.iterdir()] == ["half"]
+    done = cli("resume", path)
     assert done.exit_code == 0, done.stderr
     assert [p.name for p in half.iterdir()] == ["state.json"]
     assert sorted(p.name for p in config.checkpoint_dir.iterdir()) == ["global_step_1", "global_step_2"]
