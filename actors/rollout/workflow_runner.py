@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from trinity_es.actors.engines.interface import Engine
-from trinity_es.actors.plugins import resolve
+from trinity_es.actors.plugins import load, resolve
 from trinity_es.actors.rollout.engine_loop import Limits, unit_context
 from trinity_es.actors.rollout.leases import LeaseRecorder, RunLeases
 from trinity_es.actors.rollout.model import Model, OpenAIServer
@@ -388,7 +388,7 @@ class WorkflowRunner:
         context = unit_context()
         n = len(runs) if repeats else task.rollout_args.get("n") or self.defaults.get("n") or 1
         # As a workflow gets it: `rollout_args.n` is the number of answers, where nobody else set it.
-        given = replace(task, rollout_args=Args({**task.rollout_args, "n": n}))
+        given = replace(task, rollout_args=Args({**task.rollout_args, "n": n}), reward_fn=_reward_class(task.reward_fn))
         workflow = context.run(self._build, cls, given, models)
         if repeats:
             context.run(workflow.set_repeat_times, len(runs), runs.start)
@@ -444,6 +444,15 @@ def _own(task: Task) -> Task:
     """
     values = ("raw_task", "workflow_args", "reward_fn_args", "format_args", "rollout_args", "index")
     return replace(task, **{name: copy.deepcopy(getattr(task, name)) for name in values})
+
+
+def _reward_class(named: Any) -> Any:
+    """Return the class of the reward that a task names, for workflows that build it themselves; else what it names."""
+    try:
+        found = load(named)
+        return found if isinstance(found, type) and class_path(found) == named else named
+    except (Exception, SystemExit):
+        return named  # `reward_of` tells what is wrong with it, where it is wanted
 
 
 async def _awaited(workflow: Any) -> Any:

@@ -24,12 +24,12 @@ from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.batch_list import BatchRow
 
 __all__ = [
-    "BatchDifference", "Change", "Fork", "RunsCompared", "changes", "common_prefix", "compare_runs", "find_fork",
+    "OWN", "BatchDifference", "Change", "Fork", "RunsCompared", "changes", "common_prefix", "compare_runs", "find_fork",
     "is_clock", "meaning", "picture",
 ]
 
 _TIME = re.compile(r"(^|[/_. ])(time|seconds|timestamp)([/_.]|$)")
-_OWN = {"name", "store.url", "run_dir", "system.log_dir", "system.key_file", "hosts.key_file"}
+OWN = {"name", "store.url", "run_dir", "system.log_dir", "system.key_file", "hosts.key_file"}
 """Settings that say which run this is; no two runs have the same."""
 MISSING = "(none)"
 """Stands where one side has nothing."""
@@ -175,7 +175,7 @@ def compare_runs(first: Log, second: Log) -> RunsCompared:
     mine = first.batches()
     others = {batch_stream(row.batch_id): row for row in second.batches()}
     out = RunsCompared(
-        settings=[c for c in changes(first.config()[1], second.config()[1]) if c.path not in _OWN],
+        settings=[c for c in changes(first.config()[1], second.config()[1]) if c.path not in OWN],
         batches=(len(mine), len(others)),
     )
     for row in mine:

@@ -177,6 +177,16 @@ def test_sampling_that_can_t_be_is_refused_before_anything_starts(
     assert said in str(refused.value)
 
 
+def test_a_key_of_format_args_that_nothing_reads_is_refused() -> None:
+    fine = {"prompt_key": "q", "response_key": "a", "system_prompt": "Be brief.", "reply_prefix": "So:"}
+    assert encode_tasks([Task(workflow=SimpleWorkflow, format_args=fine)], Config())[0]["format_args"] == fine
+    with pytest.raises(DataError, match="task 1: format_args has no sytem_prompt: it has prompt_key, reply_prefix, "
+                                        "response_key, system_prompt; what a workflow of yours reads is for"):
+        encode_tasks([Task(workflow=SimpleWorkflow, format_args=args) for args in (fine, {"sytem_prompt": "x"})],
+                     Config())
+
+
+
 # --- what is given in Python ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("value", [True, 10**400, 10**5000, -(10**5000)], ids=["True", "400", "5000", "-5000"])
 def test_what_is_no_number_is_refused_by_name(value: Any) -> None:

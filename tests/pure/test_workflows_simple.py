@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trinity_es import WORKFLOWS, AsyncSimpleWorkflow, Experience, RewardFn, SimpleWorkflow
+from trinity_es import WORKFLOWS, AsyncSimpleWorkflow, Experience, RewardFn, SimpleWorkflow, Workflow
 from trinity_es.actors.engines.interface import EngineConfig, Sampling
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.events.errors import EngineError
@@ -54,6 +54,25 @@ def test_p9_a_simple_workflow_rewards_every_run(workflow: type[Any]) -> None:
 def test_p9_a_simple_workflow_is_found_by_its_registered_name() -> None:
     assert WORKFLOWS.get("simple_workflow") is SimpleWorkflow
     assert WORKFLOWS.get("async_simple_workflow") is AsyncSimpleWorkflow
+
+
+class Builds(Workflow):
+    """Builds its reward itself, as workflows of the known system do."""
+
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        assert self.task.reward_fn is Share, self.task.reward_fn
+        [answer] = await self.model.chat_async([{"role": "user", "content": "question"}])
+        known = {"prompt": "question", "truth": self.task.truth, "completion_ids": []}
+        parts = self.task.reward_fn(**self.task.reward_fn_args)(response=answer.response_text, **known)
+        answer.reward = sum(parts.values())
+        return [answer]
+
+
+@pytest.mark.parametrize("reward", [Share, f"{HERE}:Share"])
+def test_p9_a_workflow_finds_the_class_of_its_reward_in_the_task(reward: Any) -> None:
+    assert {e.reward for e in played(Builds, reward_fn=reward)} == {4.5}
 
 
 def test_p9_messages_have_the_system_prompt_and_the_start_of_the_answer() -> None:

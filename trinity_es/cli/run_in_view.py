@@ -31,6 +31,7 @@ from trinity_es.run.explorer import Explorer
 from trinity_es.run.run_process import RunProcess
 from trinity_es.run.trainer_loop import TrainerProcess
 from trinity_es.system import remembered_log_end
+from trinity_es.system.other_settings import other_settings, said_of
 from trinity_es.text import sparkline
 
 __all__ = ["explore", "in_view", "print_summary", "quiet", "quietly", "run_summary", "short_path"]
@@ -92,6 +93,8 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
         if part.resumed:
             begun = f"; steps up to {part.step} are begun" if part.step > part.done else ""
             note(f"going on with the run in {where} at step {part.done + 1}, weights {part.version}{begun}")
+            if changed := other_settings(settings):
+                note(f"changed since its last start: {said_of(changed)}")
         if early := part.said_of_end():
             note(early)
         return in_view(settings, part, work, as_json=as_json, total_steps=part.last_step)[0]

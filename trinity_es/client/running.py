@@ -13,6 +13,7 @@ from trinity_es.client.teardown import end_system
 from trinity_es.config.config import Config
 from trinity_es.events.errors import AlreadyRunning
 from trinity_es.system import keeper_lock, lifecycle
+from trinity_es.system.other_settings import require_same_settings
 
 __all__ = ["running"]
 
@@ -25,7 +26,8 @@ def running(config: Config, *, timeout: float | None = None) -> Iterator[Rollout
 
     Gives a client. At its end a system that was started here is ended. `timeout`: seconds that the engines may take,
     `system.startup_timeout` by default. What is waited for is logged at INFO, or printed to stderr in a program that
-    has set up no logging. Raises ConfigError, StartupError, LogRewound and what `connect` raises.
+    has set up no logging. Raises ConfigError, also where one runs that was started with other settings, StartupError,
+    LogRewound and what `connect` raises.
     """
     began, where = time.monotonic(), config.masked()["store"]["url"]
     logs = config.system.log_dir
@@ -37,6 +39,7 @@ def running(config: Config, *, timeout: float | None = None) -> Iterator[Rollout
         except AlreadyRunning:  # somebody else was faster
             joined = True
     if joined:
+        require_same_settings(config)
         tell(_log, f"the actor system of {where} runs already: it is joined, and goes on after this")
     try:
         with connect(config) as client:

@@ -13,6 +13,7 @@ from trinity_es.actors.commands import Cursor
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.engines.sampling import merged
 from trinity_es.actors.plugins import look_in
+from trinity_es.config.buffer import FormatConfig
 from trinity_es.config.config import Config
 from trinity_es.events.errors import DataError, TaskNotSerializable, TrinityError
 from trinity_es.events.secrets import SecretFile, unmarked
@@ -21,6 +22,7 @@ from trinity_es.workflows.registry import REWARD_FUNCTIONS, WORKFLOWS
 
 __all__ = ["cursors", "encode_tasks", "listed", "mapping", "number", "seconds", "text", "whole"]
 
+_FORMAT = frozenset(FormatConfig.of_tasks())
 _ARGS = ("workflow_args", "reward_fn_args", "rollout_args", "raw_task")
 """Fields of a task that may hold secrets."""
 _FOREVER_SECONDS = 1e9
@@ -48,6 +50,9 @@ def encode_tasks(tasks: Sequence[Task], config: Config) -> list[dict[str, Any]]:
             if task.repeat_times is not None:
                 whole("repeat_times", task.repeat_times, least=1)
             merged(Sampling(), task.rollout_args, DataError, "rollout_args")
+            if other := task.format_args.keys() - _FORMAT:
+                raise DataError(f"format_args has no {', '.join(sorted(map(str, other)))}: it has "
+                                f"{', '.join(sorted(_FORMAT))}; what a workflow of yours reads is for workflow_args")
             if task.workflow is None:
                 raise TaskNotSerializable("has no workflow: give a class, a registered name or \"module:Class\"")
             if task.workflow not in paths:

@@ -45,9 +45,14 @@ class FormatConfig(Section):
     reward_fn_key: str | None = None
     """Key under which a row may name its own reward function; null: all get the taskset's."""
 
+    @classmethod
+    def of_tasks(cls) -> set[str]:
+        """Return the keys that a task may have of it, in `Task.format_args`."""
+        return cls.model_fields.keys() - {"workflow_key", "reward_fn_key"}
+
     def for_task(self) -> dict[str, Any]:
         """Return what a task is given of it, as `Task.format_args`."""
-        return self.model_dump(exclude={"workflow_key", "reward_fn_key"}, exclude_none=True)
+        return self.model_dump(include=self.of_tasks(), exclude_none=True)
 
 
 class DataSelectorConfig(Section):

@@ -20,6 +20,7 @@ import numpy as np
 
 from trinity_es.actors import plugins
 from trinity_es.client.coordinator import RolloutCoordinator
+from trinity_es.client.teardown import end_system
 from trinity_es.config.buffer import TasksetConfig
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, LogNotFound, NotRunning, TasksetError
@@ -32,6 +33,7 @@ from trinity_es.run.sync_policy import SyncPolicy
 from trinity_es.run.trainer import Trainer
 from trinity_es.run.wait_for_log import tell_trouble
 from trinity_es.system import keeper_lock, running_system
+from trinity_es.system.other_settings import require_same_settings
 from trinity_es.system.run_lock import Role, RunLock
 from trinity_es.tasksets.mix import Mix
 from trinity_es.tasksets.taskset import Cursor, Taskset
@@ -267,6 +269,14 @@ class RunProcess:
 
     async def _system_up(self) -> None:
         """Do what comes before the system is connected to, or started where none runs."""
+        if not keeper_lock.is_up(self.config):
+            return
+        try:
+            await asyncio.to_thread(require_same_settings, self.config)
+        except ConfigError:
+            if not self.owns_system:
+                raise
+            await asyncio.to_thread(end_system, self.config)  # it is started again with the new ones
 
     def _monitor(self) -> None:
         """Have the metrics of the run written: by its explorer, so that they are written once."""

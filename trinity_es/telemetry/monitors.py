@@ -56,6 +56,8 @@ LOOK_SECONDS = 0.5
 _TYPES = (*explorer_times.TYPES, "BatchTrained")
 _OF_STEPS = ("rollout/", "eval/", "bench/", "explorer/")
 """What begins so is a metric of a step or an eval: a trainer's gets `trainer/` before it."""
+_DIGITS = 3
+"""Of a time in `metrics.jsonl`: milliseconds."""
 _SHAPE = "a class with log(metrics, step) and close()"
 _LOG = logging.getLogger("trinity_es.telemetry.monitors")
 
@@ -86,15 +88,15 @@ class JsonlMonitor:
     def _open(self) -> None:
         self._file = os.fdopen(open_private(self.path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
 
-    def begin(self, rows: Iterable[_Row], known: Collection[tuple[int, int]]) -> int:
+    def begin(self, rows: Iterable[_Row], known: Collection[_Place]) -> int:
         """Write the file anew with these rows; return the last position of the log that an earlier life wrote.
 
-        A file with a line that is none of `known` (step, position) is somebody else's: it is kept under another name.
+        A file with a line that is none of `known` is somebody else's: it is kept under another name.
         """
         there = self.path.read_bytes().splitlines(keepends=True)
         if len(there) > 1 and not there[-1].endswith(b"\n"):
             there.pop()  # it was being written when its run was killed
-        written = [_where(line) for line in there]
+        written = [_place(line) for line in there]
         with whole_file(self.path) as file:
             file.writelines(map(_line, rows))
             file.flush()
@@ -106,7 +108,7 @@ class JsonlMonitor:
                 written = []
         self._file.close()
         self._open()
-        return max((position for _, position in written), default=0)
+        return max((position for _, position, _ in written), default=0)
 
     def log(
         self, metrics: Mapping[str, float], step: int, position: int | None = None, at: float | None = None
@@ -132,22 +134,25 @@ class JsonlMonitor:
 
 _Row = tuple[Mapping[str, float], int, int | None, float | None]
 """Metrics, step, position in the log, and when they were recorded."""
+_Place = tuple[int, int, float]
+"""Step, position and time of a line: two runs alike have the same steps at the same positions, at other times."""
 
 
 def _line(row: _Row) -> bytes:
     metrics, step, position, at = row
     where = {} if position is None else {"position": position}
-    told = {"step": step, "time": round(time.time() if at is None else at, 3), **where, **dict(sorted(metrics.items()))}
+    when = round(time.time() if at is None else at, _DIGITS)
+    told = {"step": step, "time": when, **where, **dict(sorted(metrics.items()))}
     return orjson.dumps(told, option=orjson.OPT_APPEND_NEWLINE)
 
 
-def _where(line: bytes) -> tuple[int, int]:
-    """Return the step and the position of a line; (-1, -1) where it has none."""
+def _place(line: bytes) -> _Place:
+    """Return where a line is from; (-1, -1, 0) where it does not say."""
     try:
         row = orjson.loads(line)
-        return int(row["step"]), int(row["position"])
+        return int(row["step"]), int(row["position"]), float(row["time"])
     except (AttributeError, TypeError, KeyError, ValueError):
-        return -1, -1
+        return -1, -1, 0.0
 
 
 class TensorboardMonitor:
@@ -410,14 +415,14 @@ class Monitors:
         training of a step does.
         """
         end = log.head().position
-        known: set[tuple[int, int]] = set()
+        known: set[_Place] = set()
         found: dict[Any, tuple[bool, _Row]] = {}
         for recorded in takewhile(lambda r: r.position <= end, log.read(types=_TYPES)):
             row = _row_of(recorded, self._times.take(recorded))
             if row is None:
                 continue
             step, trained = row[1], isinstance(recorded.event, ev.BatchTrained)
-            known.add((step, recorded.position))
+            known.add((step, recorded.position, round(recorded.recorded_at, _DIGITS)))
             if self._after is not None and trained and step > self._after:
                 continue
             key = recorded.position if self._after is None else (trained, recorded.stream)

@@ -15,7 +15,7 @@ import numpy as np
 
 from trinity_es.events.errors import DataError
 from trinity_es.events.experience import Experience
-from trinity_es.events.values import Args, Task
+from trinity_es.events.values import Args, Task, class_path
 from trinity_es.workflows.prompts import asked_by, chat_of, plain_text
 from trinity_es.workflows.simple import AsyncSimpleWorkflow, SimpleWorkflow
 from trinity_es.workflows.workflow import KNOWN
@@ -48,7 +48,8 @@ class MathWorkflow(SimpleWorkflow):
     default_reward = "math_reward"
 
     def reset(self, task: Task) -> None:
-        if (task.reward_fn or self.default_reward) in _MATH_REWARD and task.format_args.get("system_prompt") is None:
+        reward = class_path(task.reward_fn or self.default_reward)
+        if reward in _MATH_REWARD and task.format_args.get("system_prompt") is None:
             task = replace(task, format_args=Args({**task.format_args, "system_prompt": _THINK_ANSWER}))
         super().reset(task)
 

@@ -337,5 +337,7 @@ def as_parts(said: Any, reward: Any) -> dict[str, float]:
 def _named(reward: Any) -> str:
     if isinstance(reward, str):
         return reward
+    if isinstance(reward, type):
+        return f"{reward.__module__}:{reward.__qualname__}"
     called = reward.func if isinstance(reward, functools.partial) else reward
     return getattr(called, "__name__", type(called).__name__)

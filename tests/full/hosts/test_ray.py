@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -171,8 +172,7 @@ def test_what_can_t_be_on_ray_is_refused_with_the_way_out(
 
     assert "--hosts N" in refused("--set", "explorer.rollout_model.engine_num=64")
     assert "Give store.url of a PostgreSQL database" in refused("--set", "store.url=sqlite:///x.sqlite")
-    nodes.env["RAY_ADDRESS"], there = "127.0.0.1:1", nodes.env["RAY_ADDRESS"]
-    try:
+    with socket.socket() as silent:  # nobody else's: it is bound and does not listen
+        silent.bind(("127.0.0.1", 0))
+        monkeypatch.setitem(nodes.env, "RAY_ADDRESS", f"127.0.0.1:{silent.getsockname()[1]}")
         assert "no Ray cluster is found" in refused()
-    finally:
-        nodes.env["RAY_ADDRESS"] = there

@@ -142,11 +142,37 @@ def test_a_run_of_which_only_the_command_was_killed_goes_on_in_its_system_and_en
     assert finish_here("resume", path, *AT_ONCE, cwd=tmp_path)[0] == 2
     taskset.with_suffix(".away").rename(taskset)
     assert leftovers.leftovers(config)
-    code, _, err = finish_here("resume", path, *AT_ONCE, cwd=tmp_path)
+    code, _, err = finish_here("resume", path, *AT_ONCE[:2], cwd=tmp_path)
     assert code == 0, err
+    assert "changed since its last start: trainer.args.seconds was 0.3 and is 0\n" in err
     assert outcome(config) == undisturbed(1)
     assert len(events_of(config, "CoordinatorStarted")) == 1
     assert leftovers.leftovers(config) == []
+
+
+@pytest.mark.slow
+def test_a_system_has_the_settings_of_the_run_or_the_run_is_refused(tmp_path: Path) -> None:
+    path = make_config(tmp_path / "run", system={"detach": True}, total_steps=2)
+    config = load_config(path)
+    other = ("--set", "explorer.max_concurrency=1")
+    assert cli("up", path).exit_code == 0
+    try:
+        refused = cli("run", path, *other)
+        assert refused.exit_code == 2
+        assert "was started with other settings: explorer.max_concurrency was 2 and is 1. End it with" in refused.stderr
+        assert count(config, "BatchSubmitted", 1) == 0
+        assert cli("run", path, *AT_ONCE[:2], "--set", "total_steps=1").exit_code == 0
+        assert keeper_lock.is_up(config), "it was not started by the run"
+    finally:
+        assert cli("down", path).exit_code == 0
+    with command("run", path, cwd=tmp_path) as running:
+        wait_until(lambda: count(config, "TaskFinished", 2) >= 1, "step 2", timeout=60)
+        running.kill()
+        running.communicate(timeout=30)
+    assert keeper_lock.is_up(config), "it was detached"
+    code, _, err = finish_here("resume", path, *AT_ONCE[:2], *other, cwd=tmp_path)
+    assert (code, leftovers.leftovers(config)) == (0, []), err
+    assert len(events_of(config, "CoordinatorStarted")) == 3, "the run's own is started again"
 
 
 @pytest.mark.slow
@@ -161,7 +187,7 @@ def test_a_system_that_the_keeper_brought_up_again_after_its_command_died_too_is
     try:
         again = "the keeper to start the system again"
         wait_until(lambda: len(events_of(config, "CoordinatorStarted")) == 2, again, timeout=60)
-        code, _, err = finish_here("resume", path, *AT_ONCE, cwd=tmp_path)
+        code, _, err = finish_here("resume", path, *AT_ONCE[:2], cwd=tmp_path)
         assert code == 0, err
         assert keeper_lock.running(config) is None
         assert leftovers.leftovers(config) == []

@@ -1,0 +1,58 @@
+"""What a config says that the system of its store was not started with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from trinity_es.config.config import Config
+from trinity_es.config.interpolation import escaped
+from trinity_es.events.errors import ConfigError, LogError
+from trinity_es.events.values import shown
+from trinity_es.projections.reading.diff import OWN, Change, changes
+from trinity_es.projections.reading.log_reader import open_log
+
+__all__ = ["other_settings", "require_same_settings", "said_of"]
+
+_OF_A_RUN = (
+    "mode", "project", "total_steps", "checkpoint_root_dir", "trainer", "monitor.monitor_type", "monitor.monitor_args",
+    "buffer.batch_size", "buffer.explorer_input", "synchronizer.sync_style", "synchronizer.sync_interval",
+    "synchronizer.sync_offset", "synchronizer.max_inflight_batches", "explorer.name", "explorer.eval_interval",
+    "explorer.eval_on_startup", "explorer.bench_on_latest_checkpoint", "explorer.listen_address", "explorer.proxy_",
+    "system.startup_timeout",
+)
+"""What the process of a run reads itself; everything else is the system's."""
+
+
+def other_settings(config: Config, *, serve: bool = False) -> list[Change]:
+    """Return what this config says otherwise than the one with which the system of its store was last started.
+
+    Nothing where that is not known: its log is not there yet, or is of a release whose config this one can't read.
+    Without `serve` systems of mode `serve` don't count.
+    """
+    try:
+        with open_log(config.store.url) as log:
+            recorded = log.config(serve=serve)[1]
+        before = Config.from_dict(escaped(recorded)).masked() if recorded else {}
+    except (ConfigError, LogError):
+        return []
+    return [c for c in changes(before, config.masked()) if before and c.path not in OWN]
+
+
+def require_same_settings(config: Config) -> None:
+    """Require that the system of this store, which runs, was started with what this config says of it.
+
+    Raises ConfigError.
+    """
+    if found := [c for c in other_settings(config, serve=True) if not c.path.startswith(_OF_A_RUN)]:
+        raise ConfigError(
+            f"the actor system of {config.masked()['store']['url']} runs, and was started with other settings: "
+            f"{said_of(found)}. End it with `trinity-es down`, and start again; or put the settings back"
+        )
+
+
+def said_of(found: Iterable[Change]) -> str:
+    """Return changed settings as one reads them."""
+    return ", ".join(
+        f"{c.path} has changed" if isinstance(c.before, list | dict) or isinstance(c.after, list | dict)
+        else f"{c.path} was {shown(c.before)} and is {shown(c.after)}" for c in found
+    )
