@@ -208,7 +208,7 @@ def test_why_of_a_batch_that_has_ended_exits_0(log: Path) -> None:
 
 
 def test_down_where_nothing_runs_is_fine(log: Path) -> None:
-    assert told("down", "--log", log) == {"was_running": False, "killed": 0, "left": []}
+    assert told("down", "--log", log) == told("down", log) == {"was_running": False, "killed": 0, "left": []}
 
 
 @pytest.mark.parametrize(("most", "verdict"), [(1024, "note"), (40, "wrong")])

@@ -162,6 +162,15 @@ def test_an_argument_that_a_trainer_does_not_take_is_refused(tmp_path: Path) -> 
     assert problems(tmp_path, trainer={"class": f"{__name__}:Takes", "args": {"lrr": 1}}) == []
 
 
+def test_a_file_where_checkpoints_are_to_lie_is_refused(tmp_path: Path) -> None:
+    trainer = {"class": f"{__name__}:Trainer"}
+    assert problems(tmp_path, trainer=trainer, checkpoint_root_dir="there") == []
+    (tmp_path / "there").touch()
+    assert problems(tmp_path, checkpoint_root_dir="there") == [], "nobody writes any"
+    [problem] = problems(tmp_path, trainer=trainer, checkpoint_root_dir="there")
+    assert problem == "checkpoint_root_dir: there is a file: name a folder"
+
+
 @pytest.mark.parametrize(("given", "said"), [
     ({"tempreture": 0.7}, "no sampling is called tempreture; known are temperature, top_p"),
     ({"temperature": -1.0}, "temperature is -1.0: give a number, 0 (greedy) or more"),

@@ -238,9 +238,9 @@ class RolloutClient(SystemClient):
         """Return the `n` experiences that go next, out of all finalized train batches; waits until there are so many.
 
         `buffer.queue` says what goes next, how often an experience may be taken and after how long again;
-        `info["use_count"]` says how often it was, with this time. `step`: the trainer's step that they are for: one
-        that comes back with `resumed_at=k` can take again what it took for later steps. Acknowledge the batches when
-        they are used up, or `store.retention` keeps them for ever.
+        `info["use_count"]` says how often it was, with this time. `step`: the trainer's step that they are for. A
+        trainer that comes back with `resumed_at=k` can take again what it took for later steps, and nothing that it
+        took for none. Acknowledge the batches when they are used up, or `store.retention` keeps them for ever.
 
         Raises TakeTimeout (TimeoutError; nothing was taken) after `timeout` seconds, PipelineError where the priority
         function fails, PayloadNotFound where an experience was freed between being taken and being read.

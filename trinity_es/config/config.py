@@ -212,6 +212,9 @@ class Config(Section):
         paths = {m.model_path: f"{key}.model_path" for key, m in models.items()}
         paths[self.model.model_path] = "model.model_path"
         problems += [f"{key}: no folder {p}" for p, key in paths.items() if os.path.isabs(p) and not os.path.isdir(p)]
+        if self.trainer.trainer_class is not None:
+            folders = (self.checkpoint_dir, *self.checkpoint_dir.parents)
+            problems += [f"checkpoint_root_dir: {path} is a file: name a folder" for path in folders if path.is_file()]
         if self.hosts.address:
             problems += _unreadable({"hosts.tls.cert": self.hosts.tls.cert, "hosts.tls.key": self.hosts.tls.key})
         if self.mode == "serve":

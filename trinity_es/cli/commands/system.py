@@ -22,7 +22,7 @@ from trinity_es.cli.common import (
     print_json,
     read_config,
 )
-from trinity_es.cli.which_config import settings_of
+from trinity_es.cli.which_config import named_once, names_config, settings_of
 from trinity_es.client.rollout_client import connect
 from trinity_es.client.teardown import end_system
 from trinity_es.config.config import Config
@@ -229,7 +229,10 @@ class Progress:
 
 
 def down(
-    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="Config file.", show_default=False)] = None,
+    what: Annotated[
+        str | None,
+        typer.Argument(metavar="[CONFIG|LOG]", help="Config file, or log (path or URL).", show_default=False),
+    ] = None,
     log: LogOption = None,
     on: OnOption = None,
     as_json: JsonOption = False,
@@ -242,7 +245,11 @@ def down(
     Example:
       trinity-es down config.yaml
     """
-    settings = settings_of(config, log)
+    named = named_once(what, log)
+    if named is not None and names_config(named):
+        settings = settings_of(Path(named), None)
+    else:
+        settings = settings_of(None, named)
     if on is not None:
         from trinity_es.hosts import on_ray
 
