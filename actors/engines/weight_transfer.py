@@ -6,6 +6,8 @@ needed.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -14,17 +16,31 @@ __all__ = ["GlooGroup", "WeightSender"]
 
 GLOO_SECONDS = 300.0
 """How long one side of a gloo group waits for the others, in each step."""
+LOOK_SECONDS = 0.05
+"""Interval between two looks whether all are there."""
 
 
 class GlooGroup:
     """A gloo group of processes that share nothing else; rank 0 is where they meet."""
 
-    def __init__(self, address: str, port: int, rank: int, world_size: int, timeout: float = GLOO_SECONDS) -> None:
+    def __init__(
+        self, address: str, port: int, rank: int, world_size: int, timeout: float = GLOO_SECONDS,
+        given_up: threading.Event | None = None,
+    ) -> None:
+        """Wait until all are there, or until it is `given_up`. Raises TimeoutError; then the port is free again."""
         from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
         patience = timedelta(seconds=timeout)
-        self.store = TCPStore(address, port, world_size, is_master=rank == 0, timeout=patience)
-        self.group = ProcessGroupGloo(PrefixStore("weights", self.store), rank, world_size, patience)
+        master = rank == 0
+        store = TCPStore(address, port, world_size, is_master=master, timeout=patience, wait_for_workers=False)
+        until, given_up = time.monotonic() + timeout, given_up or threading.Event()
+        if not master:
+            store.set(f"there/{rank}", "")
+        while master and not store.check([f"there/{other}" for other in range(1, world_size)]):
+            if given_up.wait(LOOK_SECONDS) or time.monotonic() > until:
+                del store  # nothing else holds it, not even this frame in the error's traceback
+                raise TimeoutError("the engines did not join the group for weights")
+        self.group = ProcessGroupGloo(PrefixStore("weights", store), rank, world_size, patience)
 
     def broadcast(self, tensor: Any) -> None:
         """Send a CPU tensor from rank 0, or fill it."""
@@ -39,9 +55,12 @@ class WeightSender:
     """Rank 0. The constructor blocks until every engine has joined; use it, and `send`, in a thread."""
 
     def __init__(
-        self, address: str, port: int, world_size: int, *, device: int | None = None, timeout: float = GLOO_SECONDS
+        self, address: str, port: int, world_size: int, *, device: int | None = None, timeout: float = GLOO_SECONDS,
+        given_up: threading.Event | None = None,
     ) -> None:
-        """`device`: the GPU to send from, which no engine may use; None: over gloo, from the CPU."""
+        """`device`: the GPU to send from, which no engine may use; None: over gloo, from the CPU. Over gloo it ends
+        with TimeoutError when it is `given_up`.
+        """
         self.device = device
         self.group: Any
         if device is not None:
@@ -51,7 +70,7 @@ class WeightSender:
             meeting = StatelessProcessGroup.create(host=address, port=port, rank=0, world_size=world_size)
             self.group = PyNcclCommunicator(meeting, device=device)
         else:
-            self.group = GlooGroup(address, port, 0, world_size, timeout)
+            self.group = GlooGroup(address, port, 0, world_size, timeout, given_up)
 
     def send(self, state: Mapping[str, Any]) -> None:
         """Send every tensor (torch or numpy) in the order of their names; returns when all have them."""

@@ -161,11 +161,18 @@ class Publisher:
                 raise SyncError(f"state_dict_meta does not fit the model: {told}")
         self.sender = None
         workers, engines = model.tensor_parallel_size, model.engine_num
-        opening = _Thread(lambda: WeightSender(address, port, 1 + engines * workers, device=device))
+        given_up = threading.Event()
+        opening = _Thread(
+            lambda: WeightSender(address, port, 1 + engines * workers, device=device, given_up=given_up))
         command = JoinWeightGroup(
             address=address, port=port, workers=workers, engines=engines, timeout=self._timeout
         )
-        done = self._ask(command, self._timeout)  # while this process opens its end
+        try:
+            done = self._ask(command, self._timeout)  # while this process opens its end
+        except BaseException:
+            given_up.set()
+            opening.thread.join(1.0)  # so that its port is free again
+            raise
         self.sender = opening.result(self._timeout)
         return {**done, "world_size": 1 + engines * workers}
 

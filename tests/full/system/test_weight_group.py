@@ -15,6 +15,7 @@ import pytest
 
 from tests.helpers.memory_sync import play, served
 from tests.helpers.runs import events_of
+from tests.helpers.servers import free_port
 from tests.helpers.systems import StartSystem
 from trinity_es.actors.engines.checkpoints import tensor_headers, torch_type
 from trinity_es.actors.engines.weight_transfer import GlooGroup
@@ -104,10 +105,7 @@ def test_p34_tensors_go_over_the_group_and_engines_that_come_later_find_them_in_
 
 
 def test_p34_setup_weight_sync_group_by_hand_and_what_does_not_fit(client: RolloutClient) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    made = client.setup_weight_sync_group("127.0.0.1", port)
+    made = client.setup_weight_sync_group("127.0.0.1", free_port())
     assert made == {"runners": ["runner-0", "runner-1"], "world_size": 3}
     assert client._publisher.sender is not None
     sender = client._publisher.sender
@@ -142,7 +140,9 @@ def test_p34_engines_that_know_no_groups_load_from_memory(start_system: StartSys
         assert (done["from_group"], served(client)) == (False, [1])
         assert [e.method for _, e in events_of(client.config, "WeightsPublished")] == ["memory"]
         with pytest.raises(SyncError, match="ScriptedEngine can't get weights from a group"):
-            client.setup_weight_sync_group("127.0.0.1", 1)
+            client.setup_weight_sync_group("127.0.0.1", port := free_port())
+        with socket.socket() as again:
+            again.bind(("127.0.0.1", port))  # it is not waited for any more
         play(client, 1)
     finally:
         shutil.rmtree(shared_memory.memory_dir(client.config), ignore_errors=True)
