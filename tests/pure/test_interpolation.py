@@ -1,4 +1,4 @@
-"""`${oc.env:NAME,default}` in a config: what OmegaConf 2.4 makes of it, and what is refused."""
+"""`${oc.env:NAME,default}` in a config: what it stands for, and what is refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-# Each was tried with OmegaConf 2.4.0, which gives the same.
 @pytest.mark.parametrize(("text", "expected"), [
     ("${oc.env:A}", "a"),
     ("${oc.env:N}", "8"),  # a text, whatever it looks like
@@ -53,23 +52,16 @@ def variables(monkeypatch: pytest.MonkeyPatch) -> None:
     ("${oc.env:NO,''}", ""),
     ("${oc.env:NO,'a, b'}", "a, b"),
     ('${oc.env:NO,"a b"}', "a b"),
-    (r"${oc.env:NO,'it\'s'}", "it's"),
-    (r"${oc.env:NO,a\,b}", "a,b"),
     (r"${oc.env:NO,C:\x}", r"C:\x"),
     ("${oc.env:NO,http://u:8/v1?x@y}", "http://u:8/v1?x@y"),
     ("${oc.env:NO,null}", None),
     ("${oc.env:NO,'null'}", "null"),
-    ("x${oc.env:NO,null}", "xNone"),
-    ("${oc.env:NO,${oc.env:NOT,c}}", "c"),
-    ("${oc.env:NO,'x ${oc.env:A} y'}", "x a y"),
-    ("${oc.env:${oc.env:NO,A}}", "a"),
     (r"\${oc.env:A}", "${oc.env:A}"),
     (r"\\${oc.env:A}", r"\a"),
-    (r"${oc.env:NO,'\${x}'}", "${x}"),
     ("no $ {such} thing $NAME $(x) {y}", "no $ {such} thing $NAME $(x) {y}"),
     (r"a \{ b", r"a \{ b"),
 ])
-def test_a_text_is_resolved_as_omegaconf_does(text: str, expected: str | None) -> None:
+def test_a_text_is_resolved(text: str, expected: str | None) -> None:
     assert resolved(text)[:2] == (expected, {})
     assert resolved(escaped(expected))[0] == expected
 
@@ -103,14 +95,16 @@ def test_it_is_resolved_in_a_file_in_overrides_and_in_a_dict(tmp_path: Path) -> 
     ("name: ${oc.env:NO}", "run.yaml line 1: name needs the environment variable NO, which is not set: set it, or "
      "write a default, as in ${oc.env:NO,default}; or give the value with --set name=..."),
     ("name: ${HOME}", "run.yaml line 1: name holds ${HOME}, which is not resolved here: only ${oc.env:NAME} and "
-     "${oc.env:NAME,default} are, and \\${ is the text ${ itself; or give the value with --set name=..."),
+     "${oc.env:NAME,default} are (a default that holds a comma, a bracket or a brace in quotes), and \\${ is the text ${ itself; or give the value with --set name=..."),
     ("name: '${oc.decode:x}'", "name holds ${oc.decode:...}, which is not resolved here: only ${oc.env:NAME}"),
     ("name: ${model.path}", "name holds ${model.path}, which is not resolved here: only ${oc.env:NAME}"),
     ("trainer: {args: {x: [1, '${x}']}}", "trainer.args.x[1] holds ${x}, which is not resolved here"),
-    ("name: ${oc.env:NO", "name holds ${oc.env:NO...}, which can't be read: write ${oc.env:NAME} or"),
-    ("name: ${oc.env:NO,a,b}", "name holds ${oc.env:NO...}, which can't be read"),
-    ("name: '${oc.env:NO,[0]}'", "with a default in quotes where it holds a comma, a bracket, a brace or a quote"),
-    ("name: '${oc.env:}'", "name holds ${oc.env:...}, which can't be read"),
+    ("name: ${oc.env:NO", "name holds ${oc.env:NO...}, which is not resolved here: only ${oc.env:NAME} and"),
+    ("name: ${oc.env:NO,a,b}", "name holds ${oc.env:NO...}, which is not resolved here"),
+    ("name: '${oc.env:NO,[0]}'", "(a default that holds a comma, a bracket or a brace in quotes)"),
+    ("name: '${oc.env:NO,${oc.env:A}}'", "name holds ${oc.env:NO...}, which is not resolved here"),
+    ("name: \"${oc.env:NO,'${oc.env:A}'}\"", "name holds ${oc.env:NO...}, which is not resolved here"),
+    ("name: '${oc.env:}'", "name holds ${oc.env:...}, which is not resolved here"),
 ])
 def test_what_can_not_be_resolved_is_told_with_its_line(tmp_path: Path, text: str, message: str) -> None:
     assert message in refused(tmp_path, text)
@@ -139,7 +133,7 @@ def test_a_variable_with_the_name_of_a_secret_is_one_under_any_key(
     monkeypatch.setenv("JUDGE_API_KEY", "hunter2-of-judge")
     args: dict[str, Any] = {
         "api_key": "${oc.env:A,x}", "plain": "${oc.env:JUDGE_API_KEY}", "within": "Key ${oc.env:JUDGE_API_KEY}",
-        "default": "${oc.env:NO_TOKEN,hunter2-of-judge}", "quoted": "${oc.env:NO,'${oc.env:JUDGE_API_KEY}'}",
+        "default": "${oc.env:NO_TOKEN,hunter2-of-judge}",
     }  # fmt: skip
     config = Config.from_dict({"trainer": {"args": args}, "store": {"url": "postgresql+psycopg://u:${oc.env:A}@db/x"}})
     assert config.trainer.args["plain"] == "hunter2-of-judge"

@@ -24,8 +24,8 @@ buffer: {batch_size: "${oc.env:BATCH,16}"}
 - A variable's value is a text, whatever it looks like. A key that takes a number or true/false converts it (`8`,
   `1e-3`, `yes`); a key that takes anything (`trainer.args`) gets the text.
 - A default ends at the brace: quote it (`'a, b'`) where it holds a comma, a bracket, a brace or a quote. Spaces around
-  it do not count, `null` is no value, and it may be another `${oc.env:...}`. It keeps its spelling (OmegaConf makes
-  `1.5` of `1.50`).
+  it do not count, `null` is no value. It keeps its spelling (OmegaConf makes `1.5` of `1.50`), and holds no other
+  `${...}`.
 - A variable that is set to nothing is an empty text; one that is not set and has no default is an error.
 - Any other `${...}` is an error, also `${HOME}` and `${model.model_path}`. `\\${` is the text `${` itself.
 - It is resolved once, when the config is read. What is recorded is the value, so a run that is resumed from its log

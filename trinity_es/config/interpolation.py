@@ -1,8 +1,8 @@
-"""`${oc.env:NAME}` and `${oc.env:NAME,default}` in the texts of a config, resolved as OmegaConf does.
+"""`${oc.env:NAME}` and `${oc.env:NAME,default}` in the texts of a config.
 
 What comes of one is a text, also where it looks like a number: a key that wants a number or a flag converts it (see
-`converted`). A default is the text that stands there, a text in quotes, another `${oc.env:...}`, or `null`. `\\${` is
-the text `${`. Nothing else may stand in `${...}` but the name of a task's secret, `${secret:...}`, which is kept.
+`converted`). A default is the text that stands there, a text in quotes, or `null`. `\\${` is the text `${`. Nothing else
+may stand in `${...}` but the name of a task's secret, `${secret:...}`, which is kept.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from trinity_es.events.secrets import Secret, is_reference, is_secret_key, marke
 __all__ = ["converted", "escaped", "resolved"]
 
 _OPEN = re.compile(r"(\\*)\$\{")
-_RESOLVER = re.compile(r"\s*oc\.env\s*:")
-_QUOTED = re.compile(r"'((?:[^'\\]|\\.)*)'\s*|\"((?:[^\"\\]|\\.)*)\"\s*", re.DOTALL)
-_ESCAPED = re.compile(r"\\([\\()\[\]{}:=,'\"\s])")
+_FOUND = re.compile(
+    r"""(?P<kept>\\*)\$\{(?:\s*oc\.env\s*:\s*(?P<name>[\w.-]+)\s*"""
+    r"""(?P<default>,\s*(?:'(?P<one>(?:(?!\$\{)[^'])*)'|"(?P<two>(?:(?!\$\{)[^"])*)"|(?P<plain>[^][{}'",]*?))\s*)?\})?"""
+)
 _TRUE, _FALSE = ("true", "yes", "y", "on", "1"), ("false", "no", "n", "off", "0")
 
 
@@ -36,12 +37,11 @@ def resolved(value: Any, path: Path_ = ()) -> tuple[Any, dict[Path_, str], set[P
     if isinstance(value, Secret) or is_reference(value) or marked_text(value) is not None:
         return value, {}, set()
     if isinstance(value, str):
-        text = _Text(value, quotable=not (path and is_secret_key(str(path[-1]))))
         try:
-            found = text.read()
+            found, varies = _read(value, quotable=not (path and is_secret_key(str(path[-1]))))
         except _Refused as e:
             return value, {path: str(e)}, set()
-        return found, {}, {path} if text.resolved else set()
+        return found, {}, {path} if varies else set()
     if not isinstance(value, Mapping | list):
         return value, {}, set()
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
@@ -75,100 +75,39 @@ def converted(text: str, expected: str) -> Any:
     raise ValueError(expected)
 
 
-class _Text:
-    """One text of a config, read from its beginning to its end."""
+def _read(text: str, *, quotable: bool) -> tuple[str | None, bool]:
+    """Return what a text stands for, and whether it has a variable in it. `quotable`: an error may quote it."""
+    names: list[str] = []
 
-    def __init__(self, text: str, *, quotable: bool) -> None:
-        """`quotable`: an error may quote it."""
-        self.text, self.quotable, self.at = text, quotable, 0
-        self.resolved = False
-        """An interpolation was found."""
-        self.secret = False
-
-    def read(self) -> str | None:
-        """Return what it stands for: None where its one interpolation has the default `null`."""
-        alone = False
-        pieces: list[str | None] = []
-        while found := _OPEN.search(self.text, self.at):
-            backslashes = len(found[1])
-            before = self.text[self.at : found.start()] + backslashes // 2 * "\\"
-            self.at = found.end()
-            if backslashes % 2:
-                pieces.append(f"{before}${{")
-            else:
-                pieces += [before, self._interpolation(found.start() + backslashes)]
-                alone = not before and len(pieces) == 2 and self.at == len(self.text)
-        whole = pieces[1] if alone else "".join(map(str, [*pieces, self.text[self.at :]]))
-        return Secret(whole) if self.secret and whole is not None else whole
-
-    def _interpolation(self, start: int) -> str | None:
-        """Return what the one stands for that was opened at `start`, and go to its end."""
-        resolver = _RESOLVER.match(self.text, self.at)
-        if resolver is None:
+    def one(found: re.Match[str]) -> str:
+        backslashes, name = len(found["kept"]), found["name"]
+        kept = backslashes // 2 * "\\"
+        if backslashes % 2:
+            return kept + found[0][backslashes:]
+        if name is None:
             raise _Refused(
-                f"holds {self._quoted(start)}, which is not resolved here: only ${{oc.env:NAME}} and "
-                "${oc.env:NAME,default} are, and \\${ is the text ${ itself"
+                f"holds {_quoted(text[found.start() + backslashes :], quotable)}, which is not resolved here: only "
+                "${oc.env:NAME} and ${oc.env:NAME,default} are (a default that holds a comma, a bracket or a brace in "
+                "quotes), and \\${ is the text ${ itself"
             )
-        self.at = resolver.end()
-        given = [self._argument(start)]
-        while self.text[self.at - 1] == ",":
-            given.append(self._argument(start))
-        name = given[0]
-        if not name or len(given) > 2:
-            raise self._malformed(start)
-        self.resolved = True
-        self.secret |= is_secret_key(name)
-        if name in os.environ:
-            return os.environ[name]
-        if len(given) == 1:
+        names.append(name)
+        if name not in os.environ and found["default"] is None:
             raise _Refused(
                 f"needs the environment variable {name}, which is not set: set it, or write a default, as in "
                 f"${{oc.env:{name},default}}"
             )
-        return given[1]
+        return kept + os.environ.get(name, found["one"] or found["two"] or found["plain"] or "")
 
-    def _argument(self, start: int) -> str | None:
-        """Return a name or a default, and go behind the comma or brace at its end."""
-        while self.text[self.at : self.at + 1].isspace():
-            self.at += 1
-        if quote := _QUOTED.match(self.text, self.at):
-            body = quote[1] if quote[2] is None else quote[2]
-            inner = _Text(re.sub(r"\\(['\"])", r"\1", body), quotable=self.quotable)
-            self.at = quote.end()
-            whole = inner.read()
-            self.secret |= inner.secret
-            if self.text[self.at : self.at + 1] not in (",", "}"):
-                raise self._malformed(start)
-            self.at += 1
-            return str(whole)
-        pieces: list[str | None] = []
-        while (at := self.text[self.at : self.at + 1]) not in (",", "}"):
-            if opened := re.compile(r"\$\{").match(self.text, self.at):
-                self.at = opened.end()
-                pieces.append(self._interpolation(opened.start()))
-            elif kept := _ESCAPED.match(self.text, self.at):
-                self.at = kept.end()
-                pieces.append(kept[1])
-            elif at in ("", "{", "[", "]", "'", '"'):
-                raise self._malformed(start)
-            else:
-                self.at += 1
-                pieces.append(at)
-        self.at += 1
-        if len(pieces) == 1:
-            return pieces[0]
-        whole = "".join(map(str, pieces)).strip()
-        return None if whole.lower() == "null" else whole
+    whole = _FOUND.sub(one, text)
+    alone = _FOUND.fullmatch(text)
+    if alone is not None and not alone["kept"] and alone["plain"] == "null" and names[0] not in os.environ:
+        return None, True
+    return Secret(whole) if any(map(is_secret_key, names)) else whole, bool(names)
 
-    def _malformed(self, start: int) -> _Refused:
-        return _Refused(
-            f"holds {self._quoted(start)}, which can't be read: write ${{oc.env:NAME}} or ${{oc.env:NAME,default}}, "
-            "with a default in quotes where it holds a comma, a bracket, a brace or a quote"
-        )
 
-    def _quoted(self, start: int) -> str:
-        """Return the interpolation that was opened at `start`, without a default, which may be a secret."""
-        head = re.match(r"\$\{([\w.]+\}|oc\.env:\w+|[\w.]+:)", self.text[start:])
-        if head is None or not self.quotable:
-            return "${...}"
-        return head[0] if head[0].endswith("}") else f"{head[0]}...}}"
+def _quoted(text: str, quotable: bool) -> str:
+    """Return the interpolation at the beginning of a text, without a default, which may be a secret."""
+    head = re.match(r"\$\{([\w.]+\}|oc\.env:\w+|[\w.]+:)", text)
+    if head is None or not quotable:
+        return "${...}"
+    return head[0] if head[0].endswith("}") else f"{head[0]}...}}"
