@@ -95,7 +95,9 @@ def test_it_is_resolved_in_a_file_in_overrides_and_in_a_dict(tmp_path: Path) -> 
     ("name: ${oc.env:NO}", "run.yaml line 1: name needs the environment variable NO, which is not set: set it, or "
      "write a default, as in ${oc.env:NO,default}; or give the value with --set name=..."),
     ("name: ${HOME}", "run.yaml line 1: name holds ${HOME}, which is not resolved here: only ${oc.env:NAME} and "
-     "${oc.env:NAME,default} are (a default that holds a comma, a bracket or a brace in quotes), and \\${ is the text ${ itself; or give the value with --set name=..."),
+     "${oc.env:NAME,default} are (a default "
+     "that holds a comma, a bracket or a brace in quotes), and \\${ is the text ${ itself; "
+     "or give the value with --set name=..."),
     ("name: '${oc.decode:x}'", "name holds ${oc.decode:...}, which is not resolved here: only ${oc.env:NAME}"),
     ("name: ${model.path}", "name holds ${model.path}, which is not resolved here: only ${oc.env:NAME}"),
     ("trainer: {args: {x: [1, '${x}']}}", "trainer.args.x[1] holds ${x}, which is not resolved here"),

@@ -1,8 +1,8 @@
 """`${oc.env:NAME}` and `${oc.env:NAME,default}` in the texts of a config.
 
 What comes of one is a text, also where it looks like a number: a key that wants a number or a flag converts it (see
-`converted`). A default is the text that stands there, a text in quotes, or `null`. `\\${` is the text `${`. Nothing else
-may stand in `${...}` but the name of a task's secret, `${secret:...}`, which is kept.
+`converted`). A default is the text that stands there, a text in quotes, or `null`. `\\${` is the text `${`. Nothing
+else may stand in `${...}` but the name of a task's secret, `${secret:...}`, which is kept.
 """
 
 from __future__ import annotations
