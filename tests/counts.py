@@ -10,7 +10,7 @@ import ast
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -31,9 +31,9 @@ def modules(root: Path) -> dict[str, Path]:
     return found
 
 
-def imported(tree: ast.Module) -> Iterator[str]:
-    """What the module imports when it is imported."""
-    for node in tree.body:
+def imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """What a module imports in these statements."""
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
         elif isinstance(node, ast.Import):
@@ -58,9 +58,12 @@ def main(root: Path) -> int:
     files = modules(root)
     trees = {name: ast.parse(path.read_text()) for name, path in files.items()}
     lines = {name: len(path.read_text().splitlines()) for name, path in files.items()}
-    edges = {name: {m for i in imported(tree) if (m := _in_rooms(i)) in files and m != name}
-             for name, tree in trees.items()}
-    print(f"{len(files)} modules, {sum(lines.values())} lines, {circles(edges)} modules in circles of imports")
+    edges, at_any_time = (
+        {name: {m for i in imported(nodes(tree)) if (m := _in_rooms(i)) in files and m != name}
+         for name, tree in trees.items()}
+        for nodes in (lambda tree: tree.body, ast.walk))
+    print(f"{len(files)} modules, {sum(lines.values())} lines, {circles(edges)} modules in circles of imports, "
+          f"{circles(at_any_time)} with imports for the type checker and in functions")
     folders: dict[str, list[str]] = defaultdict(list)
     for name, path in files.items():
         folders[path.parent.relative_to(root).as_posix()].append(name)

@@ -13,7 +13,7 @@ import contextlib
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import orjson
 
@@ -24,9 +24,6 @@ from trinity_es.actors.engines.vllm_texts import read_at_the_end, text_of, with_
 from trinity_es.actors.engines.vllm_values import changed, completion_of, output_kind, said_for
 from trinity_es.events.errors import ConfigError, EngineError
 from trinity_es.events.json_values import NotPlain, plain
-
-if TYPE_CHECKING:
-    from trinity_es.actors.engines.vllm_engine import VLLMEngine
 
 __all__ = ["application", "with_template"]
 
@@ -40,8 +37,20 @@ _ASKED_MOST = frozenset({"/v1/chat/completions", "/v1/completions", "/inference/
 """Routes that are looked for first: of thirty-six, vLLM has those that sample among the last."""
 
 
+class ServedEngine(Protocol):
+    """The engine, as its server asks it."""
+
+    tokenizer: Any
+
+    @property
+    def max_model_len(self) -> int | None: ...
+    @property
+    def adapters(self) -> Mapping[str, int]: ...
+    def outputs(self, prompt: Any, params: Any, request: str, adapter: str, **more: Any) -> AsyncGenerator[Any]: ...
+
+
 async def application(
-    engine: VLLMEngine, llm: Any, model: str, name: str, options: Mapping[str, Any],
+    engine: ServedEngine, llm: Any, model: str, name: str, options: Mapping[str, Any],
     recording: Callable[[], Recording | None],
 ) -> Any:
     """Return vLLM's ASGI application for this engine and its AsyncLLM, which calls the model at `model` `name`.
@@ -100,7 +109,7 @@ def with_template(tokenizer: Any, options: Mapping[str, Any]) -> Any:
     return _Templated(tokenizer, template, variables)
 
 
-def _list_adapters(models: Any, engine: VLLMEngine) -> None:
+def _list_adapters(models: Any, engine: ServedEngine) -> None:
     """Have vLLM's list of models name the engine's adapters, as it does those that it was told of itself."""
     listed = models.show_available_models
 
@@ -154,7 +163,7 @@ def _prepared(model: str, name: str, options: dict[str, Any]) -> tuple[Any, Any,
 class _RecordingClient:
     """An AsyncLLM as vLLM's server sees it: what it generates for a request is noted in that request's record."""
 
-    def __init__(self, engine: VLLMEngine, llm: Any, recording: Callable[[], Recording | None]) -> None:
+    def __init__(self, engine: ServedEngine, llm: Any, recording: Callable[[], Recording | None]) -> None:
         self._engine, self._llm, self._recording = engine, llm, recording
 
     def __getattr__(self, name: str) -> Any:

@@ -22,21 +22,28 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, cast
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Concatenate, ParamSpec, Protocol, cast
 
 import orjson
 
 from trinity_es.actors.engines.interface import Engine, ReceivesWeights
 from trinity_es.actors.engines.remote_engine import RemoteEngine, remote_models
-from trinity_es.actors.messages import JoinGroup, LoadAdapters, LoadWeights, UnitAssignment, UnitOutcome
+from trinity_es.actors.messages import (
+    JoinGroup,
+    LeaseChange,
+    LoadAdapters,
+    LoadWeights,
+    UnitAssignment,
+    UnitOutcome,
+)
 from trinity_es.actors.plugins import resolve
 from trinity_es.actors.rollout.engine_loop import UNIT, EngineLoop, as_runner
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.worker_pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
 from trinity_es.actors.run_activity import RunActivity
-from trinity_es.actors.runner.adapters import serve_adapters
+from trinity_es.actors.runner.adapters import AdaptersLoaded, serve_adapters
 from trinity_es.actors.runner.adaptive_places import Places
 from trinity_es.actors.runner.lease_reports import UnitLeases
 from trinity_es.actors.runner.outbox import Key
@@ -50,9 +57,6 @@ from trinity_es.events.secrets import SecretFile
 from trinity_es.events.store.payloads import PayloadStore, open_payloads, patient
 from trinity_es.events.store.retry import Backoff, once, patiently
 from trinity_es.events.values import task_from_dict
-
-if TYPE_CHECKING:
-    from trinity_es.actors.runner.actor import Runner
 
 __all__ = ["EngineThread"]
 
@@ -83,6 +87,22 @@ def _on_loop(work: Callable[Concatenate[EngineThread, _P], Any]) -> Callable[Con
     return left
 
 
+class EngineOwner(Protocol):
+    """The runner, as this side tells it: `post` is for any thread, the others for its own loop."""
+
+    state: str
+
+    def post(self, call: Callable[[], None]) -> None: ...
+    def become(self, state: str, reason: str, seconds: float) -> None: ...
+    def announce(self) -> None: ...
+    def give_up(self, key: Key, reason: str) -> None: ...
+    def report(self, outcomes: list[UnitOutcome]) -> None: ...
+    def lease_changed(self, change: LeaseChange, recorded: Future[None]) -> None: ...
+    def weights_done(self, version: int, seconds: float, error: str | None) -> None: ...
+    def adapters_done(self, number: int, done: AdaptersLoaded) -> None: ...
+    def group_joined(self, id: str, error: str | None) -> None: ...
+
+
 class EngineThread:
     """See the module. Of the model `model`; `how` are its engine's class and settings, `config` the system's.
 
@@ -90,7 +110,7 @@ class EngineThread:
     """
 
     def __init__(
-        self, owner: Runner, name: str, model: str, how: ModelSettings, config: Settings,
+        self, owner: EngineOwner, name: str, model: str, how: ModelSettings, config: Settings,
         log: logging.Logger
     ) -> None:
         self.owner, self.name, self.model, self.how, self.config, self.log = owner, name, model, how, config, log
@@ -327,7 +347,8 @@ class EngineThread:
                 told = self.secrets.reveal(orjson.loads(data))
                 task = task_from_dict(told, batch_id=item.batch_id, task_id=item.unit.task)
                 assert self.workflows is not None  # no unit comes before this runner is ready
-                leases, limit = UnitLeases(self.owner, item, self.secrets), item.timeout or None
+                leases = UnitLeases(functools.partial(self.tell, self.owner.lease_changed), item, self.secrets)
+                limit = item.timeout or None
                 done = await self.workflows.execute(task, item.batch_id, runs, timeout=limit, leases=leases)
             except asyncio.CancelledError:
                 raise

@@ -8,11 +8,11 @@ there is nobody to refuse them to.
 
 from __future__ import annotations
 
-import functools
 import os
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
@@ -22,9 +22,6 @@ from trinity_es.actors.messages import LeaseChange, LeaseReply, LeaseReport, Uni
 from trinity_es.events.errors import WorkflowError
 from trinity_es.events.secrets import SecretFile, masked_text
 from trinity_es.events.store.log_end import Mark
-
-if TYPE_CHECKING:
-    from trinity_es.actors.runner.actor import Runner
 
 __all__ = ["LeaseReports", "UnitLeases"]
 
@@ -107,9 +104,12 @@ class LeaseReports:
 class UnitLeases:
     """Takes what the runs of one attempt tell of their leases (a `LeaseRecorder`), from any thread."""
 
-    def __init__(self, owner: Runner, item: UnitAssignment, secrets: SecretFile) -> None:
-        """`secrets`: of tasks, which must not stand in the log."""
-        self._owner, self._item, self._secrets = owner, item, secrets
+    def __init__(
+        self, changed: Callable[[LeaseChange, Future[None]], None], item: UnitAssignment, secrets: SecretFile
+    ) -> None:
+        """Tell `changed` what is to be recorded, from any thread. `secrets`: of tasks, which must not stand in the log.
+        """
+        self._changed, self._item, self._secrets = changed, item, secrets
 
     def report(self, *, lease: str, what: Any, run: int, **more: Any) -> Future[None]:
         """Have the runner tell its coordinator. Raises WorkflowError for what can't, or must not, be recorded."""
@@ -123,7 +123,7 @@ class UnitLeases:
         )
         recorded: Future[None] = Future()
         recorded.set_running_or_notify_cancel()  # from here on it can't be cancelled, and any answer fits
-        self._owner.post(functools.partial(self._owner.lease_changed, change, recorded))
+        self._changed(change, recorded)
         return recorded
 
     def _require(self, what: str, value: Any) -> None:

@@ -63,6 +63,11 @@ class RequestRecord:
     failed: EngineError | None = None
 
     @property
+    def sampling(self) -> Sampling:
+        """What counts where the client says nothing."""
+        return Sampling(adapter=self.adapter, max_tokens=self.longest or Sampling().max_tokens)
+
+    @property
     def text(self) -> str | None:
         """The prompt, where the client gave a text."""
         prompt = self.body.get("prompt")

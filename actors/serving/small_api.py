@@ -156,7 +156,7 @@ class _SmallServer:
         self._check_model(body)
         params = body.get("sampling_params") or {}
         check_fields(params)
-        ids, sampling = ids_of("token_ids", body.get("token_ids")), sampling_of(params, record, "max_tokens")
+        ids, sampling = ids_of("token_ids", body.get("token_ids")), sampling_of(params, record.sampling, "max_tokens")
         shown = params.get("logprobs")
         if shown:
             sampling = merged_into(sampling, {"top_logprobs": shown}, "logprobs")
@@ -194,7 +194,7 @@ class _SmallServer:
         if not isinstance(options, dict | None):
             raise wrong("stream_options", options, "an object")
         lengths = ("max_completion_tokens", "max_tokens") if chat else ("max_tokens",)
-        sampling = sampling_of(body, record, *lengths)
+        sampling = sampling_of(body, record.sampling, *lengths)
         if shown:
             sampling = merged_into(sampling, {"top_logprobs": top}, "top_logprobs")
         return _Asked(

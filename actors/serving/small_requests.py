@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
@@ -12,9 +12,6 @@ from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.engines.sampling import brief, merged
 from trinity_es.actors.serving.errors import ApiError
 from trinity_es.events.errors import DataError
-
-if TYPE_CHECKING:
-    from trinity_es.actors.serving.request_record import RequestRecord
 
 __all__ = [
     "check_fields", "ids_of", "merged_into", "messages_of", "prompts_of", "sampling_of", "template_of", "tools_of",
@@ -50,9 +47,8 @@ def check_fields(body: Any) -> None:
                            code="unsupported_value")
 
 
-def sampling_of(body: Mapping[str, Any], record: RequestRecord, *lengths: str) -> Sampling:
-    """Return the sampling that is asked for; the first of `lengths` that is given is the longest answer."""
-    sampling = Sampling(adapter=record.adapter, max_tokens=record.longest or Sampling().max_tokens)
+def sampling_of(body: Mapping[str, Any], sampling: Sampling, *lengths: str) -> Sampling:
+    """Return `sampling` as it is asked for; the first of `lengths` that is given is the longest answer."""
     for name in _SAMPLING:
         if body.get(name) is not None:
             sampling = merged_into(sampling, {name: body[name]}, name)

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from trinity_es.events.store.recorded import Recorded
-
-__all__ = ["Clock", "Straightener", "boot", "monotonic", "steady_clock"]
+__all__ = ["FIRST_SECONDS", "STEP_SECONDS", "Clock", "boot", "monotonic", "steady_clock"]
 
 STEP_SECONDS = 0.5
 """Minimum difference between wall clock and monotonic clock that is a step, beside what a clock may be off by."""
@@ -82,30 +78,3 @@ class Clock:
             off = wall - recorded_at  # another writer may have recorded while the clock was ahead
             return off if off < -slack else 0.0
         return off
-
-
-_offsets: list[float] = []
-"""How far the wall clock is ahead of the monotonic one, the same for each look until it is set."""
-
-
-@dataclass(slots=True)
-class Straightener:
-    """Puts events of this boot where they were by the monotonic clock, as seen from the wall clock of now."""
-
-    _wall: Callable[[], float] = time.time
-    _monotonic: Callable[[], float] = monotonic
-    offset: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        found = self._wall() - self._monotonic()
-        if not _offsets or abs(_offsets[-1] - found) > STEP_SECONDS:
-            _offsets[:] = [found]
-        self.offset = _offsets[-1]
-
-    def __call__(self, recorded: Recorded) -> Recorded:
-        """Return the event, with the time that the clock of now gives its moment where that is another."""
-        told = recorded.metadata.get("mono")
-        if not isinstance(told, int | float) or not boot() or recorded.metadata.get("boot") != boot():
-            return recorded
-        at = self.offset + told
-        return recorded if abs(at - recorded.recorded_at) <= FIRST_SECONDS else replace(recorded, recorded_at=at)

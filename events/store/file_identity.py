@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -194,8 +195,6 @@ class Place:
 
     def _is_wal_cut(self, size: int) -> bool:
         """Return True if it is shorter than its index says, and was not only begun anew."""
-        from trinity_es.events.store.sqlite_file import frames_in_use  # here: it is a reader of whole logs
-
         with open(self.path, "rb") as file:
             page = int.from_bytes(file.read(18)[16:18], "big")
         used = max(frames_in_use(Path(self._real)).values(), default=0)
@@ -232,3 +231,20 @@ def _has_content(path: str) -> bool:
         return os.stat(path).st_size > 0
     except OSError:
         return False
+
+
+def frames_in_use(path: Path) -> dict[bytes, int]:
+    """Return how many frames SQLite's index of the write-ahead log counts, by the log's salts; {} where it can't tell.
+
+    What lies behind them was never committed, though its commit may be there: a writer was killed before it could count
+    it, and a smaller one was written over its beginning. To be asked before the log is opened: who opens it first, only
+    to read, makes the index anew from what it can read. Such an index has seen no commit, and is not believed.
+    """
+    try:
+        with Path(f"{path}-shm").open("rb") as file:
+            index = file.read(96)
+    except OSError:
+        return {}
+    if len(index) < 96 or index[:48] != index[48:] or not index[12] or not any(index[8:12]):
+        return {}
+    return {index[32:40]: struct.unpack_from("=I", index, 16)[0]}

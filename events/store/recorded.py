@@ -5,8 +5,9 @@ Import them from `events.store.log`; this module is there so that neither is lon
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -18,8 +19,8 @@ from trinity_es.events.errors import InvalidEvent, LogCorrupt, LogError
 from trinity_es.events.store import clock, schema
 from trinity_es.events.vocabulary import Event
 
-__all__ = ["Committed", "Draft", "Head", "Lease", "Projector", "Recorded", "Write", "checked_write", "draft",
-           "from_row"]
+__all__ = ["Committed", "Draft", "Head", "Lease", "Projector", "Recorded", "Straightener", "Write", "checked_write",
+           "draft", "from_row"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,3 +213,30 @@ def from_row(row: Sequence[Any]) -> Recorded:
     except (ValueError, TypeError) as e:
         raise LogCorrupt(f"position {position} ({stream} {version}) can't be read ({e}): `trinity-es verify` says "
                          "what else is wrong with this log") from e
+
+
+_offsets: list[float] = []
+"""How far the wall clock is ahead of the monotonic one, the same for each look until it is set."""
+
+
+@dataclass(slots=True)
+class Straightener:
+    """Puts events of this boot where they were by the monotonic clock, as seen from the wall clock of now."""
+
+    _wall: Callable[[], float] = time.time
+    _monotonic: Callable[[], float] = clock.monotonic
+    offset: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        found = self._wall() - self._monotonic()
+        if not _offsets or abs(_offsets[-1] - found) > clock.STEP_SECONDS:
+            _offsets[:] = [found]
+        self.offset = _offsets[-1]
+
+    def __call__(self, recorded: Recorded) -> Recorded:
+        """Return the event, with the time that the clock of now gives its moment where that is another."""
+        told = recorded.metadata.get("mono")
+        if not isinstance(told, int | float) or not clock.boot() or recorded.metadata.get("boot") != clock.boot():
+            return recorded
+        at = self.offset + told
+        return recorded if abs(at - recorded.recorded_at) <= clock.FIRST_SECONDS else replace(recorded, recorded_at=at)

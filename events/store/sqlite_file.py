@@ -18,9 +18,10 @@ from pathlib import Path
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError
 
+from trinity_es.events.store.file_identity import frames_in_use
 from trinity_es.events.store.verify import raw_text
 
-__all__ = ["check_file", "check_pages", "frames_in_use"]
+__all__ = ["check_file", "check_pages"]
 
 MAGIC = b"SQLite format 3\0"
 TRIES, PAUSE = 4, 0.15
@@ -145,23 +146,6 @@ def _wal(path: Path, in_use: dict[bytes, int]) -> list[str]:
         return [f"{_CUT} in a frame that is not whole (frame {broken} of {wal}): a commit that a crash cut off and "
                 "nobody was told of, or it was changed"]
     return []
-
-
-def frames_in_use(path: Path) -> dict[bytes, int]:
-    """Return how many frames SQLite's index of the write-ahead log counts, by the log's salts; {} where it can't tell.
-
-    What lies behind them was never committed, though its commit may be there: a writer was killed before it could count
-    it, and a smaller one was written over its beginning. To be asked before the log is opened: who opens it first, only
-    to read, makes the index anew from what it can read. Such an index has seen no commit, and is not believed.
-    """
-    try:
-        with Path(f"{path}-shm").open("rb") as file:
-            index = file.read(96)
-    except OSError:
-        return {}
-    if len(index) < 96 or index[:48] != index[48:] or not index[12] or not any(index[8:12]):
-        return {}
-    return {index[32:40]: struct.unpack_from("=I", index, 16)[0]}
 
 
 def _place(frame: int, size: int) -> int:

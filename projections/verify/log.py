@@ -33,10 +33,11 @@ from trinity_es.events.errors import (
 )
 from trinity_es.events.store import schema
 from trinity_es.events.store.database import Database, masked, parse_url
+from trinity_es.events.store.file_identity import frames_in_use
 from trinity_es.events.store.log import EventLog, Head, Projector, Recorded
 from trinity_es.events.store.log_end import Claim, Memory, rewound
 from trinity_es.events.store.retry import is_transient
-from trinity_es.events.store.sqlite_file import check_file, check_pages, frames_in_use
+from trinity_es.events.store.sqlite_file import check_file, check_pages
 from trinity_es.events.store.verify import Problems, raw_text
 from trinity_es.events.values import BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import RESULT_FORMS, BatchState, batch_result, evolve

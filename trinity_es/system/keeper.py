@@ -21,12 +21,10 @@ import os
 import random
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from trinity_es.actors.frames import knock
@@ -35,7 +33,7 @@ from trinity_es.actors.orphaned import owner_gone, store_gone
 from trinity_es.actors.system_key import read_key
 from trinity_es.actors.transport import listening
 from trinity_es.config.config import Config
-from trinity_es.events.errors import StartupError, TrinityError, WrongKey
+from trinity_es.events.errors import TrinityError, WrongKey
 from trinity_es.events.private_files import open_private, take_lock
 from trinity_es.events.processes import process_lives, process_start_time
 from trinity_es.events.store.log_end import Claim
@@ -44,10 +42,7 @@ from trinity_es.system import lifecycle, remembered_log_end, running_system
 from trinity_es.system.keeper_lock import LOCK_SECONDS, running
 from trinity_es.system.leftovers import end_leftovers
 
-__all__ = ["main", "start"]
-
-START_SECONDS = 60.0
-"""Maximum time that a keeper takes to come up."""
+__all__ = ["main"]
 
 END_SECONDS = 40.0
 """How long a system that ends by itself may take before its keeper ends it."""
@@ -58,30 +53,6 @@ STOOD_STILL_SECONDS = 2.0
 """How much longer than it should a step of this process may take before it is taken to have stood still."""
 
 _log = logging.getLogger("trinity_es.system.keeper")
-
-
-def start(config: Config, admin: dict[str, Any]) -> None:
-    """Start a keeper for the running system of this config, whose admin this is. One that runs already stays.
-
-    Raises StartupError where none comes up.
-    """
-    words = Path(config.system.log_dir) / "keeper.log"
-    with os.fdopen(open_private(words, os.O_WRONLY | os.O_APPEND), "ab") as out:
-        before = out.seek(0, os.SEEK_END)  # what earlier ones said is not about this one
-        process = subprocess.Popen(
-            [sys.executable, "-m", "trinity_es.system.keeper"],
-            stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True,
-        )
-    assert process.stdin is not None
-    with process.stdin as pipe:
-        pipe.write(json.dumps({"config": config.to_dict(), "admin": admin}).encode())
-    # One that is still starting could not be stopped, and would start again what was ended meanwhile.
-    running_system.came_true(lambda: running(config) is not None or process.poll() is not None, START_SECONDS)
-    if running(config) is None:
-        process.kill()  # later it would start again what was ended meanwhile
-        process.wait()
-        told = words.read_bytes()[before:].decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
-        raise StartupError(f"the keeper did not come up, which would start the system again: {told[0]} ({words})")
 
 
 def _wait_for_end(

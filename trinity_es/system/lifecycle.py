@@ -16,6 +16,7 @@ from trinity_es.events.errors import StartupError
 from trinity_es.events.private_files import make_private_folder, open_private, take_lock, tighten
 from trinity_es.events.processes import process_start_time
 from trinity_es.events.store.log_end import Claim
+from trinity_es.system import keeper_lock
 from trinity_es.system.launch import launch
 from trinity_es.system.leftovers import end_all_leftovers
 from trinity_es.system.running_system import end, last_known, processes, wait_gone
@@ -42,9 +43,6 @@ def start(
     the log, besides this host's memory. Raises AlreadyRunning, LogNotFound, ConfigError, WrongKey, LogRewound,
     StartupError (with the end of the log of what failed).
     """
-    from trinity_es.system import keeper as keepers  # which starts systems by this module
-    from trinity_es.system import keeper_lock
-
     config.check()
     log_dir = Path(config.system.log_dir)
     detach = owner is None and (config.system.detach if detach is None else detach)
@@ -58,7 +56,7 @@ def start(
         admin = launch(config, log_dir, create, None if detach else owner, claims)
     if config.system.keeper if keeper is None else keeper:
         try:
-            keepers.start(config, admin)
+            keeper_lock.start(config, admin)
         except StartupError:
             end_all_leftovers(config)  # nobody would start it again
             raise

@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -378,9 +377,6 @@ class Owner:
     def __init__(self) -> None:
         self.leases = LeaseReports("runner-0", 1)
 
-    def post(self, call: Callable[[], None]) -> None:
-        call()
-
     def lease_changed(self, change: LeaseChange, recorded: Future[None]) -> None:
         self.leases.put(change, recorded)
 
@@ -399,7 +395,7 @@ def unit(owner: Owner, tmp_path: Path) -> UnitLeases:
     secrets = SecretFile(tmp_path)
     assert secrets.reveal(secrets.hide({"api_key": SECRET})) == {"api_key": SECRET}
     item = UnitAssignment(7, "s", ev.Unit(task=0, run_id_base=0, runs=1, attempt=1), None)
-    return UnitLeases(cast(Any, owner), item, secrets)
+    return UnitLeases(owner.lease_changed, item, secrets)
 
 
 SECRET = "quite plain \"words\""

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.store.clock import Clock, Straightener, boot
+from trinity_es.events.store.clock import Clock, boot
 from trinity_es.events.store.log import EventLog, Write
+from trinity_es.events.store.recorded import Straightener
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.read_models import projectors
 
