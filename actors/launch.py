@@ -33,7 +33,7 @@ from trinity_es.actors.settings import settings_from
 from trinity_es.actors.system_key import read_key
 from trinity_es.actors.transport import AuthenticatedSystemBase
 from trinity_es.events.processes import open_files
-from trinity_es.events.store.log_end import claims_of
+from trinity_es.events.store.checks.log_end import claims_of
 
 __all__ = ["main"]
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 import orjson
 
 from trinity_es.actors.messages import LIMIT, UnitOutcome
-from trinity_es.events.store.payloads import PayloadStore
+from trinity_es.events.store.payloads.payloads import PayloadStore
 from trinity_es.events.vocabulary import RunResult
 
 __all__ = ["LARGEST_RESULTS", "grouped", "outcome_size", "pack_results", "shortened", "unpack_results"]

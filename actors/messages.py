@@ -19,8 +19,8 @@ import orjson
 from trinity_es.actors.settings import Settings
 from trinity_es.events.errors import DataError
 from trinity_es.events.quick_pickle import quickly_pickled
-from trinity_es.events.store.log_end import Claim, Mark
-from trinity_es.events.store.payloads import PayloadStore
+from trinity_es.events.store.checks.log_end import Claim, Mark
+from trinity_es.events.store.payloads.payloads import PayloadStore
 from trinity_es.events.values import BatchId, FailureKind
 from trinity_es.events.vocabulary import AdapterPublished, PayloadRef, RunResult, Unit
 

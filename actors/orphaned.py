@@ -16,7 +16,8 @@ from typing import Any
 
 from trinity_es.events.errors import LogNotFound, TrinityError
 from trinity_es.events.processes import process_lives
-from trinity_es.events.store.database import Database, parse_url
+from trinity_es.events.store.database.database import Database
+from trinity_es.events.store.database.urls import parse_url
 
 __all__ = ["StoreWatch", "end_processes", "owner_gone", "store_gone"]
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from trinity_es.events.store.clock import steady_clock
+from trinity_es.events.store.records.clock import steady_clock
 
 __all__ = ["SHOWN_RUNS", "RunActivity", "runner_state", "table"]
 

@@ -46,7 +46,7 @@ from sqlalchemy import text
 from benchmarks.compared import Watch, about, beside_told
 from benchmarks.sample_log import make
 from trinity_es.events.errors import LogNotFound
-from trinity_es.events.store.database import masked, parse_url
+from trinity_es.events.store.database.urls import masked, parse_url
 from trinity_es.events.values import BatchId
 from trinity_es.projections.reading.log_reader import Log, open_log
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import trinity_es
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.store.experiences import read_experiences
-from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.store.payloads.experiences import read_experiences
+from trinity_es.events.store.payloads.payloads import open_payloads
 
 __all__ = ["BAD", "Account", "Evidence", "report"]
 

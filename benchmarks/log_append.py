@@ -29,10 +29,10 @@ from sqlalchemy import text
 
 from benchmarks.compared import Databases, Row, Watch, alternate, databases, options_of, pairs, report
 from benchmarks.sample_log import make
-from trinity_es.events.store import schema
-from trinity_es.events.store.database import parse_url
+from trinity_es.events.store.database import schema
+from trinity_es.events.store.database.urls import parse_url
 from trinity_es.events.store.log import EventLog, Write
-from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.events.vocabulary import CoordinatorStarted, Event
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.projections.verify.log import verify_log

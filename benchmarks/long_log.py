@@ -13,8 +13,8 @@ from typing import Any
 
 import orjson
 
-from trinity_es.events.store import schema
-from trinity_es.events.store.database import parse_url
+from trinity_es.events.store.database import schema
+from trinity_es.events.store.database.urls import parse_url
 
 __all__ = ["lengthen"]
 

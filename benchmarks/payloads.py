@@ -31,7 +31,7 @@ import numpy as np
 from benchmarks.compared import Row, Spread, Watch, alternate, options_of, pairs, report
 from benchmarks.dispatch import Bench, check_experiences
 from trinity_es.events.experience import Experience
-from trinity_es.events.store.database import parse_url
+from trinity_es.events.store.database.urls import parse_url
 from trinity_es.projections.verify.log import verify_log
 
 __all__ = ["Store"]

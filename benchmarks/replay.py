@@ -29,7 +29,7 @@ from sqlalchemy import inspect, text
 
 from benchmarks.compared import Databases, Row, Spread, Watch, alternate, databases, options_of, pairs, report
 from benchmarks.sample_log import make
-from trinity_es.events.store.database import parse_url
+from trinity_es.events.store.database.urls import parse_url
 from trinity_es.events.store.log import EventLog
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.read_models import projectors

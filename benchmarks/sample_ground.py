@@ -13,10 +13,10 @@ from itertools import accumulate, islice
 from typing import Any
 
 from trinity_es.events import vocabulary as ev
+from trinity_es.events.store.database.statements import LockedHead
 from trinity_es.events.store.log import EventLog, Lease, Write
-from trinity_es.events.store.payloads import PayloadStore
-from trinity_es.events.store.recorded import Draft
-from trinity_es.events.store.statements import LockedHead
+from trinity_es.events.store.payloads.payloads import PayloadStore
+from trinity_es.events.store.records.recorded import Draft
 from trinity_es.events.values import BatchId, batch_stream
 
 __all__ = [

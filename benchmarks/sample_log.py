@@ -26,8 +26,8 @@ from trinity_es.actors.coordinator.decisions import batches as decisions
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.processes import process_start_time
-from trinity_es.events.store.experiences import write_delivered
-from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.store.payloads.experiences import write_delivered
+from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.events.values import BatchId, FailureKind, Task, batch_stream, task_to_dict
 from trinity_es.projections.batch import BatchState, evolve
 from trinity_es.projections.metrics import aggregate_run

@@ -177,7 +177,7 @@ class LogRewound(LogError):
 class LogUnavailable(LogError):
     """The database can't be written or reached: disk full, locked, connection lost. Nothing was acknowledged.
 
-    `details["passing"]`: it may pass by itself (see events/store/retry.py).
+    `details["passing"]`: it may pass by itself (see events/store/database/retry.py).
     """
 
 

@@ -73,10 +73,10 @@ from trinity_es.events.errors import (
     error_to_dict,
 )
 from trinity_es.events.software_version import VERSION
-from trinity_es.events.store.leader_lock import LeaderLock
+from trinity_es.events.store.checks.log_end import Memory
+from trinity_es.events.store.database.leader_lock import LeaderLock
 from trinity_es.events.store.log import EventLog, Lease
-from trinity_es.events.store.log_end import Memory
-from trinity_es.events.store.payloads import PayloadStore, open_payloads, patient
+from trinity_es.events.store.payloads.payloads import PayloadStore, open_payloads, patient
 from trinity_es.events.values import BatchLifecycleState
 from trinity_es.projections.tables.read_models import projectors
 

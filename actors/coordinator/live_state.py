@@ -19,8 +19,8 @@ from trinity_es.actors.coordinator.units_in_flight import UnitsInFlight
 from trinity_es.actors.messages import Parcel, pack
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.payloads import PayloadStore
-from trinity_es.events.store.recorded import Write, checked_write
+from trinity_es.events.store.payloads.payloads import PayloadStore
+from trinity_es.events.store.records.recorded import Write, checked_write
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.adapters import Adapters, current_adapters, evolve_adapters, evolve_loaded
 from trinity_es.projections.batch import BatchState, evolve, fold

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from trinity_es.events.errors import LogRewound
+from trinity_es.events.store.checks.log_end import Claim, Mark
 from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.log_end import Claim, Mark
 
 __all__ = ["Witnesses"]
 

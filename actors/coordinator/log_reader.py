@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy.exc import DBAPIError
 
 from trinity_es.events.errors import LogRewound, LogUnavailable
-from trinity_es.events.store.retry import patiently
+from trinity_es.events.store.database.retry import patiently
 
 __all__ = ["Fetch", "NotRead", "Reader", "Watch", "read_now"]
 

@@ -29,11 +29,11 @@ from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.settings import StoreSettings
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import Fenced, LogError, LogNotFound, LogRewound, LogUnavailable, NotALog
-from trinity_es.events.store.database import masked
+from trinity_es.events.store.checks.log_end import Claim, Mark, Memory, claims_of, rewound
+from trinity_es.events.store.database.retry import Backoff, is_transient
+from trinity_es.events.store.database.urls import masked
 from trinity_es.events.store.log import EventLog, Lease
-from trinity_es.events.store.log_end import Claim, Mark, Memory, claims_of, rewound
-from trinity_es.events.store.payloads import PayloadStore
-from trinity_es.events.store.retry import Backoff, is_transient
+from trinity_es.events.store.payloads.payloads import PayloadStore
 
 __all__ = ["LogSession", "Phase", "SessionHost"]
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trinity_es.events.errors import DataError, InvalidEvent, LogError
+from trinity_es.events.store.database.retry import patiently
 from trinity_es.events.store.log import EventLog, Lease, Write
-from trinity_es.events.store.retry import patiently
 
 __all__ = ["LogWriter", "Undone", "UnitOfWork"]
 

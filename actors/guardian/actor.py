@@ -29,7 +29,7 @@ from trinity_es.actors.guardian.text_logs import cut, printed_to
 from trinity_es.actors.hosts.host_agent import HostAgent
 from trinity_es.actors.orphaned import end_processes, owner_gone
 from trinity_es.actors.runner.actor import Runner, import_ahead
-from trinity_es.events.store.log_end import Claim
+from trinity_es.events.store.checks.log_end import Claim
 
 __all__ = ["NAME", "Guardian", "import_ahead"]
 

@@ -28,7 +28,7 @@ from trinity_es.actors.hosts.folder_sender import SILENT_SECONDS
 from trinity_es.actors.hosts.head_dialer import HeadDialer
 from trinity_es.actors.hosts.sealed_stream import NotOurs, Refused, SealedStream
 from trinity_es.events.errors import SyncError, WrongKey
-from trinity_es.events.store.retry import Backoff
+from trinity_es.events.store.database.retry import Backoff
 
 __all__ = ["FolderPuller", "pulled_dir"]
 

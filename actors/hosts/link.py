@@ -28,7 +28,7 @@ from trinity_es.actors.hosts.tls import begin_at_head
 from trinity_es.actors.settings import TlsSettings
 from trinity_es.actors.strangers import most_strangers
 from trinity_es.events.errors import WrongKey
-from trinity_es.events.store.retry import Backoff
+from trinity_es.events.store.database.retry import Backoff
 
 __all__ = ["Admission", "HeadEnd", "HostEnd", "Items", "LoopThread"]
 

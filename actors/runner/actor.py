@@ -26,7 +26,7 @@ from trinity_es.actors.runner.lease_reports import LeaseReports
 from trinity_es.actors.runner.outbox import Key, Outbox, key_of
 from trinity_es.actors.runner.reporting import failed
 from trinity_es.actors.serving.http_server import make_app, make_server
-from trinity_es.events.store.log_end import Mark, told_less
+from trinity_es.events.store.checks.log_end import Mark, told_less
 from trinity_es.events.values import BatchId
 
 __all__ = ["Runner", "import_ahead"]

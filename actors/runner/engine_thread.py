@@ -54,8 +54,8 @@ from trinity_es.actors.settings import ModelSettings, Settings
 from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.events.errors import DataError, EngineError, LogUnavailable, SyncError, TrinityError
 from trinity_es.events.secrets import SecretFile
-from trinity_es.events.store.payloads import PayloadStore, open_payloads, patient
-from trinity_es.events.store.retry import Backoff, once, patiently
+from trinity_es.events.store.database.retry import Backoff, once, patiently
+from trinity_es.events.store.payloads.payloads import PayloadStore, open_payloads, patient
 from trinity_es.events.values import task_from_dict
 
 __all__ = ["EngineThread"]

@@ -21,7 +21,7 @@ from trinity_es.actors.message_sizes import grouped, shortened
 from trinity_es.actors.messages import LeaseChange, LeaseReply, LeaseReport, UnitAssignment
 from trinity_es.events.errors import WorkflowError
 from trinity_es.events.secrets import SecretFile, masked_text
-from trinity_es.events.store.log_end import Mark
+from trinity_es.events.store.checks.log_end import Mark
 
 __all__ = ["LeaseReports", "UnitLeases"]
 

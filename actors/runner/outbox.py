@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from trinity_es.actors.messages import OutcomeReport, UnitOutcome
-from trinity_es.events.store.log_end import Mark
+from trinity_es.events.store.checks.log_end import Mark
 from trinity_es.events.values import BatchId
 
 __all__ = ["Key", "Outbox", "key_of"]

@@ -10,7 +10,7 @@ from trinity_es.actors.messages import UnitAssignment, UnitOutcome
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.experience import Experience
-from trinity_es.events.store.payloads import PayloadStore
+from trinity_es.events.store.payloads.payloads import PayloadStore
 from trinity_es.events.values import FailureKind
 from trinity_es.events.vocabulary import PayloadRef, Unit
 

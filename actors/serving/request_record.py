@@ -64,7 +64,7 @@ class RequestRecord:
 
     @property
     def sampling(self) -> Sampling:
-        """What counts where the client says nothing."""
+        """The sampling that counts where the client says nothing."""
         return Sampling(adapter=self.adapter, max_tokens=self.longest or Sampling().max_tokens)
 
     @property

@@ -15,11 +15,11 @@ import orjson
 from sqlalchemy import Connection, insert, select, update
 
 from trinity_es.events.errors import Fenced
-from trinity_es.events.store import schema
-from trinity_es.events.store.database import Database
-from trinity_es.events.store.recorded import Lease
-from trinity_es.events.store.statements import lock_head
-from trinity_es.events.store.store_identity import StoreIdentity, identity_of
+from trinity_es.events.store.database import schema
+from trinity_es.events.store.database.database import Database
+from trinity_es.events.store.database.statements import lock_head
+from trinity_es.events.store.database.store_identity import StoreIdentity, identity_of
+from trinity_es.events.store.records.recorded import Lease
 
 __all__ = ["acquire", "check", "read", "release"]
 

@@ -35,15 +35,19 @@ from trinity_es.events.errors import (
     LogCorrupt,
     LogUnavailable,
 )
-from trinity_es.events.store import clock, leases, schema, statements
-from trinity_es.events.store import type_index as rare
-from trinity_es.events.store.clock import Clock, monotonic
-from trinity_es.events.store.database import Database, Durability, T
-from trinity_es.events.store.log_end import Claim, Mark, Memory, lost_of, require_known, rewound
-from trinity_es.events.store.opening import open_schema
-from trinity_es.events.store.positions_by_time import position_at
+from trinity_es.events.store import leases
+from trinity_es.events.store.checks.log_end import Claim, Mark, Memory, lost_of, require_known, rewound
+from trinity_es.events.store.database import schema, statements
+from trinity_es.events.store.database.database import Database, Durability, T
+from trinity_es.events.store.database.opening import open_schema
+from trinity_es.events.store.database.statements import PAGE, LockedHead, lock_head
+from trinity_es.events.store.database.store_identity import identity_of
 from trinity_es.events.store.projectors import ReadModels
-from trinity_es.events.store.recorded import (
+from trinity_es.events.store.records import clock
+from trinity_es.events.store.records import type_index as rare
+from trinity_es.events.store.records.clock import Clock, monotonic
+from trinity_es.events.store.records.positions_by_time import position_at
+from trinity_es.events.store.records.recorded import (
     Committed,
     Draft,
     Head,
@@ -54,12 +58,10 @@ from trinity_es.events.store.recorded import (
     draft,
     from_row,
 )
-from trinity_es.events.store.statements import PAGE, LockedHead, lock_head
-from trinity_es.events.store.store_identity import identity_of
 from trinity_es.events.vocabulary import ClockStepped
 
 if TYPE_CHECKING:
-    from trinity_es.events.store.verify import Watcher
+    from trinity_es.events.store.checks.verify import Watcher
 
 __all__ = ["Committed", "EventLog", "Head", "Lease", "Projector", "Recorded", "Write"]
 
@@ -438,8 +440,8 @@ class EventLog:
         """Return what is wrong with the log, each problem naming its position or stream; [] where it is sound.
 
         Reads every event once: `progress(position, last position)` after each page; a `watcher` sees them too (see
-        events/store/verify.py). Writers go on meanwhile, and what they append is looked at as well.
+        events/store/checks/verify.py). Writers go on meanwhile, and what they append is looked at as well.
         """
-        from trinity_es.events.store.verify import verify  # here, not above: it is a job of its own, seldom done
+        from trinity_es.events.store.checks.verify import verify  # here, not above: it is a job of its own, seldom done
 
         return verify(self._db, progress, watcher)

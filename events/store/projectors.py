@@ -7,10 +7,17 @@ from collections.abc import Callable, Sequence
 from sqlalchemy import Connection, insert, update
 
 from trinity_es.events.errors import LogCorrupt, LogTooNew
-from trinity_es.events.store import schema
-from trinity_es.events.store.database import Database
-from trinity_es.events.store.recorded import Projector, Recorded, from_row
-from trinity_es.events.store.statements import CHECKPOINT, MOVE_CHECKPOINT, NEXT_PAGE, PAGE, LockedHead, lock_head
+from trinity_es.events.store.database import schema
+from trinity_es.events.store.database.database import Database
+from trinity_es.events.store.database.statements import (
+    CHECKPOINT,
+    MOVE_CHECKPOINT,
+    NEXT_PAGE,
+    PAGE,
+    LockedHead,
+    lock_head,
+)
+from trinity_es.events.store.records.recorded import Projector, Recorded, from_row
 
 __all__ = ["ReadModels"]
 

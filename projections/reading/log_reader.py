@@ -17,9 +17,9 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import AnswerNotFound, BatchNotFound, CorruptPayload, LogError, LogRewound, LogUnavailable
 from trinity_es.events.processes import process_lives, seen_from_here
 from trinity_es.events.store.log import EventLog, Head, Recorded
-from trinity_es.events.store.payloads import PayloadStore, open_payloads
-from trinity_es.events.store.positions_by_time import clock_note
-from trinity_es.events.store.type_index import RARE
+from trinity_es.events.store.payloads.payloads import PayloadStore, open_payloads
+from trinity_es.events.store.records.positions_by_time import clock_note
+from trinity_es.events.store.records.type_index import RARE
 from trinity_es.events.values import BatchId, batch_stream, local_time, with_offset
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.freed_payloads import EXPERIENCES, freed_at
@@ -488,7 +488,9 @@ class Log:
 
         They have no reward: what was posted later is in `answers`. Raises AnswerNotFound, LogNotFound.
         """
-        from trinity_es.events.store.experiences import read_experiences  # here: a reader of events needs no numpy
+        from trinity_es.events.store.payloads.experiences import (
+            read_experiences,  # here: a reader of events needs no numpy
+        )
 
         found = self._read(lambda connection: serve_answers.find(connection, [message])).get(message)
         if found is None:

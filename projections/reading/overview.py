@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.store.recorded import Recorded
+from trinity_es.events.store.records.recorded import Recorded
 from trinity_es.events.values import BatchId, BatchLifecycleState
 
 if TYPE_CHECKING:

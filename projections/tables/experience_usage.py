@@ -30,8 +30,8 @@ from sqlalchemy import (
 )
 
 from trinity_es.events import vocabulary as ev
+from trinity_es.events.store.database.prepared import Gathered, Prepared
 from trinity_es.events.store.log import Recorded
-from trinity_es.events.store.prepared import Gathered, Prepared
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections import experience_queue
 from trinity_es.projections.freed_payloads import EXPERIENCES

@@ -11,8 +11,8 @@ from collections import Counter
 import orjson
 from sqlalchemy import BigInteger, Column, Connection, MetaData, String, Table, func, insert, select, update
 
-from trinity_es.events.store import schema
-from trinity_es.events.store.recorded import Recorded
+from trinity_es.events.store.database import schema
+from trinity_es.events.store.records.recorded import Recorded
 from trinity_es.projections.hosts import host_of
 
 __all__ = ["ASKED", "NAME", "flush", "forget", "metadata", "read_finished"]

@@ -38,9 +38,9 @@ from sqlalchemy import (
 )
 
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.store import schema
+from trinity_es.events.store.database import schema
+from trinity_es.events.store.database.prepared import Gathered, Prepared
 from trinity_es.events.store.log import EventLog, Recorded
-from trinity_es.events.store.prepared import Gathered, Prepared
 from trinity_es.events.values import BatchId, BatchLifecycleState
 from trinity_es.projections.hosts import host_of
 from trinity_es.projections.run import mean_reward
@@ -299,7 +299,7 @@ _CHANGE = Prepared(
     )
 )
 _NEW = Prepared(insert(batches))
-# In words, and the same on both: see `events.store.statements`.
+# In words, and the same on both: see `events.store.database.statements`.
 _ADD_LOSS = Prepared(text(
     "INSERT INTO rm_loss (stream, what, why, count) VALUES (:stream, :what, :why, :count) "
     "ON CONFLICT (stream, what, why) DO UPDATE SET count = rm_loss.count + excluded.count"

@@ -37,9 +37,9 @@ from sqlalchemy import (
 )
 
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.store import schema
+from trinity_es.events.store.database import schema
+from trinity_es.events.store.database.prepared import Gathered, Prepared
 from trinity_es.events.store.log import Recorded
-from trinity_es.events.store.prepared import Gathered, Prepared
 from trinity_es.projections.hosts import went_with_host
 
 __all__ = [

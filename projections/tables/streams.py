@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import BigInteger, cast, func, select
 
-from trinity_es.events.store import schema
+from trinity_es.events.store.database import schema
 from trinity_es.events.store.log import EventLog
 
 __all__ = ["greatest_batch_id", "other_streams"]

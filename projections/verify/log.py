@@ -1,9 +1,9 @@
 """Whether a log and all that belongs to it are what was written: the work behind `Log.verify` and `trinity-es verify`.
 
-One pass over the events checks the chain (events/store/verify), computes every final result again, and folds the read
-models into tables of their own in a temporary SQLite database. Then, in one transaction: every row of the read models
-against those, the checkpoints, the leases, the definitions of the tables. Last the payloads: all of them, by their
-digests, and those that somebody needs. Nothing is repaired and nothing is written. Memory does not grow with the
+One pass over the events checks the chain (events/store/checks/verify), computes every final result again, and folds the
+read models into tables of their own in a temporary SQLite database. Then, in one transaction: every row of the read
+models against those, the checkpoints, the leases, the definitions of the tables. Last the payloads: all of them, by
+their digests, and those that somebody needs. Nothing is repaired and nothing is written. Memory does not grow with the
 events; what is compared lies in the temporary file.
 
 What it can't see is named in docs/OBSERVABILITY.md.
@@ -31,14 +31,15 @@ from trinity_es.events.errors import (
     LogUnavailable,
     NotALog,
 )
-from trinity_es.events.store import schema
-from trinity_es.events.store.database import Database, masked, parse_url
-from trinity_es.events.store.file_identity import frames_in_use
+from trinity_es.events.store.checks.log_end import Claim, Memory, rewound
+from trinity_es.events.store.checks.sqlite_file import check_file, check_pages
+from trinity_es.events.store.checks.verify import Problems, raw_text
+from trinity_es.events.store.database import schema
+from trinity_es.events.store.database.database import Database
+from trinity_es.events.store.database.file_identity import frames_in_use
+from trinity_es.events.store.database.retry import is_transient
+from trinity_es.events.store.database.urls import masked, parse_url
 from trinity_es.events.store.log import EventLog, Head, Projector, Recorded
-from trinity_es.events.store.log_end import Claim, Memory, rewound
-from trinity_es.events.store.retry import is_transient
-from trinity_es.events.store.sqlite_file import check_file, check_pages
-from trinity_es.events.store.verify import Problems, raw_text
 from trinity_es.events.values import BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import RESULT_FORMS, BatchState, batch_result, evolve
 from trinity_es.projections.leases import OpenLeases, evolve_leases

@@ -12,9 +12,9 @@ from contextlib import closing
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import CorruptPayload, LogNotFound, PayloadNotFound
+from trinity_es.events.store.checks.verify import Problems
 from trinity_es.events.store.log import EventLog, Recorded
-from trinity_es.events.store.payloads import PayloadStore, open_payloads
-from trinity_es.events.store.verify import Problems
+from trinity_es.events.store.payloads.payloads import PayloadStore, open_payloads
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.freed_payloads import EXPERIENCES, freed_at
 

@@ -10,9 +10,9 @@ from typing import Any
 from sqlalchemy import Connection, inspect, text
 from sqlalchemy.exc import SQLAlchemyError
 
-from trinity_es.events.store import schema
-from trinity_es.events.store.retry import is_transient
-from trinity_es.events.store.verify import Problems, raw_text
+from trinity_es.events.store.checks.verify import Problems, raw_text
+from trinity_es.events.store.database import schema
+from trinity_es.events.store.database.retry import is_transient
 from trinity_es.projections.tables import host_work, open_leases
 
 __all__ = ["NEWER", "REBUILD", "UNREADABLE", "compare_tables", "short"]

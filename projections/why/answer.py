@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trinity_es.events.store.database import file_of
+from trinity_es.events.store.database.urls import file_of
 from trinity_es.events.values import BatchId, BatchLifecycleState, local_time
 
 __all__ = [

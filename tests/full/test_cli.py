@@ -23,7 +23,7 @@ from tests.helpers.systems import scripted
 from trinity_es.cli import app
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import StartupError
-from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.projections.batch import batch_result, fold
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.system import lifecycle

@@ -17,7 +17,7 @@ from trinity_es.config.config import Config
 from trinity_es.environments import installed
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import TasksetError
-from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.run import single_task

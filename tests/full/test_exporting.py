@@ -15,8 +15,8 @@ from trinity_es.audit.perfetto import trace_events
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.experience_table import COLUMNS
-from trinity_es.events.store.experiences import read_experiences
-from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.store.payloads.experiences import read_experiences
+from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.reading.log_reader import Log, open_log
 

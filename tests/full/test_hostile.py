@@ -16,8 +16,8 @@ from tests.helpers.handmade import cli, write
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, InvalidEvent
 from trinity_es.events.experience import EID, Experience
-from trinity_es.events.store.experiences import read_experiences
-from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.store.payloads.experiences import read_experiences
+from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.text import harmless_json, plain
 

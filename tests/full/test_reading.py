@@ -26,10 +26,10 @@ from trinity_es.dashboard.rendering import clock, moment
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, LogUnavailable
 from trinity_es.events.experience import EID, Experience
-from trinity_es.events.store.database import Database
+from trinity_es.events.store.database.database import Database
 from trinity_es.events.store.log import EventLog, Write
-from trinity_es.events.store.payloads import open_payloads
-from trinity_es.events.store.recorded import Recorded
+from trinity_es.events.store.payloads.payloads import open_payloads
+from trinity_es.events.store.records.recorded import Recorded
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.read_models import projectors

@@ -17,7 +17,7 @@ from typing import Any
 
 from sqlalchemy import func, select
 
-from trinity_es.events.store import schema
+from trinity_es.events.store.database import schema
 from trinity_es.events.store.log import EventLog
 
 COMMIT = b"COMMIT\x00"

@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import create_engine, inspect, text
 
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.store.database import file_of, parse_url
+from trinity_es.events.store.database.urls import file_of, parse_url
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.vocabulary import BatchTrained, TaskDropped
 

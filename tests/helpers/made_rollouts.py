@@ -12,7 +12,7 @@ from trinity_es.actors.engines.interface import Engine
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
-from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.events.values import batch_stream, task_to_dict
 
 __all__ = ["record"]

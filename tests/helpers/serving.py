@@ -83,7 +83,7 @@ def answers(client: RolloutClient) -> dict[str, AnswerState]:
 
 
 def recorded(client: RolloutClient, message: str) -> list[Experience]:
-    from trinity_es.events.store.experiences import read_experiences
+    from trinity_es.events.store.payloads.experiences import read_experiences
 
     state = answers(client)[message]
     return [] if state.payload is None else read_experiences(client._payloads, [state.payload])

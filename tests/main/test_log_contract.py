@@ -31,7 +31,7 @@ from trinity_es.events.errors import (
     LogTooNew,
     LogUnavailable,
 )
-from trinity_es.events.store.database import parse_url
+from trinity_es.events.store.database.urls import parse_url
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.vocabulary import BatchTrained, RunnerRetired
 from trinity_es.testing import wait_until
@@ -411,7 +411,7 @@ class TestOpening:
             write(log, "a", 0, 1)
 
     def test_an_event_of_a_newer_software_is_told_with_its_position(self, log: EventLog) -> None:
-        from trinity_es.events.store.schema import drop_triggers
+        from trinity_es.events.store.database.schema import drop_triggers
 
         write(log, "a", 0, 1)
         with log.engine.begin() as connection:
@@ -440,7 +440,7 @@ class TestImmutability:
         assert log.verify() == []
 
     def test_a_missing_event_is_told_to_who_reads_on(self, log: EventLog) -> None:
-        from trinity_es.events.store.schema import drop_triggers
+        from trinity_es.events.store.database.schema import drop_triggers
 
         for i in range(4):
             write(log, "a", i, i)

@@ -139,7 +139,8 @@ def test_c8_an_interpolation_that_is_not_resolved_is_refused_with_what_to_write(
     data = {"model": {"model_path": "${buffer.batch_size}"}}
     assert told(data) == [
         "config: model.model_path holds ${buffer.batch_size}, which is not resolved here: only ${oc.env:NAME} and "
-        "${oc.env:NAME,default} are, and \\${ is the text ${ itself; or give the value with --set model.model_path=..."
+        "${oc.env:NAME,default} are (a default that holds a comma, a bracket or a brace in quotes), and "
+        "\\${ is the text ${ itself; or give the value with --set model.model_path=..."
     ]
 
 
@@ -147,7 +148,7 @@ def test_p56_interpolations_and_foreign_keys_are_told_in_one_round(tmp_path: Pat
     path = tmp_path / "theirs.yaml"
     path.write_text(dedent("""\
         checkpoint_root_dir: ${oc.env:TRINITY_CHECKPOINT_ROOT_DIR,./checkpoints}
-        model: {model_path: "${oc.env:MODEL,${oc.env:OTHER}}", max_model_len: 2048}
+        model: {model_path: "${oc.env:OTHER}", max_model_len: 2048}
         buffer:
           batch_size: ${oc.env:BATCH}
           total_epochs: ${oc.env:EPOCHS,1}
@@ -169,7 +170,8 @@ def test_p56_interpolations_and_foreign_keys_are_told_in_one_round(tmp_path: Pat
         f"line 2: {unset('OTHER', 'model.model_path')}",
         f"line 4: {unset('BATCH', 'buffer.batch_size')}",
         "line 7: explorer.name holds ${buffer.batch_size}, which is not resolved here: only ${oc.env:NAME} and "
-        "${oc.env:NAME,default} are, and \\${ is the text ${ itself; or give the value with --set explorer.name=...",
+        "${oc.env:NAME,default} are (a default that holds a comma, a bracket or a brace in quotes), and "
+        "\\${ is the text ${ itself; or give the value with --set explorer.name=...",
         "line 2: unknown key model.max_model_len; it is explorer.rollout_model.max_model_len here",
         "line 8: unknown key explorer.runner_per_model; it is explorer.max_concurrency here: one runner an engine "
         "runs so many units at once",

@@ -33,7 +33,13 @@ LINES = 450
 WALLS: dict[str, tuple[str, str | None]] = {
     "events": ("events/vocabulary", "events.store.log"),
     "events/vocabulary": ("events", "events.store.log"),
-    "events/store": ("events events/vocabulary", None),
+    "events/store/database": ("events events/vocabulary", "events.store.records.recorded"),
+    "events/store/records": ("events events/vocabulary events/store/database", "events.store.checks.verify"),
+    "events/store/payloads": ("events events/vocabulary events/store/database", "events.store.checks.verify"),
+    "events/store/checks": (
+        "events events/vocabulary events/store/database events/store/records", "events.store.log",
+    ),
+    "events/store": ("events events/vocabulary events/store/*", None),
     "projections": ("", "projections.tables.read_models"),
     "projections/tables": ("projections", "projections.why.explain"),
     "projections/history": ("projections", "projections.tables.read_models"),

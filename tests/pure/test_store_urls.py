@@ -10,7 +10,7 @@ import pytest
 from trinity_es.cli.which_config import settings_of_run
 from trinity_es.config.config import Config, load_config
 from trinity_es.events.errors import ConfigError, LogNotFound
-from trinity_es.events.store.database import file_of, file_url, masked, parse_url
+from trinity_es.events.store.database.urls import file_of, file_url, masked, parse_url
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.vocabulary import SystemConfigured
 from trinity_es.projections.reading.log_reader import open_log

@@ -44,7 +44,7 @@ from trinity_es.actors.guardian.actor import Guardian
 from trinity_es.actors.runner.actor import Runner
 from trinity_es.actors.runner.engine_thread import EngineThread
 from trinity_es.events.errors import PipelineError
-from trinity_es.events.store.retry import Backoff, is_transient
+from trinity_es.events.store.database.retry import Backoff, is_transient
 from trinity_es.events.vocabulary import PayloadRef
 
 

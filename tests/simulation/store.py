@@ -15,8 +15,8 @@ from typing import Any
 from trinity_es.events import codec
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import CommitMismatch, ConcurrencyError, Fenced, LogUnavailable, PayloadNotFound
+from trinity_es.events.store.checks.log_end import Claim, Mark
 from trinity_es.events.store.log import Committed, Head, Lease, Recorded, Write
-from trinity_es.events.store.log_end import Claim, Mark
 from trinity_es.events.values import BatchId
 from trinity_es.projections.leases import OpenLeases, evolve_leases
 from trinity_es.projections.runner import Lives, Weights, evolve_lives, newest_life

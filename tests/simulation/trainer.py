@@ -31,7 +31,7 @@ from trinity_es.actors.commands import (
     encode,
 )
 from trinity_es.actors.messages import Parcel, Reply, Request, Where, WhereReply
-from trinity_es.events.store.log_end import Mark, told_less
+from trinity_es.events.store.checks.log_end import Mark, told_less
 from trinity_es.events.values import BatchId, batch_stream
 
 PATIENCE_SECONDS = 5.0

@@ -15,8 +15,8 @@ from typing import Any
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.experience import Experience
-from trinity_es.events.store.experiences import read_experiences
-from trinity_es.events.store.payloads import PayloadStore
+from trinity_es.events.store.payloads.experiences import read_experiences
+from trinity_es.events.store.payloads.payloads import PayloadStore
 from trinity_es.events.values import BatchId
 from trinity_es.projections.history.attempts import RunRow
 from trinity_es.projections.reading.log_reader import Log

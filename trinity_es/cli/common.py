@@ -20,7 +20,7 @@ import orjson
 import typer
 
 from trinity_es.events.errors import BatchNotFound, DataError, LogError, LogNotFound, LogUnavailable
-from trinity_es.events.store.database import masked
+from trinity_es.events.store.database.urls import masked
 from trinity_es.events.values import BatchId, batch_stream, with_offset
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.tables.runner_history import natural

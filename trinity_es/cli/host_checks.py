@@ -27,7 +27,8 @@ from trinity_es.cli.findings import Finding
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, LogError, NotRunning, TrinityError, WrongKey
 from trinity_es.events.software_version import VERSION
-from trinity_es.events.store.database import Database, masked, parse_url
+from trinity_es.events.store.database.database import Database
+from trinity_es.events.store.database.urls import masked, parse_url
 from trinity_es.events.store.log import EventLog
 from trinity_es.hosts.join import config_of, find_head, host_name
 from trinity_es.system import running_system

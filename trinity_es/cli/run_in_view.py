@@ -23,7 +23,7 @@ from trinity_es.cli.render.tables import console
 from trinity_es.client.teardown import end_system
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, LogNotFound
-from trinity_es.events.store.database import file_of
+from trinity_es.events.store.database.urls import file_of
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.run import RunState, fold_run
 from trinity_es.projections.why.answer import counted, resume_command

@@ -14,8 +14,8 @@ from trinity_es.config.interpolation import escaped
 from trinity_es.config.yaml_file import apply_overrides
 from trinity_es.events.errors import ConfigError, LogUnavailable
 from trinity_es.events.secrets import masked_keys
-from trinity_es.events.store.database import file_of, masked, parse_url
-from trinity_es.events.store.retry import within
+from trinity_es.events.store.database.retry import within
+from trinity_es.events.store.database.urls import file_of, masked, parse_url
 from trinity_es.projections.reading.log_reader import open_log
 
 __all__ = ["named_once", "names_config", "settings_of", "settings_of_run"]

@@ -10,8 +10,8 @@ from typing import Any
 
 from trinity_es.config.config import Config
 from trinity_es.events.errors import LogNotFound, NotALog
+from trinity_es.events.store.checks.log_end import Claim, Memory, accepted
 from trinity_es.events.store.log import EventLog, Write
-from trinity_es.events.store.log_end import Claim, Memory, accepted
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.system.remembered_log_end import memory
 

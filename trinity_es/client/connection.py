@@ -43,8 +43,8 @@ from trinity_es.events.errors import (
     error_from_dict,
 )
 from trinity_es.events.processes import process_lives
-from trinity_es.events.store.log_end import Mark, told_less
-from trinity_es.events.store.payloads import PayloadStore
+from trinity_es.events.store.checks.log_end import Mark, told_less
+from trinity_es.events.store.payloads.payloads import PayloadStore
 
 __all__ = ["GRACE_SECONDS", "PATIENCE_SECONDS", "Connection", "system_gone"]
 

@@ -25,7 +25,7 @@ from trinity_es.events.errors import (
     TrinityError,
     WrongKey,
 )
-from trinity_es.events.store.retry import within
+from trinity_es.events.store.database.retry import within
 from trinity_es.events.values import BatchId, BatchLifecycleState
 from trinity_es.events.vocabulary import HostJoined, TasksetAdvanced
 from trinity_es.projections.history.host_lives import last_lives

@@ -48,8 +48,8 @@ from trinity_es.events.errors import (
     TrinityError,
 )
 from trinity_es.events.experience import Experience
-from trinity_es.events.store.experiences import read_experiences
-from trinity_es.events.store.retry import within
+from trinity_es.events.store.database.retry import within
+from trinity_es.events.store.payloads.experiences import read_experiences
 from trinity_es.events.values import (
     BatchId,
     BatchLifecycleState,

@@ -39,7 +39,7 @@ from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.config.config import Config
 from trinity_es.events.errors import DataError, LogUnavailable, NotRunning, TrinityError, WaitTimeout
 from trinity_es.events.experience import Experience
-from trinity_es.events.store.retry import patiently
+from trinity_es.events.store.database.retry import patiently
 from trinity_es.events.values import BatchId, Status, Task, require_batch_id
 from trinity_es.projections.batch import BatchState
 

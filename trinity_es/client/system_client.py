@@ -15,8 +15,8 @@ from trinity_es.client import validation
 from trinity_es.client.connection import PATIENCE_SECONDS, Connection, system_gone
 from trinity_es.config.config import Config
 from trinity_es.events.errors import LogRewound, NotRunning, RunnerNotFound, TrinityError, WrongKey
-from trinity_es.events.store.log_end import Claim
-from trinity_es.events.store.payloads import later, open_payloads
+from trinity_es.events.store.checks.log_end import Claim
+from trinity_es.events.store.payloads.payloads import later, open_payloads
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.system import keeper_lock, lifecycle, remembered_log_end, running_system
 from trinity_es.system.leftovers import leftovers

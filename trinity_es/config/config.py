@@ -53,7 +53,7 @@ from trinity_es.config.yaml_file import apply_overrides, read_yaml
 from trinity_es.environments.verifiers_tasks import tasks_file
 from trinity_es.events.errors import ConfigError, DataError, UnknownWorkflow
 from trinity_es.events.secrets import marked, mask
-from trinity_es.events.store.database import file_of, file_url, masked
+from trinity_es.events.store.database.urls import file_of, file_url, masked
 
 __all__ = ["Config", "load_config"]
 

@@ -30,7 +30,7 @@ from trinity_es.events.errors import (
     TrinityError,
     WeightNotFound,
 )
-from trinity_es.events.store.database import masked
+from trinity_es.events.store.database.urls import masked
 from trinity_es.text import plain
 
 __all__ = ["create_app"]

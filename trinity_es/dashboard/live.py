@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from trinity_es.events.errors import LogNotFound, TrinityError
-from trinity_es.events.store.database import masked
+from trinity_es.events.store.database.urls import masked
 
 if TYPE_CHECKING:
     from trinity_es.projections.reading.log_reader import Log

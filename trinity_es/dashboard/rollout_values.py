@@ -16,7 +16,7 @@ from trinity_es.audit.rollouts import FREED, NOT_KEPT, Found
 from trinity_es.dashboard import tokens
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.experience import Array, Experience
-from trinity_es.events.store.experiences import ExperienceReader
+from trinity_es.events.store.payloads.experiences import ExperienceReader
 from trinity_es.events.values import BatchId
 from trinity_es.projections.history.attempts import BatchTimeline, RunRow
 from trinity_es.projections.reading.log_reader import Log

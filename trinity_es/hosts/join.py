@@ -37,10 +37,10 @@ from trinity_es.events.errors import ConfigError, LogError, NotRunning, SyncErro
 from trinity_es.events.processes import process_lives
 from trinity_es.events.secrets import masked_keys
 from trinity_es.events.software_version import VERSION
-from trinity_es.events.store.database import masked, parse_url
+from trinity_es.events.store.database.retry import Backoff
+from trinity_es.events.store.database.urls import masked, parse_url
 from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.payloads import PayloadStore, open_payloads
-from trinity_es.events.store.retry import Backoff
+from trinity_es.events.store.payloads.payloads import PayloadStore, open_payloads
 from trinity_es.projections.hosts import HostEvent, Hosts, evolve_hosts
 from trinity_es.system import running_system
 from trinity_es.system.launch import launch_host

@@ -25,9 +25,9 @@ from trinity_es.client.teardown import end_system
 from trinity_es.config.config import Config
 from trinity_es.events.errors import AlreadyRunning, ConfigError, StartupError, TrinityError, WrongKey
 from trinity_es.events.processes import process_lives
-from trinity_es.events.store.database import parse_url
-from trinity_es.events.store.leader_lock import is_led
-from trinity_es.events.store.retry import Backoff
+from trinity_es.events.store.database.leader_lock import is_led
+from trinity_es.events.store.database.retry import Backoff
+from trinity_es.events.store.database.urls import parse_url
 from trinity_es.hosts.join import HostRun, host_name
 from trinity_es.system import keeper_lock, lifecycle, running_system
 

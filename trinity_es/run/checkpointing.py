@@ -20,8 +20,8 @@ from typing import Any
 from trinity_es.client.coordinator import RolloutCoordinator
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, PayloadNotFound
-from trinity_es.events.store.database import file_of, place_of
-from trinity_es.events.store.experiences import read_experiences
+from trinity_es.events.store.database.urls import file_of, place_of
+from trinity_es.events.store.payloads.experiences import read_experiences
 from trinity_es.events.values import BatchLifecycleState
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.reading.resume_point import ResumePoint

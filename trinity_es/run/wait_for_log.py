@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from trinity_es.events.errors import LogUnavailable, TrinityError
-from trinity_es.events.store.retry import Backoff
+from trinity_es.events.store.database.retry import Backoff
 
 __all__ = ["tell_trouble", "when_written"]
 

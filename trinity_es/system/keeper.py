@@ -36,8 +36,8 @@ from trinity_es.config.config import Config
 from trinity_es.events.errors import TrinityError, WrongKey
 from trinity_es.events.private_files import open_private, take_lock
 from trinity_es.events.processes import process_lives, process_start_time
-from trinity_es.events.store.log_end import Claim
-from trinity_es.events.store.retry import Backoff
+from trinity_es.events.store.checks.log_end import Claim
+from trinity_es.events.store.database.retry import Backoff
 from trinity_es.system import lifecycle, remembered_log_end, running_system
 from trinity_es.system.keeper_lock import LOCK_SECONDS, running
 from trinity_es.system.leftovers import end_leftovers

@@ -26,9 +26,9 @@ from trinity_es.events.atomic_file import whole_file
 from trinity_es.events.errors import AlreadyRunning, ConfigError, StartupError
 from trinity_es.events.private_files import create_private, make_private_folder, open_private
 from trinity_es.events.processes import LEAST_FILES, process_start_time
-from trinity_es.events.store.leader_lock import is_led
+from trinity_es.events.store.checks.log_end import Claim, Mark, claim_to_dict
+from trinity_es.events.store.database.leader_lock import is_led
 from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.log_end import Claim, Mark, claim_to_dict
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.projections.tables.runner_history import last_incarnation
 from trinity_es.system import leftovers, remembered_log_end

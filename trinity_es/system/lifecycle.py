@@ -15,7 +15,7 @@ from trinity_es.config.config import Config
 from trinity_es.events.errors import StartupError
 from trinity_es.events.private_files import make_private_folder, open_private, take_lock, tighten
 from trinity_es.events.processes import process_start_time
-from trinity_es.events.store.log_end import Claim
+from trinity_es.events.store.checks.log_end import Claim
 from trinity_es.system import keeper_lock
 from trinity_es.system.launch import launch
 from trinity_es.system.leftovers import end_all_leftovers

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from trinity_es.config.config import Config
 from trinity_es.events.errors import LogNotFound, LogRewound, NotALog
-from trinity_es.events.store.database import masked
+from trinity_es.events.store.checks.log_end import Claim, Memory, rewound
+from trinity_es.events.store.database.urls import masked
 from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.log_end import Claim, Memory, rewound
 
 __all__ = ["folder", "look", "memory", "require"]
 

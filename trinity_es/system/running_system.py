@@ -23,10 +23,10 @@ from trinity_es.actors.orphaned import owner_gone
 from trinity_es.config.config import Config
 from trinity_es.events.errors import LogNotFound, LogUnavailable, NotRunning
 from trinity_es.events.processes import process_lives
-from trinity_es.events.store.database import parse_url
-from trinity_es.events.store.leader_lock import is_led
+from trinity_es.events.store.database.leader_lock import is_led
+from trinity_es.events.store.database.retry import within
+from trinity_es.events.store.database.urls import parse_url
 from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.retry import within
 
 __all__ = [
     "came_true", "end", "find", "find_head", "joined_file", "last_started", "led_elsewhere",

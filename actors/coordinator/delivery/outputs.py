@@ -32,9 +32,9 @@ from trinity_es.events.errors import ConfigError, CorruptPayload, LogError, Payl
 from trinity_es.events.experience import Experience
 from trinity_es.events.experience_table import ParquetTable, json_lines, require_parquet, row_of
 from trinity_es.events.private_files import make_private_folder
-from trinity_es.events.store.experiences import read_experiences
 from trinity_es.events.store.log import EventLog, Recorded
-from trinity_es.events.store.payloads import PayloadStore
+from trinity_es.events.store.payloads.experiences import read_experiences
+from trinity_es.events.store.payloads.payloads import PayloadStore
 from trinity_es.events.values import batch_stream
 
 __all__ = ["OUTPUTS", "JsonlOutput", "Output", "Outputs", "ParquetOutput", "build_outputs"]

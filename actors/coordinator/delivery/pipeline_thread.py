@@ -11,8 +11,8 @@ from typing import Any
 
 from trinity_es.actors.coordinator.delivery.pipeline import Pipeline
 from trinity_es.events.experience import Experience
-from trinity_es.events.store.experiences import read_experiences, write_delivered
-from trinity_es.events.store.payloads import PayloadStore
+from trinity_es.events.store.payloads.experiences import read_experiences, write_delivered
+from trinity_es.events.store.payloads.payloads import PayloadStore
 from trinity_es.events.vocabulary import PayloadRef
 
 __all__ = ["PipelineDone", "PipelineJob", "PipelineThread"]

@@ -26,7 +26,7 @@ from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogError
 from trinity_es.events.store.log import Recorded
-from trinity_es.events.store.payloads import PayloadStore
+from trinity_es.events.store.payloads.payloads import PayloadStore
 from trinity_es.events.values import BatchId, BatchLifecycleState, batch_stream
 from trinity_es.projections.freed_payloads import EXPERIENCES, experience_digests, freed_at
 from trinity_es.projections.tables import read_models

@@ -10,7 +10,7 @@ from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerReg
 from trinity_es.actors.message_sizes import grouped
 from trinity_es.actors.messages import CancelUnits, RunnerStatus, RunUnits, UnitAssignment
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.store.log_end import Mark
+from trinity_es.events.store.checks.log_end import Mark
 from trinity_es.projections.batch import BatchState
 from trinity_es.projections.hosts import host_of
 from trinity_es.projections.runner import RunnerState

@@ -21,7 +21,7 @@ from trinity_es.actors.coordinator.ports import MessageSender
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
 from trinity_es.actors.messages import LIMIT, Parcel, Reply
 from trinity_es.events.errors import DataError, TrinityError, error_to_dict
-from trinity_es.events.store.log_end import Mark
+from trinity_es.events.store.checks.log_end import Mark
 
 __all__ = ["CommandRouter", "Handled", "handled"]
 

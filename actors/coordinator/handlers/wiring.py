@@ -33,7 +33,7 @@ from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
 from trinity_es.actors.settings import Settings
-from trinity_es.events.store.log_end import Mark
+from trinity_es.events.store.checks.log_end import Mark
 
 __all__ = ["Handlers"]
 

@@ -30,7 +30,7 @@ from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
 from trinity_es.actors.messages import Reply, RunnerDied, RunnerStatus, pack, unpack
 from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.projections.runner import RunnerLife, RunnerState
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.system.launch import settings

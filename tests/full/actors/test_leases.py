@@ -28,7 +28,7 @@ from trinity_es.actors.runner.lease_reports import LeaseReports
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.processes import process_start_time
 from trinity_es.events.store.log import EventLog, Write
-from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.projections.leases import OpenLease
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.testing import wait_until

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog, Write
-from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.runner import newest_life
 from trinity_es.projections.tables.read_models import projectors

@@ -18,7 +18,7 @@ from trinity_es.actors.settings import StoreSettings
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogRewound, LogUnavailable
 from trinity_es.events.store.log import EventLog, Lease
-from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.projections.tables.read_models import projectors
 
 

@@ -12,7 +12,7 @@ from trinity_es.actors.coordinator.delivery.retention import Retention
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.payloads import PayloadStore, digest_of, open_payloads
+from trinity_es.events.store.payloads.payloads import PayloadStore, digest_of, open_payloads
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import batch_result, fold
 from trinity_es.projections.reading.log_reader import open_log

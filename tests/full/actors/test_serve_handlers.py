@@ -42,7 +42,7 @@ from trinity_es.events.errors import (
 )
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.projections.tables import serve_answers
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.projections.tables.serve_answers import STREAM, AnswerState

@@ -18,7 +18,7 @@ from tests.helpers.endpoint import CHAT, TOKEN, Recorder, posted, serving, until
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.actors.serving.http_server import most_connections
-from trinity_es.events.store.disk import is_out_of_files
+from trinity_es.events.store.database.disk import is_out_of_files
 
 
 def asked(path: str, body: object = CHAT) -> bytes:

@@ -11,7 +11,7 @@ from tests.helpers.handmade import finished, unit, write
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
 from trinity_es.events.store.log import EventLog, Write
-from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.tables.read_models import projectors
 

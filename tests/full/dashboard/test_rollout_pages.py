@@ -18,7 +18,7 @@ from trinity_es.dashboard.app import create_app
 from trinity_es.dashboard.pages.compare import differences, side
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
-from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.events.values import batch_stream
 from trinity_es.events.vocabulary import RUNNER_LIFE
 from trinity_es.projections.history.attempts import chosen, tell

@@ -21,7 +21,7 @@ from trinity_es.environments.installed import Installed, install
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.experience import Experience
-from trinity_es.events.store.experiences import read_experiences
+from trinity_es.events.store.payloads.experiences import read_experiences
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.testing import wait_until
 

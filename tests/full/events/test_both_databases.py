@@ -29,9 +29,9 @@ from trinity_es.dashboard.app import create_app
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, DataError
 from trinity_es.events.experience import EID, Experience
-from trinity_es.events.store.database import masked
+from trinity_es.events.store.database.urls import masked
 from trinity_es.events.store.log import EventLog, Write
-from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.testing import wait_until

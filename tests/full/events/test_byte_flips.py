@@ -19,9 +19,9 @@ from benchmarks import sample_log
 from tests.helpers.logs import answers
 from tests.helpers.sqlite_pages import NOTHING, Place, places
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.store import sqlite_file
+from trinity_es.events.store.checks import sqlite_file
 from trinity_es.events.store.log import EventLog, Write
-from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.projections.verify.log import Verification, verify_log
 

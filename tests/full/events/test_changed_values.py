@@ -16,9 +16,9 @@ from sqlalchemy import Connection, inspect, text
 from benchmarks import sample_log
 from tests.helpers.logs import answers
 from trinity_es.events import vocabulary as ev
+from trinity_es.events.store.database.schema import drop_triggers
 from trinity_es.events.store.log import EventLog, Write
-from trinity_es.events.store.payloads import open_payloads
-from trinity_es.events.store.schema import drop_triggers
+from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.projections.verify.log import Verification, verify_log
 

@@ -15,9 +15,9 @@ from tests.helpers.logs import write
 from tests.helpers.paths import ROOT
 from trinity_es.config.config import Config
 from trinity_es.events.errors import LogCorrupt, LogReplaced, LogUnavailable
-from trinity_es.events.store.database import file_url
+from trinity_es.events.store.database.urls import file_url
 from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.system import running_system
 from trinity_es.testing import wait_until
 

@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks import sample_log
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.store import sqlite_file
-from trinity_es.events.store.file_identity import frames_in_use
+from trinity_es.events.store.checks import sqlite_file
+from trinity_es.events.store.database.file_identity import frames_in_use
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.read_models import projectors

@@ -12,9 +12,9 @@ import pytest
 from tests.helpers.faults import rewind
 from tests.helpers.logs import dropped
 from trinity_es.events.errors import LogRewound
-from trinity_es.events.store import schema
+from trinity_es.events.store.checks.log_end import HERE, SLOT, Claim, Mark, Memory, accepted, told_less
+from trinity_es.events.store.database import schema
 from trinity_es.events.store.log import EventLog, Write
-from trinity_es.events.store.log_end import HERE, SLOT, Claim, Mark, Memory, accepted, told_less
 from trinity_es.events.vocabulary import RewindAccepted
 from trinity_es.projections.tables.read_models import projectors
 

@@ -12,8 +12,8 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.engine import Engine
 
 from tests.helpers.faults import Server
+from trinity_es.events.store.database.statements import page_of
 from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.statements import page_of
 from trinity_es.projections.tables import runner_history
 
 ROWS = """

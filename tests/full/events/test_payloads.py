@@ -14,8 +14,8 @@ from sqlalchemy import create_engine, text
 
 from tests.helpers.paths import ROOT
 from trinity_es.events.errors import CorruptPayload, LogNotFound, LogUnavailable, PayloadNotFound
-from trinity_es.events.store.database import parse_url
-from trinity_es.events.store.payloads import PayloadStore, digest_of, open_payloads, patient
+from trinity_es.events.store.database.urls import parse_url
+from trinity_es.events.store.payloads.payloads import PayloadStore, digest_of, open_payloads, patient
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_a_full_disk_is_told_and_leaves_no_half_payload(tmp_path: Path) -> None:
     code = (
         "import resource, sys\n"
         "from trinity_es.events.errors import LogUnavailable\n"
-        "from trinity_es.events.store.payloads import open_payloads\n"
+        "from trinity_es.events.store.payloads.payloads import open_payloads\n"
         "store = open_payloads(sys.argv[1])\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))\n"
         "store.put(b'x' * 1000)\n"
@@ -192,7 +192,7 @@ def test_a_put_into_a_folder_that_a_killed_put_left_brings_its_name_to_the_disk(
     (root / digest_of(b"one")[:2]).mkdir(parents=True)  # and was killed
     store = open_payloads(str(tmp_path / "log.db"))
     synced: list[Path] = []
-    monkeypatch.setattr("trinity_es.events.store.payloads.sync", synced.append)
+    monkeypatch.setattr("trinity_es.events.store.payloads.payloads.sync", synced.append)
     digest = store.put(b"one")
     assert root in synced
     again = open_payloads(str(tmp_path / "log.db"))

@@ -25,9 +25,9 @@ from tests.helpers.logs import dropped, write
 from tests.helpers.paths import ROOT
 from tests.helpers.projectors import Counts, counts
 from trinity_es.events.errors import ConfigError, Fenced, LogCorrupt, LogNotFound, LogRewound, LogUnavailable, NotALog
-from trinity_es.events.store.database import masked, parse_url
+from trinity_es.events.store.database.retry import is_transient
+from trinity_es.events.store.database.urls import masked, parse_url
 from trinity_es.events.store.log import EventLog, Write
-from trinity_es.events.store.retry import is_transient
 
 Open = Callable[..., EventLog]
 
@@ -210,7 +210,7 @@ class TestOtherWriters:
     def test_a_log_is_not_used_by_a_forked_child(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with EventLog.open(str(tmp_path / "log.db"), create=True) as log:
             pid = os.getpid()
-            monkeypatch.setattr("trinity_es.events.store.database.os.getpid", lambda: pid + 1)
+            monkeypatch.setattr("trinity_es.events.store.database.database.os.getpid", lambda: pid + 1)
             with pytest.raises(LogUnavailable, match=f"process {pid}"):
                 write(log, "a", 0)
             monkeypatch.undo()
@@ -242,7 +242,7 @@ class TestReadersOfSqlite:
         code = (
             "import os, sys\n"
             "sys.path.insert(0, sys.argv[2])\n"
-            "import trinity_es.events.store.log, trinity_es.events.store.verify\n"
+            "import trinity_es.events.store.log, trinity_es.events.store.checks.verify\n"
             "from trinity_es.events.vocabulary import BatchTrained\n"
             "trinity_es.events.codec.check(BatchTrained(step=1))  # loads what this user can read and nobody can not\n"
             "os.chdir('/')\n"
@@ -266,7 +266,7 @@ class TestReadersOfSqlite:
         assert left == ["log.db"]
 
     def test_the_write_ahead_log_does_not_grow_for_ever(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("trinity_es.events.store.database.CHECKPOINT_BYTES", 200_000)
+        monkeypatch.setattr("trinity_es.events.store.database.database.CHECKPOINT_BYTES", 200_000)
         with EventLog.open(str(tmp_path / "log.db"), create=True, durability="process") as log:
             for i in range(300):
                 write(log, "a", i, size=4000)
@@ -276,9 +276,9 @@ class TestReadersOfSqlite:
     def test_the_write_ahead_log_is_small_again_after_a_reader_from_outside_has_left(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("trinity_es.events.store.database.CHECKPOINT_BYTES", 200_000)
-        monkeypatch.setattr("trinity_es.events.store.database.MOST_WAL_BYTES", 800_000, raising=False)
-        monkeypatch.setattr("trinity_es.events.store.database.CUT_SECONDS", 0.0, raising=False)
+        monkeypatch.setattr("trinity_es.events.store.database.database.CHECKPOINT_BYTES", 200_000)
+        monkeypatch.setattr("trinity_es.events.store.database.database.MOST_WAL_BYTES", 800_000, raising=False)
+        monkeypatch.setattr("trinity_es.events.store.database.database.CUT_SECONDS", 0.0, raising=False)
         path, wal = tmp_path / "log.db", tmp_path / "log.db-wal"
         with EventLog.open(str(path), create=True, durability="process") as log:
             write(log, "a", 0)

@@ -21,11 +21,11 @@ from tests.helpers.logs import dropped, write
 from tests.helpers.pooler import pooled
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, LogNotFound, LogUnavailable
-from trinity_es.events.store.database import Database
-from trinity_es.events.store.leader_lock import is_led
+from trinity_es.events.store.database.database import Database
+from trinity_es.events.store.database.leader_lock import is_led
+from trinity_es.events.store.database.retry import is_transient
 from trinity_es.events.store.log import EventLog, Write
-from trinity_es.events.store.payloads import digest_of, open_payloads, patient
-from trinity_es.events.store.retry import is_transient
+from trinity_es.events.store.payloads.payloads import digest_of, open_payloads, patient
 from trinity_es.system import lifecycle
 from trinity_es.testing import wait_until
 

@@ -10,8 +10,8 @@ from sqlalchemy import select, text, update
 
 from tests.helpers.logs import dropped, trained
 from trinity_es.events.codec import encode
+from trinity_es.events.store.database.schema import drop_triggers, events, row_hash
 from trinity_es.events.store.log import EventLog, Write
-from trinity_es.events.store.schema import drop_triggers, events, row_hash
 
 
 @pytest.fixture

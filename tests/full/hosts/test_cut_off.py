@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.postgres, pytest.mark.timeout(120), pytest.mark.skipif
 
 HOLDS = """
 import os, sys, time
-from trinity_es.events.store.database import Database
+from trinity_es.events.store.database.database import Database
 
 with Database(sys.argv[1]).engine.connect() as connection:
     connection.exec_driver_sql("SELECT * FROM es_log_head FOR UPDATE")

@@ -11,7 +11,7 @@ from tests.helpers.handmade import cli, history, write
 from tests.helpers.systems import StartSystem, sleepers
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, PayloadNotFound
-from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.verify.log import verify_log
 from trinity_es.testing import wait_until

@@ -16,7 +16,7 @@ import trinity_es
 from tests.helpers.of_the_day import EXAMPLES, by_turns
 from tests.helpers.paths import ROOT
 from trinity_es import Experience
-from trinity_es.events.store.experiences import read_experiences
+from trinity_es.events.store.payloads.experiences import read_experiences
 from trinity_es.events.vocabulary import BatchFinalized
 from trinity_es.projections.reading.log_reader import Log
 

@@ -18,7 +18,7 @@ from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.messages import AdaptersLoadResult, LoadAdapters, RunnerStatus
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.projections.tables.read_models import projectors
 
 

@@ -17,7 +17,7 @@ from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, PipelineError
 from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.experience_queue import STREAM, QueueState, evolve_queue, load_queue, read_older, slice_refs
 from trinity_es.projections.tables.read_models import delivered_batches, projectors

@@ -22,7 +22,7 @@ from trinity_es.actors.runner import reporting
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogUnavailable
 from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.projections.batch import BatchState, fold
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.projections.verify.log import verify_log

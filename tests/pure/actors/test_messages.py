@@ -14,7 +14,7 @@ from trinity_es.actors.coordinator.fleet import dispatcher
 from trinity_es.actors.messages import LIMIT, OutcomeReport, Parcel, RunUnits, UnitAssignment, UnitOutcome, pack, unpack
 from trinity_es.actors.runner import reporting
 from trinity_es.events.errors import DataError
-from trinity_es.events.store.payloads import PayloadStore, open_payloads
+from trinity_es.events.store.payloads.payloads import PayloadStore, open_payloads
 from trinity_es.events.vocabulary import RunResult
 
 MOST = 256 * 1024

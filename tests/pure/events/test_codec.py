@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from trinity_es.events import codec
 from trinity_es.events.codec import check, decode, encode
 from trinity_es.events.errors import InvalidEvent, LogCorrupt, LogTooNew
-from trinity_es.events.store.recorded import from_row
+from trinity_es.events.store.records.recorded import from_row
 from trinity_es.events.vocabulary import (
     EVENTS,
     BatchFinalized,

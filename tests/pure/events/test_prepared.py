@@ -8,8 +8,8 @@ import pytest
 from sqlalchemy import Connection, bindparam, create_engine, text, update
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from trinity_es.events.store import schema
-from trinity_es.events.store.prepared import Prepared
+from trinity_es.events.store.database import schema
+from trinity_es.events.store.database.prepared import Prepared
 
 NEW = Prepared(text("INSERT INTO es_stream (stream, version) VALUES (:stream, :version)"))
 ALL = Prepared(text("SELECT stream, version FROM es_stream WHERE version > :after ORDER BY stream"))

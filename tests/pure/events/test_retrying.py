@@ -11,7 +11,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from trinity_es.events.errors import ConcurrencyError, Fenced, LogUnavailable
-from trinity_es.events.store.retry import Backoff, classify, is_transient, once, patiently
+from trinity_es.events.store.database.retry import Backoff, classify, is_transient, once, patiently
 
 
 def of_sqlite(name: str) -> sqlite3.Error:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.store.clock import Clock, boot
 from trinity_es.events.store.log import EventLog, Write
-from trinity_es.events.store.recorded import Straightener
+from trinity_es.events.store.records.clock import Clock, boot
+from trinity_es.events.store.records.recorded import Straightener
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.read_models import projectors
 
@@ -25,8 +25,9 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ahead, self.passed = 0.0, 0.0
         real, steady = time.time, time.monotonic
-        monkeypatch.setattr("trinity_es.events.store.statements.time.time", lambda: real() + self.passed + self.ahead)
-        for module in ("trinity_es.events.store.log", "trinity_es.events.store.clock"):
+        monkeypatch.setattr("trinity_es.events.store.database.statements.time.time",
+                            lambda: real() + self.passed + self.ahead)
+        for module in ("trinity_es.events.store.log", "trinity_es.events.store.records.clock"):
             monkeypatch.setattr(f"{module}.monotonic", lambda: steady() + self.passed)
 
 

@@ -13,9 +13,9 @@ from tests.helpers.any_experience import eids, experiences, small
 from trinity_es.events.errors import CorruptPayload, PayloadNotFound
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.payload_format import Payload
-from trinity_es.events.store import experiences as stored
-from trinity_es.events.store.experiences import ExperienceReader, read_experiences, write_delivered
-from trinity_es.events.store.payloads import digest_of
+from trinity_es.events.store.payloads import experiences as stored
+from trinity_es.events.store.payloads.experiences import ExperienceReader, read_experiences, write_delivered
+from trinity_es.events.store.payloads.payloads import digest_of
 from trinity_es.events.vocabulary import PayloadRef
 
 SIZE = 2000

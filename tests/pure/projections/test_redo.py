@@ -10,7 +10,7 @@ from tests.helpers.handmade import cli, finished, unit, write
 from tests.helpers.logs import tables
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.payloads import open_payloads
+from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.batch import batch_result, fold
 from trinity_es.projections.history import attempts, task_history

@@ -31,7 +31,9 @@ from trinity_es.cli.render.tables import console
 from trinity_es.config.config import Config
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.processes import LEAST_FILES
-from trinity_es.events.store.database import Database, file_of, require_encoding
+from trinity_es.events.store.database.database import Database
+from trinity_es.events.store.database.postgres import require_encoding
+from trinity_es.events.store.database.urls import file_of
 from trinity_es.system import running_system
 from trinity_es.system.launch import connections_needed
 from trinity_es.text import plain

@@ -25,7 +25,7 @@ from trinity_es.cli.common import (
 )
 from trinity_es.events.errors import LogUnavailable
 from trinity_es.events.store.log import Recorded
-from trinity_es.events.store.type_index import RARE
+from trinity_es.events.store.records.type_index import RARE
 from trinity_es.events.values import batch_stream
 from trinity_es.events.vocabulary import EVENTS
 from trinity_es.projections.reading.log_reader import Log

@@ -132,7 +132,7 @@ def redo(
 
 def wait_to_lead(settings: Config) -> None:
     """Wait until nobody has led this run for `hosts.timeout` s. Raises ConfigError where no other host can lead it."""
-    from trinity_es.events.store.leader_lock import wait_until_led_by_nobody
+    from trinity_es.events.store.database.leader_lock import wait_until_led_by_nobody
 
     if not settings.hosts.address:
         raise ConfigError("--standby is for a run of several hosts: set hosts.address, to an address of this host")

@@ -12,7 +12,7 @@ from trinity_es.dashboard.batch_cache import BatchCache, CachedBatch
 from trinity_es.dashboard.gantt import Lane, Window, busy, cells, drawing, kind_of, lane, rewards_between
 from trinity_es.dashboard.page import Page, PageRequest, Route
 from trinity_es.dashboard.pages.overview import followed
-from trinity_es.events.store.recorded import Recorded
+from trinity_es.events.store.records.recorded import Recorded
 from trinity_es.events.values import BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import BatchState
 from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline

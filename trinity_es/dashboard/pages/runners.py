@@ -9,7 +9,7 @@ import orjson
 
 from trinity_es.dashboard.page import Nav, Page, PageRequest, Route
 from trinity_es.events.errors import RunnerNotFound
-from trinity_es.events.store.recorded import Recorded
+from trinity_es.events.store.records.recorded import Recorded
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.events.vocabulary import RUNNER_LIFE
 from trinity_es.projections.history.host_lives import HostLife

@@ -23,11 +23,11 @@ from sqlalchemy import Connection, Row, select
 
 from trinity_es.events.errors import LogRewound
 from trinity_es.events.private_files import make_private_folder, open_private
-from trinity_es.events.store import schema
-from trinity_es.events.store import type_index as rare
-from trinity_es.events.store.database import place_of
-from trinity_es.events.store.recorded import Head, from_row
-from trinity_es.events.store.statements import LockedHead
+from trinity_es.events.store.database import schema
+from trinity_es.events.store.database.statements import LockedHead
+from trinity_es.events.store.database.urls import place_of
+from trinity_es.events.store.records import type_index as rare
+from trinity_es.events.store.records.recorded import Head, from_row
 from trinity_es.events.vocabulary import KnownEnd, RewindAccepted
 
 __all__ = [

@@ -21,10 +21,10 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from trinity_es.events import codec
 from trinity_es.events.errors import LogCorrupt, LogError, NotALog
-from trinity_es.events.store import schema
-from trinity_es.events.store.database import Database
-from trinity_es.events.store.recorded import Head, Recorded
-from trinity_es.events.store.retry import classify
+from trinity_es.events.store.database import schema
+from trinity_es.events.store.database.database import Database
+from trinity_es.events.store.database.retry import classify
+from trinity_es.events.store.records.recorded import Head, Recorded
 
 __all__ = ["Problems", "Watcher", "raw_text", "verify"]
 

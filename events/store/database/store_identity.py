@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from sqlalchemy import Connection, text
 
-from trinity_es.events.store.database import Database
+from trinity_es.events.store.database.database import Database
 
 __all__ = ["StoreIdentity", "identity_of"]
 

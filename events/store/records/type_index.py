@@ -11,7 +11,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, select, union_all
 
-from trinity_es.events.store import schema
+from trinity_es.events.store.database import schema
 from trinity_es.events.vocabulary import EVENTS
 
 __all__ = ["RARE", "page", "require_rare"]

@@ -16,8 +16,8 @@ from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError
 
 from trinity_es.events.errors import TrinityError
-from trinity_es.events.store.database import Database
-from trinity_es.events.store.retry import Backoff
+from trinity_es.events.store.database.database import Database
+from trinity_es.events.store.database.retry import Backoff
 
 __all__ = ["LeaderLock", "is_led", "wait_until_led_by_nobody"]
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError
 
-from trinity_es.events.store.file_identity import frames_in_use
-from trinity_es.events.store.verify import raw_text
+from trinity_es.events.store.checks.verify import raw_text
+from trinity_es.events.store.database.file_identity import frames_in_use
 
 __all__ = ["check_file", "check_pages"]
 

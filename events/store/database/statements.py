@@ -11,9 +11,9 @@ from sqlalchemy import Connection, bindparam, cast, false, func, insert, or_, se
 from sqlalchemy import Double as SqlDouble
 
 from trinity_es.events.errors import LogCorrupt, LogTooNew
-from trinity_es.events.store import schema
-from trinity_es.events.store.database import Database
-from trinity_es.events.store.prepared import Prepared
+from trinity_es.events.store.database import schema
+from trinity_es.events.store.database.database import Database
+from trinity_es.events.store.database.prepared import Prepared
 
 __all__ = [
     "CHECKPOINT", "FOUND", "INSERT", "LAST", "MOVE_CHECKPOINT", "MOVE_HEAD", "NEXT_PAGE", "PAGE", "STREAM_PAGE",

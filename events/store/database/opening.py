@@ -9,8 +9,9 @@ from sqlalchemy import Connection, func, insert, inspect, select
 
 from trinity_es.events.errors import LogCorrupt, LogNotFound, LogTooNew, NotALog
 from trinity_es.events.private_files import make_private_folder
-from trinity_es.events.store import schema
-from trinity_es.events.store.database import Database, require_encoding
+from trinity_es.events.store.database import schema
+from trinity_es.events.store.database.database import Database
+from trinity_es.events.store.database.postgres import require_encoding
 
 __all__ = ["open_schema"]
 

@@ -23,10 +23,11 @@ from sqlalchemy import Connection, delete, func, inspect, literal, select
 from trinity_es.events.atomic_file import sync, whole_file
 from trinity_es.events.errors import CorruptPayload, LogNotFound, LogUnavailable, PayloadNotFound
 from trinity_es.events.private_files import make_private_folder
-from trinity_es.events.store import schema
-from trinity_es.events.store.database import Database, Durability, Tell, parse_url
-from trinity_es.events.store.disk import refusal
-from trinity_es.events.store.retry import once
+from trinity_es.events.store.database import schema
+from trinity_es.events.store.database.database import Database, Durability, Tell
+from trinity_es.events.store.database.disk import refusal
+from trinity_es.events.store.database.retry import once
+from trinity_es.events.store.database.urls import parse_url
 
 __all__ = ["PayloadStore", "digest_of", "later", "open_payloads", "patient"]
 

@@ -16,7 +16,8 @@ from sqlalchemy import Connection
 
 from trinity_es.events import codec
 from trinity_es.events.errors import InvalidEvent, LogCorrupt, LogError
-from trinity_es.events.store import clock, schema
+from trinity_es.events.store.database import schema
+from trinity_es.events.store.records import clock
 from trinity_es.events.vocabulary import Event
 
 __all__ = ["Committed", "Draft", "Head", "Lease", "Projector", "Recorded", "Straightener", "Write", "checked_write",

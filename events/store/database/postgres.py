@@ -1,0 +1,102 @@
+"""Connections to PostgreSQL, as a log needs them: sessions of their own, in an encoding that holds every text."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sqlalchemy import URL, Connection, Engine, create_engine, event
+
+from trinity_es.events.errors import ConfigError
+from trinity_es.events.store.database.retry import POOLED
+
+__all__ = ["postgres_engine", "require_encoding"]
+
+_POSTGRES_ARGS = {
+    "connect_timeout": 5, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3,
+    "tcp_user_timeout": 20000,
+}
+"""A server that vanishes without a word, with its machine or its network, is noticed in some 20 s, not 15 minutes."""
+_LIMITS = (
+    "lock_timeout = '5s'", "statement_timeout = '60s'", "idle_in_transaction_session_timeout = '30s'",
+    "client_min_messages = warning",
+)
+_KEEPALIVE = (
+    "SET tcp_keepalives_idle = 3; SET tcp_keepalives_interval = 2; SET tcp_keepalives_count = 3; "
+    "SET tcp_user_timeout = '10s'"
+)
+"""So the server notices a client that vanishes in some 10 s: one that was cut off in the middle of a message would keep
+its locks for two hours, and nobody could take the lease. Timeouts of statements do not count while it reads."""
+
+
+def require_encoding(shown: str, connection: Any, *, refused: Sequence[str] = ()) -> None:
+    """Require a PostgreSQL database in UTF-8, or at least in none of these encodings. Raises ConfigError."""
+    encoding = connection.info.parameter_status("server_encoding")
+    if encoding in refused if refused else encoding != "UTF8":
+        raise ConfigError(f"the encoding of {shown} is {encoding}, which does not hold every text: make the database "
+                          "with CREATE DATABASE ... ENCODING 'UTF8' TEMPLATE template0")
+
+
+_held: set[URL] = set()
+"""Where this process has seen that its connections are sessions."""
+
+
+def _require_sessions(shown: str, connection: Any, another: Callable[[], Any]) -> None:
+    """Require that a connection stays one and the same process of the server: settings and locks are tied to that.
+
+    A pooler gives another one to each transaction. `connection` commits by itself; `another` makes a second one, whose
+    transaction holds a server process meanwhile. Raises ConfigError.
+    """
+    def process(of: Any) -> int:
+        return int(of.execute("SELECT pg_backend_pid()").fetchone()[0])
+
+    own = process(connection)
+    with contextlib.closing(another()) as other:
+        try:
+            changes = process(other) == own or any(process(connection) != own for _ in range(3))
+        except Exception as e:
+            if not POOLED.search(str(e)):
+                raise
+            changes = True
+    if changes:
+        raise ConfigError(f"{shown} is behind a pooler that gives each transaction another connection, and a run needs "
+                          "one of its own: give the database's own address in store.url, or set pool_mode=session "
+                          "there")
+
+
+def postgres_engine(url: URL, shown: str, *, read_only: bool) -> Engine:
+    """Return an engine whose connections notice a server that vanishes. Raises ConfigError, also when it connects."""
+    more: dict[str, Any] = {k: v for k, v in _POSTGRES_ARGS.items() if k not in url.query}
+    if read_only:
+        more["prepare_threshold"] = None  # a prepared statement would stay where a pooler takes the connection back
+    try:
+        engine = create_engine(url, isolation_level="READ COMMITTED", pool_pre_ping=True, connect_args=more)
+    except ModuleNotFoundError as e:
+        raise ConfigError("PostgreSQL needs psycopg: pip install 'trinity-es[postgres]'") from e
+
+    def another() -> Any:
+        arguments, options = engine.dialect.create_connect_args(url)
+        return engine.dialect.connect(*arguments, **{**options, **more})
+
+    @event.listens_for(engine, "connect", insert=True)  # before SQLAlchemy asks for a text
+    def _configure(connection: Any, _record: Any) -> None:
+        require_encoding(shown, connection, refused=("SQL_ASCII",))  # which gives bytes for texts
+        if read_only:
+            connection.read_only = True  # of each transaction: a session's setting would stay, as above
+            return
+        autocommit, connection.autocommit = connection.autocommit, True
+        if url not in _held:
+            _require_sessions(shown, connection, another)
+            _held.add(url)
+        # Of "process" and "power" alike: with it off, the death of one server process takes the last commits of
+        # all.
+        connection.execute(f"SET synchronous_commit = on; SET {'; SET '.join(_LIMITS)}; {_KEEPALIVE}")
+        connection.autocommit = autocommit
+
+    if read_only:
+        @event.listens_for(engine, "begin")
+        def _begin(connection: Connection) -> None:
+            connection.exec_driver_sql(f"SET LOCAL {'; SET LOCAL '.join(_LIMITS)}")
+
+    return engine

@@ -1,0 +1,97 @@
+"""Where a store is: its URL, read, shown without its secrets, and as the place that stays."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from sqlalchemy import URL, make_url
+from sqlalchemy.exc import ArgumentError
+
+from trinity_es.events.errors import ConfigError
+
+__all__ = ["file_of", "file_url", "masked", "parse_url", "place_of", "scrubbed", "secrets_in"]
+
+_SECRET_KEYS = re.compile(r"(?i)(password|passwd|sslpassword|secret|token)=[^&\s'\"]+")
+
+_PLAIN_KEYS = frozenset({"host", "hostaddr", "port", "sslmode", "sslrootcert", "sslcert", "sslkey", "sslcrl"})
+"""Keys of a URL's query whose values are no secrets: names of files, which an error has to name."""
+
+
+def parse_url(url: str) -> URL:
+    """Return the database URL of a path, of `sqlite:///path`, `postgresql://...` or a full SQLAlchemy URL.
+
+    In a URL of a file %, ? and # are written %25, %3F and %23, as `file_url` does; a path has them as they are. Raises
+    ConfigError for another database, for SQLite in memory or with options, and for what is no URL.
+    """
+    if "://" not in url:
+        if not url or url == ":memory:":
+            raise ConfigError("a log needs a file or a PostgreSQL database: give a path, sqlite:///path or postgresql://")
+        return URL.create("sqlite", database=os.path.expanduser(url))
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError) as e:
+        # The text itself may hold a password.
+        raise ConfigError("the store's url can't be read; write sqlite:///path or postgresql://user@host/db") from e
+    backend = parsed.get_backend_name()
+    if backend == "sqlite":
+        if not parsed.database or parsed.database == ":memory:":
+            raise ConfigError("a log in memory would not survive its process: give a path, as in sqlite:///run/log.db")
+        if "?" in url:
+            raise ConfigError(f"the store's url {url} has options after its ?, which a file has not: where the file's "
+                              "name has that letter, write %3F, or give the path alone")
+        return URL.create("sqlite", database=os.path.expanduser(parsed.database))
+    if backend in ("postgresql", "postgres"):
+        return parsed.set(drivername="postgresql+psycopg")
+    raise ConfigError(f"a log lives in SQLite or PostgreSQL, not in {backend}: {masked(parsed)}")
+
+
+def file_url(path: str | Path) -> str:
+    """Return the URL of a SQLite log, in which letters that mean something else in a URL are escaped."""
+    return "sqlite:///" + re.sub("[%?#]", lambda found: f"%{ord(found[0]):02X}", str(path))
+
+
+def file_of(url: str) -> Path | None:
+    """Return the file of a SQLite log; None where it lies in PostgreSQL, or the URL can't be read."""
+    try:
+        parsed = parse_url(url)
+    except ConfigError:
+        return None
+    return Path(str(parsed.database)) if parsed.get_backend_name() == "sqlite" else None
+
+
+def place_of(url: URL | str) -> str:
+    """Return where a store is, in words that stay: the path of its file without links, or the address of its database
+    without the user.
+    """
+    url = parse_url(url) if isinstance(url, str) else url
+    if url.get_backend_name() == "sqlite":
+        return os.path.realpath(url.database or "")
+    return f"postgresql {url.host or ''}:{url.port or ''} {url.query.get('host', '')} {url.database}"
+
+
+def masked(url: URL | str) -> str:
+    """Return the URL as it may be shown: no password in it, nor in its query."""
+    if isinstance(url, str):
+        try:
+            url = parse_url(url)
+        except ConfigError:
+            return "(unreadable url)"
+    if url.get_backend_name() == "sqlite":
+        return file_url(url.database or "")
+    return _SECRET_KEYS.sub(r"\1=***", url.render_as_string(hide_password=True).replace(" ", "%20"))
+
+
+def secrets_in(url: URL) -> list[str]:
+    """Return the texts in a URL that no error may show."""
+    given = [str(value) for key, value in url.query.items() if key not in _PLAIN_KEYS]
+    return [secret for secret in (str(url.password or ""), *given) if len(secret) > 3]
+
+
+def scrubbed(text: object, secrets: list[str]) -> str:
+    """Return what a driver said on one line, without these secrets."""
+    said = " ".join(str(text).split())
+    for secret in secrets:
+        said = said.replace(secret, "***")
+    return _SECRET_KEYS.sub(r"\1=***", said)
