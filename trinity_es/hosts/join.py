@@ -42,7 +42,7 @@ from trinity_es.events.store.database.urls import masked, parse_url
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads.payloads import PayloadStore, open_payloads
 from trinity_es.projections.hosts import HostEvent, Hosts, evolve_hosts
-from trinity_es.system import running_system
+from trinity_es.system import leftovers, running_system
 from trinity_es.system.launch import launch_host
 from trinity_es.system.running_system import key_file
 
@@ -298,3 +298,5 @@ class HostRun:
         finally:
             if process_lives(admin["pid"], admin["started"]):
                 running_system.end(running_system.wait_gone(running_system.processes(admin), 0.0))
+            # In order its admin ends before the last of them, and who waits for this command may want their GPU.
+            running_system.end(running_system.wait_gone(leftovers.leftovers(config), 2.0))

@@ -371,7 +371,7 @@ def test_a_log_whose_batches_no_explorer_submitted_is_left_as_it_is(tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_demo_that_was_killed_is_resumed_by_name_of_nothing_and_ends_as_a_demo(tmp_path: Path) -> None:
-    with command("demo", "--engine", "scripted", "--steps", 18, cwd=tmp_path) as running:
+    with command("demo", "--engine", "scripted", "--steps", 48, cwd=tmp_path) as running:
         def settings() -> Config | None:
             found = list(tmp_path.glob("runs/demo-*/config.yaml"))
             return load_config(found[0]) if found else None
@@ -383,12 +383,12 @@ def test_a_demo_that_was_killed_is_resumed_by_name_of_nothing_and_ends_as_a_demo
     code, out, err = finish_here("resume", "--json", cwd=tmp_path)
     assert code == 0, err
     told = json.loads(out)
-    assert (told["train_batches"], told["batches"], len(told["rewards"])) == (18, 20, 18)
+    assert (told["train_batches"], told["batches"], len(told["rewards"])) == (48, 52, 48)
     assert "The scripted engine learns nothing" in told["verdict"]
     assert Path(told["picture"]).read_bytes().startswith(b"\x89PNG")
     with trinity_es.open_log(config.store.url) as log:
         used = prompts_used(log, "letters")
-    assert (sum(used.values()), len(used), set(used.values())) == (18 * 32, 512, {1, 2})
+    assert (sum(used.values()), len(used), set(used.values())) == (48 * 32, 512, {3})
 
 
 def test_p37_the_metrics_of_a_run_that_was_killed_are_whole_and_none_is_there_twice(tmp_path: Path) -> None:
