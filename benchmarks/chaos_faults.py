@@ -13,7 +13,7 @@ import psutil
 
 from benchmarks.chaos_machine import Disk, Postgres, SteppedClock
 from trinity_es import Config
-from trinity_es.actors.rollout import worker_template_main
+from trinity_es.actors.rollout.workers import template_main as worker_template_main
 from trinity_es.system import keeper_lock, running_system
 from trinity_es.system.leftovers import leftovers
 

@@ -40,9 +40,9 @@ from benchmarks.compared import Watch, about, beside_told
 from benchmarks.overhead import spread
 from examples.grpo.tiny_model import make_tiny_model
 from trinity_es.actors.commands import GetRoutes
-from trinity_es.actors.engines import vllm_server
 from trinity_es.actors.engines.interface import EngineConfig
-from trinity_es.actors.engines.vllm_engine import VLLMEngine
+from trinity_es.actors.engines.vllm import server as vllm_server
+from trinity_es.actors.engines.vllm.engine import VLLMEngine
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.actors.serving.http_server import begin, listen, url_of

@@ -48,7 +48,7 @@ from benchmarks.compared import (
 )
 from examples.grpo.tiny_model import make_tiny_model
 from trinity_es.actors.engines.interface import EngineConfig
-from trinity_es.actors.engines.vllm_engine import VLLMEngine
+from trinity_es.actors.engines.vllm.engine import VLLMEngine
 from trinity_es.events.experience import Experience
 from trinity_es.system import lifecycle
 from trinity_es.workflows import SingleTurnWorkflow

@@ -32,7 +32,7 @@ import trinity_es
 from benchmarks.compared import Row, Spread, Watch, alternate, options_of, pairs, report
 from examples.grpo.tiny_model import make_tiny_model
 from trinity_es.actors.engines.interface import EngineLoad
-from trinity_es.actors.engines.vllm_engine import VLLMEngine
+from trinity_es.actors.engines.vllm.engine import VLLMEngine
 from trinity_es.system import lifecycle
 
 REQUESTS = 64

@@ -34,7 +34,7 @@ import psutil
 
 from benchmarks.compared import Watch, about, beside_told
 from trinity_es.actors.engines.interface import EngineConfig
-from trinity_es.actors.rollout.worker_pool import WorkerPool
+from trinity_es.actors.rollout.workers.pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine

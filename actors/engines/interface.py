@@ -2,7 +2,7 @@
 
 A runner finds its engine class by the name in its config (`"module:Class"`), builds it with an `EngineConfig`, awaits
 `start()` once, then `generate` from many coroutines at a time, all on one event loop. Everything that knows vLLM is in
-`actors/engines/vllm_engine.py`; `trinity_es.testing.ScriptedEngine` plays a script instead.
+`actors/engines/vllm/engine.py`; `trinity_es.testing.ScriptedEngine` plays a script instead.
 """
 
 from __future__ import annotations

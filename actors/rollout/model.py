@@ -22,15 +22,15 @@ import numpy as np
 import orjson
 
 from trinity_es.actors import openai_clients
+from trinity_es.actors.engines.http.remote import RemoteEngine
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling, Tokenizer
 from trinity_es.actors.engines.long_texts import is_large, off_the_loop
-from trinity_es.actors.engines.remote_engine import RemoteEngine
 from trinity_es.actors.engines.sampling import MOST_PROMPTS, checked_prompt, merged
 from trinity_es.actors.openai_clients import Endpoint
-from trinity_es.actors.rollout.conversations import Message, plain_messages
-from trinity_es.actors.rollout.graders import Graders
-from trinity_es.actors.rollout.history import Remembering
+from trinity_es.actors.rollout.conversation.conversations import Message, plain_messages
+from trinity_es.actors.rollout.conversation.history import Remembering
 from trinity_es.actors.rollout.leases import RunLeases
+from trinity_es.actors.rollout.workers.graders import Graders
 from trinity_es.events.errors import DataError, EngineError, NotFinite, WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.json_values import NotPlain, plain

@@ -10,7 +10,7 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any
 
-from trinity_es.actors.rollout.usage import Usage
+from trinity_es.actors.rollout.conversation.usage import Usage
 from trinity_es.events.errors import (
     DataError,
     EngineError,

@@ -50,7 +50,7 @@ from trinity_es.events.experience import Experience
 from trinity_es.events.values import Args, BatchId, FailureKind, Status, Task, class_path, task_to_dict
 
 if TYPE_CHECKING:
-    from trinity_es.actors.rollout.worker_pool import WorkerPool
+    from trinity_es.actors.rollout.workers.pool import WorkerPool
 
 __all__ = ["AuxiliaryModel", "WorkflowRunner"]
 

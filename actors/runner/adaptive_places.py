@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trinity_es.actors.engines.interface import Engine, EngineLoad
-from trinity_es.actors.rollout.worker_pool import WorkerPool
+from trinity_es.actors.rollout.workers.pool import WorkerPool
 
 __all__ = ["MOST", "START", "AdaptivePlaces", "Places"]
 

@@ -27,8 +27,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, cast
 
 import orjson
 
+from trinity_es.actors.engines.http.remote import RemoteEngine, remote_models
 from trinity_es.actors.engines.interface import Engine, ReceivesWeights
-from trinity_es.actors.engines.remote_engine import RemoteEngine, remote_models
 from trinity_es.actors.messages import (
     JoinGroup,
     LeaseChange,
@@ -40,7 +40,7 @@ from trinity_es.actors.messages import (
 from trinity_es.actors.plugins import resolve
 from trinity_es.actors.rollout.engine_loop import UNIT, EngineLoop, as_runner
 from trinity_es.actors.rollout.result import UnitResult
-from trinity_es.actors.rollout.worker_pool import WorkerPool
+from trinity_es.actors.rollout.workers.pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
 from trinity_es.actors.run_activity import RunActivity
 from trinity_es.actors.runner.adapters import AdaptersLoaded, serve_adapters

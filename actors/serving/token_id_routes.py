@@ -11,8 +11,8 @@ import json
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+from trinity_es.actors.engines.http.remote import CALLER, DEAD_STATUS, FAILED_STATUS, GONE_STATUS, REFUSED_STATUS
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling
-from trinity_es.actors.engines.remote_engine import CALLER, DEAD_STATUS, FAILED_STATUS, GONE_STATUS, REFUSED_STATUS
 from trinity_es.actors.engines.sampling import checked_prompt, merged
 from trinity_es.actors.serving.errors import ApiError
 from trinity_es.actors.serving.http_server import Gone, read_body, while_listening

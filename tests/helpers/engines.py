@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from trinity_es.actors.engines.interface import EngineConfig
-from trinity_es.actors.engines.vllm_engine import VLLMEngine
+from trinity_es.actors.engines.vllm.engine import VLLMEngine
 from trinity_es.events.experience import Experience
 
 __all__ = ["Live", "SharedEngine", "StandIn", "largest_difference"]

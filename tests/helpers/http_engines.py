@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.servers import ServerProcess
-from trinity_es.actors.engines.http_engine import HTTPEngine
+from trinity_es.actors.engines.http.engine import HTTPEngine
 from trinity_es.actors.engines.interface import EngineConfig, Sampling
 
 __all__ = ["EIGHT", "met"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
 from trinity_es.actors.rollout.result import UnitResult
-from trinity_es.actors.rollout.worker_pool import WorkerPool
+from trinity_es.actors.rollout.workers.pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine

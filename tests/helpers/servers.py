@@ -34,7 +34,7 @@ __all__ = [
     "stand_in",
 ]
 
-EXTENSION = "trinity_es.actors.engines.vllm_weights.WorkerExtension"
+EXTENSION = "trinity_es.actors.engines.vllm.weights.WorkerExtension"
 
 
 def free_port() -> int:

@@ -26,7 +26,7 @@ lead to them.
 """
 HEAVY = {"torch", "vllm", "transformers"}
 MAY_BE_HEAVY = {
-    "actors/engines/vllm_engine.py", "actors/engines/gloo.py", "trinity_es/integrations/trl.py",
+    "actors/engines/vllm/engine.py", "actors/engines/vllm/gloo.py", "trinity_es/integrations/trl.py",
     "trinity_es/integrations/trl_async.py",
 }
 LINES = 450
@@ -62,9 +62,20 @@ WALLS: dict[str, tuple[str, str | None]] = {
         "actors actors/commands actors/coordinator actors/coordinator/*", "actors.engines.interface",
     ),
     "actors/engines": ("actors", "actors.rollout.model"),
-    "actors/rollout": ("actors actors/engines", "actors.serving.engine_server"),
-    "actors/serving": ("actors actors/engines actors/rollout", "actors.runner.actor"),
-    "actors/runner": ("actors actors/engines actors/rollout actors/serving", "actors.coordinator.decisions.batches"),
+    "actors/engines/vllm": ("actors actors/engines", "actors.engines.http.engine"),
+    "actors/engines/http": ("actors actors/engines actors/engines/vllm", "actors.rollout.model"),
+    "actors/rollout/conversation": ("actors actors/engines", "actors.rollout.model"),
+    "actors/rollout/workers": (
+        "actors actors/engines actors/engines/* actors/rollout actors/rollout/conversation", "actors.serving.engine_server",
+    ),
+    "actors/rollout": ("actors actors/engines actors/engines/* actors/rollout/*", "actors.serving.engine_server"),
+    "actors/serving": (
+        "actors actors/engines actors/engines/* actors/rollout actors/rollout/*", "actors.runner.actor",
+    ),
+    "actors/runner": (
+        "actors actors/engines actors/engines/* actors/rollout actors/rollout/* actors/serving",
+        "actors.coordinator.decisions.batches",
+    ),
     "actors/guardian": ("actors actors/engines actors/coordinator actors/hosts actors/runner", "actors.rollout.model"),
     "trinity_es": ("", "config.config"),
     "trinity_es/workflows": ("trinity_es", "config.config"),

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.helpers.recorded_engine import Marked, Recorder
-from trinity_es.actors.engines import vllm_server
 from trinity_es.actors.engines.long_texts import LARGE, encoded, is_large, refuse_too_long
-from trinity_es.actors.engines.vllm_server import _RecordingClient
+from trinity_es.actors.engines.vllm import server as vllm_server
+from trinity_es.actors.engines.vllm.server import _RecordingClient
 from trinity_es.actors.rollout.model import Model
 from trinity_es.events.errors import EngineError
 

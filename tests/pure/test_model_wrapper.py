@@ -10,9 +10,9 @@ import pytest
 
 from tests.helpers.recorded_engine import HELLO, TALK, Marked, Recorder
 from trinity_es.actors.engines.interface import Completion, Sampling
-from trinity_es.actors.engines.vllm_engine import VersionedCompletion
+from trinity_es.actors.engines.vllm.engine import VersionedCompletion
 from trinity_es.actors.rollout.model import Model
-from trinity_es.actors.rollout.worker_main import _RemoteModel
+from trinity_es.actors.rollout.workers.main import _RemoteModel
 from trinity_es.events.errors import DataError, EngineError, WorkflowError
 from trinity_es.testing import ByteTokenizer
 

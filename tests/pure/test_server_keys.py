@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from trinity_es.actors.engines.vllm_http_api import VLLMServer
+from trinity_es.actors.engines.http.vllm_api import VLLMServer
 from trinity_es.events.errors import EngineError
 
 

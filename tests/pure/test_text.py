@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 
-from trinity_es.actors.engines.vllm_weights import short
+from trinity_es.actors.engines.vllm.weights import short
 from trinity_es.text import error_line, plain
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.sampler import Merging
-from trinity_es.actors.rollout.turns import Marks, Turn, Turns
+from trinity_es.actors.rollout.conversation.turns import Marks, Turn, Turns
 
 MARKS = Marks(asks="A:", closes="$\n", ends="$\n")
 

@@ -181,7 +181,7 @@ export VLLM_SERVER_DEV_MODE=1
 export VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
 exec {python} -W ignore -m vllm.entrypoints.openai.api_server --model {folder}/model \\
   --host 127.0.0.1 --port {port} --enable-scale-out --logprobs-mode processed_logprobs --max-logprobs -1 \\
-  --worker-extension-cls trinity_es.actors.engines.vllm_weights.WorkerExtension \\
+  --worker-extension-cls trinity_es.actors.engines.vllm.weights.WorkerExtension \\
   --dtype float32 --enforce-eager --max-model-len 64 --max-num-seqs 256 --gpu-memory-utilization 0.3
 """
 

@@ -25,8 +25,8 @@ __all__ = [
 ]
 
 ENGINES = {
-    "vllm": "trinity_es.actors.engines.vllm_engine:VLLMEngine",
-    "http": "trinity_es.actors.engines.http_engine:HTTPEngine",
+    "vllm": "trinity_es.actors.engines.vllm.engine:VLLMEngine",
+    "http": "trinity_es.actors.engines.http.engine:HTTPEngine",
     "scripted": "trinity_es.testing:ScriptedEngine",
 }
 """Engines by the name that a config gives; your own is named "module:Class" there."""

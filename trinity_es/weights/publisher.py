@@ -28,7 +28,7 @@ from trinity_es.actors.commands import (
 )
 from trinity_es.actors.engines.adapters import checked_adapter
 from trinity_es.actors.engines.checkpoints import difference, reference_shapes, unloadable
-from trinity_es.actors.engines.weight_transfer import WeightSender
+from trinity_es.actors.engines.vllm.weight_transfer import WeightSender
 from trinity_es.config.config import Config
 from trinity_es.events.errors import SyncError, TrinityError
 from trinity_es.projections.reading.log_reader import Log

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trinity_es.actors.rollout.graders import GRADER_SECONDS
+from trinity_es.actors.rollout.workers.graders import GRADER_SECONDS
 from trinity_es.events.errors import ConfigError, DataError
 from trinity_es.workflows.rewards import RewardFn
 

@@ -6,8 +6,8 @@ another name that has no default is a key of the task's row. What its `reward_fn
 None where the row has no answer.
 
 A reward that has a `grader_timeout` (seconds) is called in a process of its own, which is killed then
-(`actors/rollout/graders.py`): that is a failure of kind `grader`, and no zero. Others are called where their workflow
-plays.
+(`actors/rollout/workers/graders.py`): that is a failure of kind `grader`, and no zero. Others are called where their
+workflow plays.
 
 One with a parameter `completions` or `prompts`, or with `completion_ids` and no `response`, has TRL's form (trl 1.16,
 `GRPOTrainer.reward_funcs`): `fn(prompts, completions, completion_ids, **columns) -> list[float | None]`, async or not.

@@ -14,8 +14,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from trinity_es.actors.rollout.graders import GRADER_BYTES, GRADER_SECONDS
 from trinity_es.actors.rollout.leases import Lease
+from trinity_es.actors.rollout.workers.graders import GRADER_BYTES, GRADER_SECONDS
 from trinity_es.events.errors import WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task

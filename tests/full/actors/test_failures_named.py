@@ -11,7 +11,7 @@ import pytest
 
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.result import UnitResult
-from trinity_es.actors.rollout.worker_pool import WorkerPool
+from trinity_es.actors.rollout.workers.pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task

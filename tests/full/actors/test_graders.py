@@ -16,9 +16,9 @@ from tests.helpers.graders import FAULTS, Faulty
 from trinity_es import Experience, Workflow
 from trinity_es.actors.base import process_start_time
 from trinity_es.actors.engines.interface import EngineConfig
-from trinity_es.actors.rollout.graders import Graders
 from trinity_es.actors.rollout.result import UnitResult, classify
-from trinity_es.actors.rollout.worker_pool import WorkerPool
+from trinity_es.actors.rollout.workers.graders import Graders
+from trinity_es.actors.rollout.workers.pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.events.errors import DataError, GraderError, StartupError, UnknownWorkflow, WorkflowError
 from trinity_es.events.values import Task

@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.endpoint import HELLO, Fails, Recorder, serving, until
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.rollout.result import UnitResult
-from trinity_es.actors.rollout.worker_pool import WorkerPool
+from trinity_es.actors.rollout.workers.pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.events.experience import Experience

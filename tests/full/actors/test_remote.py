@@ -12,8 +12,8 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
+from trinity_es.actors.engines.http.remote import AGAIN_SECONDS, RemoteEngine, remote_models
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
-from trinity_es.actors.engines.remote_engine import AGAIN_SECONDS, RemoteEngine, remote_models
 from trinity_es.actors.load_balancing import REPORT_SECONDS, SLACK_REQUESTS
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner

@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.endpoint import CHAT, HELLO, TEXT, Recorder, client, posted, serving, until
 from trinity_es.actors.engines.interface import Completion, Sampling
-from trinity_es.actors.engines.vllm_engine import VersionedCompletion
+from trinity_es.actors.engines.vllm.engine import VersionedCompletion
 from trinity_es.actors.rollout.model import Model
 from trinity_es.events.errors import WorkflowError
 from trinity_es.testing import ScriptedEngine

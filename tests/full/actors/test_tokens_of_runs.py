@@ -11,7 +11,7 @@ from rich.console import Console
 
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.result import UnitResult
-from trinity_es.actors.rollout.worker_pool import WorkerPool
+from trinity_es.actors.rollout.workers.pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.cli.render.task import print_task
 from trinity_es.events.experience import Experience

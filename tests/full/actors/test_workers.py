@@ -45,7 +45,7 @@ from trinity_es.actors.base import process_start_time
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout import workflow_runner
 from trinity_es.actors.rollout.result import UnitResult
-from trinity_es.actors.rollout.worker_pool import WorkerPool
+from trinity_es.actors.rollout.workers.pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
 from trinity_es.events.experience import EID
 from trinity_es.events.values import Task
@@ -352,7 +352,7 @@ RUNNER = """
 import asyncio, sys
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
-from trinity_es.actors.rollout.worker_pool import WorkerPool
+from trinity_es.actors.rollout.workers.pool import WorkerPool
 from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine
 

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from tests.helpers.engines import StandIn
 from trinity_es.actors.engines.interface import EngineConfig, Sampling
-from trinity_es.actors.engines.vllm_engine import VLLMEngine
+from trinity_es.actors.engines.vllm.engine import VLLMEngine
 from trinity_es.events.errors import EngineError, SyncError
 
 

@@ -20,9 +20,9 @@ import pytest
 
 from tests.helpers.engine_sessions import HELLO, Session, serving
 from tests.helpers.engines import Live, SharedEngine
-from trinity_es.actors.engines import vllm_engine
 from trinity_es.actors.engines.interface import EngineConfig, Sampling
-from trinity_es.actors.engines.vllm_engine import VLLMEngine
+from trinity_es.actors.engines.vllm import engine as vllm_engine
+from trinity_es.actors.engines.vllm.engine import VLLMEngine
 from trinity_es.actors.rollout.model import Model
 from trinity_es.events.errors import ConfigError, EngineError
 from trinity_es.testing import ByteTokenizer

@@ -16,7 +16,7 @@ import pytest
 from tests.helpers.engines import Live
 from tests.helpers.weight_transfer import PROMPT, free_port, state_of
 from trinity_es.actors.engines.interface import EngineConfig
-from trinity_es.actors.engines.weight_transfer import WeightSender
+from trinity_es.actors.engines.vllm.weight_transfer import WeightSender
 from trinity_es.config.config import Config
 from trinity_es.testing import wait_until
 from trinity_es.weights import shared_memory
@@ -27,7 +27,7 @@ CHILD = textwrap.dedent("""
     import asyncio, os, sys, time
     os.setpgid(0, 0)
     from trinity_es.actors.engines.interface import EngineConfig, Sampling
-    from trinity_es.actors.engines.vllm_engine import VLLMEngine
+    from trinity_es.actors.engines.vllm.engine import VLLMEngine
 
     async def main():
         engine = VLLMEngine(EngineConfig(model_path=sys.argv[1], max_model_len=64, gpu_memory_utilization=0.3))

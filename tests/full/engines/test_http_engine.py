@@ -17,7 +17,8 @@ import pytest
 from tests.helpers.http_engines import EIGHT, met
 from tests.helpers.paths import ROOT
 from tests.helpers.servers import ServerProcess, ended, stand_in
-from trinity_es.actors.engines import http_engine, http_weights
+from trinity_es.actors.engines.http import engine as http_engine
+from trinity_es.actors.engines.http import weights as http_weights
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.events.errors import EngineError, SyncError
 
@@ -317,7 +318,7 @@ async def test_logprobs_before_temperature_are_refused_where_it_matters(tiny: Pa
 
 def test_neither_torch_nor_vllm_is_imported(tiny: Path) -> None:
     code = (
-        "import sys; from trinity_es.actors.engines.http_engine import HTTPEngine, EngineConfig;"
+        "import sys; from trinity_es.actors.engines.http.engine import HTTPEngine, EngineConfig;"
         f"engine = HTTPEngine(EngineConfig(model_path={str(tiny)!r}, options={{'url': 'http://a:1'}}));"
         "print(engine.load_tokenizer(engine.config).decode([64]), {'torch', 'vllm'} & set(sys.modules))"
     )

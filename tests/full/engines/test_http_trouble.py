@@ -14,10 +14,11 @@ import pytest
 
 from tests.helpers.http_engines import EIGHT, met
 from tests.helpers.servers import ended, stand_in
-from trinity_es.actors.engines import http_engine, vllm_http_api
-from trinity_es.actors.engines.http_engine import HTTPEngine
+from trinity_es.actors.engines.http import engine as http_engine
+from trinity_es.actors.engines.http import vllm_api as vllm_http_api
+from trinity_es.actors.engines.http.engine import HTTPEngine
+from trinity_es.actors.engines.http.vllm_api import ServerGone, VLLMServer
 from trinity_es.actors.engines.interface import EngineConfig
-from trinity_es.actors.engines.vllm_http_api import ServerGone, VLLMServer
 from trinity_es.events.errors import EngineError
 
 

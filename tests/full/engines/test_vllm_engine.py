@@ -19,8 +19,9 @@ import trinity_es
 from tests.helpers.engines import Live
 from tests.helpers.made_rollouts import record
 from trinity_es import Task
-from trinity_es.actors.engines import vllm_engine, vllm_weights
 from trinity_es.actors.engines.interface import Completion, Sampling
+from trinity_es.actors.engines.vllm import engine as vllm_engine
+from trinity_es.actors.engines.vllm import weights as vllm_weights
 from trinity_es.actors.rollout.model import Model
 from trinity_es.audit.regenerate import compared, find_rollout, played
 from trinity_es.events.errors import EngineError, SyncError

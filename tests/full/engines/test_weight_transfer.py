@@ -15,7 +15,7 @@ import pytest
 from tests.helpers.engines import Live
 from tests.helpers.weight_transfer import PROMPT, free_port, state_of
 from trinity_es.actors.engines.interface import Sampling
-from trinity_es.actors.engines.weight_transfer import WeightSender
+from trinity_es.actors.engines.vllm.weight_transfer import WeightSender
 from trinity_es.config.config import Config
 from trinity_es.events.errors import SyncError
 from trinity_es.weights import shared_memory

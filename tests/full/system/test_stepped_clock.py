@@ -41,7 +41,7 @@ def test_a_system_is_found_and_left_alone_by_commands_after_a_step_of_the_clock(
 _WORKER = """
 import sys, time
 from trinity_es.actors.base import process_start_time
-from trinity_es.actors.engines.vllm_weights import WorkerExtension
+from trinity_es.actors.engines.vllm.weights import WorkerExtension
 WorkerExtension().trinity_end_with(int(sys.argv[1]), process_start_time(int(sys.argv[1])))
 for looks in range(1_000_000):
     print(looks, flush=True)

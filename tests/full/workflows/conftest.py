@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from trinity_es.actors.rollout.worker_pool import WorkerPool
+from trinity_es.actors.rollout.workers.pool import WorkerPool
 
 
 @pytest.fixture

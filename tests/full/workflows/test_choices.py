@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.ready_made import Answers, played, rewards
-from trinity_es.actors.rollout.worker_pool import WorkerPool
+from trinity_es.actors.rollout.workers.pool import WorkerPool
 from trinity_es.events.errors import DataError
 from trinity_es.workflows.countdown import CountDownRewardFn
 

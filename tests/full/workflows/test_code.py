@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.helpers.ready_made import Answers, played, rewards
-from trinity_es.actors.rollout.worker_pool import WorkerPool
+from trinity_es.actors.rollout.workers.pool import WorkerPool
 from trinity_es.events.errors import DataError
 from trinity_es.testing import wait_until
 from trinity_es.workflows import code

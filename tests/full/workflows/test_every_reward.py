@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from tests.helpers.ready_made import Answers, played
 from tests.helpers.reward_forms import FORMS, ROW
-from trinity_es.actors.rollout.worker_pool import WorkerPool
+from trinity_es.actors.rollout.workers.pool import WorkerPool
 from trinity_es.workflows.registry import WORKFLOWS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

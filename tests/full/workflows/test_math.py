@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.ready_made import Answers, played, rewards
-from trinity_es.actors.rollout.worker_pool import WorkerPool
+from trinity_es.actors.rollout.workers.pool import WorkerPool
 from trinity_es.events.errors import ConfigError
 from trinity_es.workflows.math_rewards import MathDAPORewardFn, boxed_answer
 from trinity_es.workflows.registry import REWARD_FUNCTIONS

@@ -10,7 +10,7 @@ import pytest
 from pydantic import Field
 
 from tests.helpers.ready_made import Answers, played
-from trinity_es.actors.rollout.worker_pool import WorkerPool
+from trinity_es.actors.rollout.workers.pool import WorkerPool
 from trinity_es.events.errors import DataError, EngineError, UnknownWorkflow
 from trinity_es.workflows.react import MOST_CHARACTERS, tool_of
 

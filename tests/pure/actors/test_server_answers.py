@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from trinity_es.actors.engines.http_client import LOOK_BYTES
+from trinity_es.actors.engines.http.client import LOOK_BYTES
+from trinity_es.actors.engines.http.remote import RemoteEngine
+from trinity_es.actors.engines.http.vllm_api import VLLMServer
+from trinity_es.actors.engines.http.vllm_requests import answers, body, most_bytes
 from trinity_es.actors.engines.interface import Sampling
-from trinity_es.actors.engines.remote_engine import RemoteEngine
-from trinity_es.actors.engines.vllm_http_api import VLLMServer
-from trinity_es.actors.engines.vllm_requests import answers, body, most_bytes
 from trinity_es.actors.rollout.result import classify
 from trinity_es.environments import openenv
 from trinity_es.events.errors import EngineError, EnvironmentFailed

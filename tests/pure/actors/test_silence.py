@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from trinity_es.actors.engines.interface import EngineConfig
-from trinity_es.actors.engines.vllm_engine import VLLMEngine
-from trinity_es.actors.engines.vllm_processes import error_in, silence
+from trinity_es.actors.engines.vllm.engine import VLLMEngine
+from trinity_es.actors.engines.vllm.processes import error_in, silence
 from trinity_es.events.errors import EngineError
 
 

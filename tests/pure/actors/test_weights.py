@@ -24,10 +24,10 @@ from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.fleet.weights import WeightLoading
 from trinity_es.actors.coordinator.units_in_flight import UnitsInFlight
-from trinity_es.actors.engines import vllm_weights
 from trinity_es.actors.engines.checkpoints import read_tensor, torch_type, unloadable
 from trinity_es.actors.engines.interface import EngineConfig
-from trinity_es.actors.engines.vllm_engine import VLLMEngine
+from trinity_es.actors.engines.vllm import weights as vllm_weights
+from trinity_es.actors.engines.vllm.engine import VLLMEngine
 from trinity_es.actors.messages import (
     GroupJoinResult,
     JoinGroup,

@@ -21,8 +21,8 @@ from typing import Any
 import orjson
 import psutil
 
-from trinity_es.actors.rollout.worker_protocol import LENGTH
-from trinity_es.actors.rollout.worker_templates import EXIT_SECONDS, Child, Templates, ended
+from trinity_es.actors.rollout.workers.protocol import LENGTH
+from trinity_es.actors.rollout.workers.templates import EXIT_SECONDS, Child, Templates, ended
 from trinity_es.events.errors import GraderError, StartupError, error_from_dict
 
 __all__ = ["GRADER_BYTES", "GRADER_SECONDS", "Graders"]

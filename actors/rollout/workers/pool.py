@@ -26,11 +26,11 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from trinity_es.actors.rollout.graders import Graders
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.result import UnitResult
-from trinity_es.actors.rollout.worker_protocol import LENGTH, frame
-from trinity_es.actors.rollout.worker_templates import EXIT_SECONDS, START_SECONDS, Child, Templates, ended
+from trinity_es.actors.rollout.workers.graders import Graders
+from trinity_es.actors.rollout.workers.protocol import LENGTH, frame
+from trinity_es.actors.rollout.workers.templates import EXIT_SECONDS, START_SECONDS, Child, Templates, ended
 from trinity_es.events.errors import (
     EngineError,
     StartupError,

@@ -27,8 +27,9 @@ import traceback
 from typing import Any
 
 from trinity_es.actors.plugins import resolve
-from trinity_es.actors.rollout import grader_main, worker_main
-from trinity_es.actors.rollout.worker_protocol import MOST, note
+from trinity_es.actors.rollout.workers import grader_main
+from trinity_es.actors.rollout.workers import main as worker_main
+from trinity_es.actors.rollout.workers.protocol import MOST, note
 from trinity_es.events.errors import UnknownWorkflow
 from trinity_es.events.processes import end_with_parent
 

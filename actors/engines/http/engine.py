@@ -30,11 +30,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from trinity_es.actors.engines.checkpoints import reference_shapes, resolve_model, vocabulary
-from trinity_es.actors.engines.http_weights import WATCH_SECONDS, ServerWeights
-from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling, Tokenizer
-from trinity_es.actors.engines.long_texts import encoded, is_large, off_the_loop
-from trinity_es.actors.engines.vllm_http_api import BUSY, BUSY_SECONDS, ServerGone, VLLMServer, unreached
-from trinity_es.actors.engines.vllm_requests import (
+from trinity_es.actors.engines.http.vllm_api import BUSY, BUSY_SECONDS, ServerGone, VLLMServer, unreached
+from trinity_es.actors.engines.http.vllm_requests import (
     OTHERS,
     Answer,
     TextCutter,
@@ -44,7 +41,10 @@ from trinity_es.actors.engines.vllm_requests import (
     prompt_logprobs,
     route,
 )
-from trinity_es.actors.engines.vllm_values import VersionedCompletion
+from trinity_es.actors.engines.http.weights import WATCH_SECONDS, ServerWeights
+from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling, Tokenizer
+from trinity_es.actors.engines.long_texts import encoded, is_large, off_the_loop
+from trinity_es.actors.engines.vllm.values import VersionedCompletion
 from trinity_es.events.errors import ConfigError, EngineError
 
 __all__ = ["HTTPEngine"]

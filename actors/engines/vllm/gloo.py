@@ -13,8 +13,8 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-from trinity_es.actors.engines.vllm_weights import WorkerExtension
-from trinity_es.actors.engines.weight_transfer import GlooGroup
+from trinity_es.actors.engines.vllm.weight_transfer import GlooGroup
+from trinity_es.actors.engines.vllm.weights import WorkerExtension
 
 __all__ = ["GlooInitInfo", "GlooWeightTransfer", "GlooWorkerExtension"]
 

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from trinity_es.actors.engines.checkpoints import resolve_model, unloadable
+from trinity_es.actors.engines.http.restart_command import run_command
+from trinity_es.actors.engines.http.vllm_api import DEV_MODE, UNLABELLED, ServerFacts, ServerGone, VLLMServer
 from trinity_es.actors.engines.interface import EngineConfig
-from trinity_es.actors.engines.restart_command import run_command
-from trinity_es.actors.engines.vllm_http_api import DEV_MODE, UNLABELLED, ServerFacts, ServerGone, VLLMServer
 from trinity_es.events.errors import EngineError, SyncError
 
 __all__ = ["WATCH_SECONDS", "ServerWeights"]
@@ -257,7 +257,7 @@ class ServerWeights:
             raise SyncError(
                 f"version {version} was not loaded: vLLM on a CPU would keep the old head of a model whose head is its "
                 "embedding. Start the server with --worker-extension-cls "
-                "trinity_es.actors.engines.vllm_weights.WorkerExtension, or give "
+                "trinity_es.actors.engines.vllm.weights.WorkerExtension, or give "
                 "explorer.rollout_model.servers.restart_command"
             )
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trinity_es.actors import load_balancing
-from trinity_es.actors.engines.http_client import http_client, largest_answer, up_to
+from trinity_es.actors.engines.http.client import http_client, largest_answer, up_to
 from trinity_es.actors.engines.interface import Completion, Sampling, Tokenizer
 from trinity_es.actors.openai_clients import Endpoint
 from trinity_es.actors.plugins import resolve

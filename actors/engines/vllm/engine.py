@@ -36,13 +36,13 @@ from uuid import uuid4
 
 import psutil
 
-from trinity_es.actors.engines import vllm_server
 from trinity_es.actors.engines.checkpoints import model_dtype, reference_shapes, resolve_model
 from trinity_es.actors.engines.interface import Completion, EngineConfig, EngineLoad, Recording, Sampling, Tokenizer
 from trinity_es.actors.engines.long_texts import encoded, is_large, off_the_loop
-from trinity_es.actors.engines.vllm_adapters import AdapterServing, ServedAdapter, lora_arguments
-from trinity_es.actors.engines.vllm_load import with_load
-from trinity_es.actors.engines.vllm_processes import (
+from trinity_es.actors.engines.vllm import server as vllm_server
+from trinity_es.actors.engines.vllm.adapters import AdapterServing, ServedAdapter, lora_arguments
+from trinity_es.actors.engines.vllm.load import with_load
+from trinity_es.actors.engines.vllm.processes import (
     Printed,
     children,
     end_processes,
@@ -53,15 +53,15 @@ from trinity_es.actors.engines.vllm_processes import (
     silent,
     with_descendants,
 )
-from trinity_es.actors.engines.vllm_texts import read_at_the_end, with_texts
-from trinity_es.actors.engines.vllm_values import (
+from trinity_es.actors.engines.vllm.texts import read_at_the_end, with_texts
+from trinity_es.actors.engines.vllm.values import (
     VersionedCompletion,
     completion_of,
     output_kind,
     prompt_of_ids,
     sampling_params,
 )
-from trinity_es.actors.engines.vllm_weights import WeightChanges, WorkerExtension, short
+from trinity_es.actors.engines.vllm.weights import WeightChanges, WorkerExtension, short
 from trinity_es.events.errors import ConfigError, EngineError
 from trinity_es.events.processes import process_start_time
 
@@ -224,7 +224,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
             "generation_config": "vllm",  # a model's own sampling is nothing that a task asked for
             "disable_log_stats": True,
             "worker_extension_cls": (
-                "trinity_es.actors.engines.gloo.GlooWorkerExtension" if config.weight_transfer and on_cpu
+                "trinity_es.actors.engines.vllm.gloo.GlooWorkerExtension" if config.weight_transfer and on_cpu
                 else f"{WorkerExtension.__module__}.{WorkerExtension.__qualname__}"
             ),
         }

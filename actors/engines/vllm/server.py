@@ -20,8 +20,8 @@ import orjson
 from trinity_es.actors.engines.interface import Completion, Generation, Recording, Sampling
 from trinity_es.actors.engines.sampling import MOST_ANSWERS
 from trinity_es.actors.engines.token_names import with_token_names
-from trinity_es.actors.engines.vllm_texts import read_at_the_end, text_of, with_texts
-from trinity_es.actors.engines.vllm_values import changed, completion_of, output_kind, said_for
+from trinity_es.actors.engines.vllm.texts import read_at_the_end, text_of, with_texts
+from trinity_es.actors.engines.vllm.values import changed, completion_of, output_kind, said_for
 from trinity_es.events.errors import ConfigError, EngineError
 from trinity_es.events.json_values import NotPlain, plain
 

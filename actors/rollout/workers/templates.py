@@ -17,7 +17,7 @@ import subprocess
 import sys
 from typing import Any
 
-from trinity_es.actors.rollout.worker_protocol import MOST, note
+from trinity_es.actors.rollout.workers.protocol import MOST, note
 from trinity_es.actors.system_key import FILE_VARIABLE, KEY_VARIABLE
 from trinity_es.events.errors import StartupError, UnknownWorkflow, WorkflowError
 
@@ -241,7 +241,7 @@ class Templates:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        main = "trinity_es.actors.rollout.worker_template_main"
+        main = "trinity_es.actors.rollout.workers.template_main"
         code = f"import sys; sys.path[:] = {sys.path!r}; from {main} import main; main()"
         arguments = [str(theirs.fileno()), str(os.getpid()), self.log_file]
         # A workflow has no business with the key to the system.

@@ -15,7 +15,7 @@ import numpy as np
 
 from trinity_es.actors.engines.interface import Tokenizer
 from trinity_es.actors.engines.long_texts import encode, is_large, off_the_loop, refuse_too_long
-from trinity_es.actors.rollout.turns import Marks, Turn
+from trinity_es.actors.rollout.conversation.turns import Marks, Turn
 from trinity_es.events.errors import TrinityError, WorkflowError
 from trinity_es.events.experience import Experience
 

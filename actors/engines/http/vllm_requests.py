@@ -13,9 +13,9 @@ from typing import Any
 
 import orjson
 
-from trinity_es.actors.engines.http_client import largest_answer
+from trinity_es.actors.engines.http.client import largest_answer
+from trinity_es.actors.engines.http.vllm_api import ASKED
 from trinity_es.actors.engines.interface import Sampling
-from trinity_es.actors.engines.vllm_http_api import ASKED
 from trinity_es.events.errors import EngineError
 
 __all__ = ["OTHERS", "UNREADABLE", "Answer", "TextCutter", "answers", "body", "most_bytes", "prompt_logprobs", "route"]

@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trinity_es.actors.engines.http_client import LOOK_BYTES, http_client, up_to
+from trinity_es.actors.engines.http.client import LOOK_BYTES, http_client, up_to
 from trinity_es.events.errors import EngineError
 from trinity_es.events.values import local_time
 

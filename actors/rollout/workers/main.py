@@ -31,7 +31,7 @@ from trinity_es.actors.openai_clients import Endpoint
 from trinity_es.actors.plugins import resolve
 from trinity_es.actors.rollout.leases import RunLeases
 from trinity_es.actors.rollout.model import Model
-from trinity_es.actors.rollout.worker_protocol import LENGTH, frame
+from trinity_es.actors.rollout.workers.protocol import LENGTH, frame
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.events.errors import TrinityError, WorkflowError
 from trinity_es.events.experience import Experience

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from trinity_es.actors.engines.interface import Completion, Sampling
-from trinity_es.actors.engines.vllm_weights import short
+from trinity_es.actors.engines.vllm.weights import short
 from trinity_es.events.errors import EngineError
 
 __all__ = [
