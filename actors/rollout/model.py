@@ -6,7 +6,7 @@ and the weight versions that it saw (`usage`), so that the runner can record the
 runner; rewards and retries are the workflow's.
 
 Async workflows use the `*_async` methods on the engine's loop; a sync workflow, in a thread of its own or in a worker
-process (`worker_main.py`, whose models are like this one), uses the blocking twins of the same names. Both may ask
+process (`workers/main.py`, whose models are like this one), uses the blocking twins of the same names. Both may ask
 by OpenAI clients instead, whose answers are kept as experiences until the run is over.
 """
 

@@ -2,7 +2,7 @@
 
 A request may ask the engine several times (a list of prompts, a loop over tools). Whatever API it came by, it is
 recorded where the engine is asked: the server sets `REQUEST` for each request, and who asks the engine for it (vLLM's
-own server by `engines/vllm_server.py`, or `small_api.py`) says so there.
+own server by `engines/vllm/server.py`, or `small_api.py`) says so there.
 """
 
 from __future__ import annotations

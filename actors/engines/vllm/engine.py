@@ -1,4 +1,4 @@
-"""A vLLM engine behind the `Engine` interface. Beside it, `vllm_weights.py` and `gloo.py` know vLLM.
+"""A vLLM engine behind the `Engine` interface. Beside it, `weights.py` and `gloo.py` know vLLM.
 
 A runner builds one `VLLMEngine` and calls it on one asyncio loop, which may run in any thread. vLLM itself runs in
 processes that it spawns (EngineCore, and a worker a GPU); `pids()` names them, `stop()` ends them, and once the engine

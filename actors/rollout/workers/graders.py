@@ -1,6 +1,6 @@
 """Functions that judge answers, each call in a process of its own, which can be killed.
 
-A grader is forked from a warm template (`worker_templates.py`) that has imported the function's module, for one call:
+A grader is forked from a warm template (`workers/templates.py`) that has imported the function's module, for one call:
 what it does to its process, its memory, its signals or its globals is gone with it, and no call finds what another one
 left. Where it does not end in time, ends its process, takes more memory than it may or raises, that is a GraderError:
 nothing is known of the answer then, so its run fails, with kind `grader`, and is no zero.

@@ -1,4 +1,4 @@
-"""A worker process: it plays sync workflows, whose models are asked over a pipe (`worker_protocol.py`).
+"""A worker process: it plays sync workflows, whose models are asked over a pipe (`workers/protocol.py`).
 
 Forked from a template process (`worker_template_main.py`) and killed by the runner's `WorkerPool`. It ends by itself
 when the runner is gone: by PDEATHSIG (Linux), with its template, and by the end of its pipe.

@@ -1,6 +1,6 @@
 """Sync workflows in processes of their own, which can be killed.
 
-A `WorkerPool` forks workers from warm templates (`worker_templates.py`) as they are needed, up to its `places`, and
+A `WorkerPool` forks workers from warm templates (`workers/templates.py`) as they are needed, up to its `places`, and
 keeps them: a worker plays one run at a time (or all runs of a `can_repeat` workflow) in its main thread, of the
 workflows of one module, with `WorkflowRunner.execute` itself, so stamps, metrics, kinds of failure and `can_reset` are
 the same as in the runner. What ends its process (os._exit, a segfault, kill -9) fails that run alone, with kind
@@ -9,7 +9,7 @@ the processes that it started and that still are its descendants.
 
 A worker is in the runner's process group, and ends by itself when the runner is gone. A pool serves one event loop.
 
-What such a process does is in `worker_main.py`, what goes over the pipe between the two in `worker_protocol.py`.
+What such a process does is in `workers/main.py`, what goes over the pipe between the two in `workers/protocol.py`.
 """
 
 from __future__ import annotations

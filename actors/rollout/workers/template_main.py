@@ -1,13 +1,13 @@
 """A template process: it imports what workers need, once, and forks them when it is told to.
 
-The first template of a runner is a clean interpreter that has imported `worker_main.py`. For each module with
+The first template of a runner is a clean interpreter that has imported `workers/main.py`. For each module with
 workflows one of the templates forks a child that imports it, and that becomes a template as well: a module whose
 import fails, hangs or ends its process takes nobody along. What a module starts or opens when it is imported (a thread,
 a socket, a file, a GPU) does not survive a fork, so such a module is said to be `unsafe` and is left to each worker to
 import.
 
 A template has one thread and does nothing by itself. It ends with its parent (PDEATHSIG), as its workers end with it.
-What is said between it and the runner's side (`worker_templates.py`): see `worker_protocol.py`.
+What is said between it and the runner's side (`workers/templates.py`): see `workers/protocol.py`.
 """
 
 from __future__ import annotations
