@@ -66,7 +66,8 @@ WALLS: dict[str, tuple[str, str | None]] = {
     "actors/engines/http": ("actors actors/engines actors/engines/vllm", "actors.rollout.model"),
     "actors/rollout/conversation": ("actors actors/engines", "actors.rollout.model"),
     "actors/rollout/workers": (
-        "actors actors/engines actors/engines/* actors/rollout actors/rollout/conversation", "actors.serving.engine_server",
+        "actors actors/engines actors/engines/* actors/rollout actors/rollout/conversation",
+        "actors.serving.engine_server",
     ),
     "actors/rollout": ("actors actors/engines actors/engines/* actors/rollout/*", "actors.serving.engine_server"),
     "actors/serving": (
