@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trinity_es.projections.reading.log_reader import Log, open_log
     from trinity_es.run.explorer import Explorer
     from trinity_es.run.trainer import Trainer
-    from trinity_es.telemetry.monitors import Monitor
+    from trinity_es.telemetry.monitor_services import Monitor
     from trinity_es.workflows.registry import REWARD_FUNCTIONS, WORKFLOWS
     from trinity_es.workflows.rewards import RewardFn
     from trinity_es.workflows.simple import AsyncSimpleWorkflow, SimpleWorkflow
@@ -65,7 +65,7 @@ _HOMES = {
     "projections.reading.log_reader": "Log open_log",
     "run.explorer": "Explorer",
     "run.trainer": "Trainer",
-    "telemetry.monitors": "Monitor",
+    "telemetry.monitor_services": "Monitor",
     "workflows.registry": "REWARD_FUNCTIONS WORKFLOWS",
     "workflows.rewards": "RewardFn",
     "workflows.simple": "AsyncSimpleWorkflow SimpleWorkflow",

@@ -28,7 +28,8 @@ from trinity_es.events.store.log import EventLog, Write
 from trinity_es.projections.batch import batch_result, fold
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.run.wait_for_log import when_written
-from trinity_es.telemetry.monitors import JsonlMonitor, Monitors, read_metrics
+from trinity_es.telemetry.metrics_file import JsonlMonitor, read_metrics
+from trinity_es.telemetry.monitors import Monitors
 from trinity_es.testing import wait_until
 
 HERE = "tests.full.test_monitors"
@@ -239,7 +240,7 @@ def test_p37_tensorboard_shows_every_step_once_after_a_resume_too(tmp_path: Path
 
 def test_p37_tensorboard_needs_neither_torch_nor_tensorflow(tmp_path: Path) -> None:
     code = (
-        "import sys; from trinity_es.telemetry.monitors import TensorboardMonitor as T; t = T(sys.argv[1]); "
+        "import sys; from trinity_es.telemetry.monitor_services import TensorboardMonitor as T; t = T(sys.argv[1]); "
         "t.log({'a/b': 1.0}, 1); t.close(); print([m for m in ('torch', 'tensorflow') if m in sys.modules])"
     )
     done = subprocess.run(

@@ -19,7 +19,7 @@ from trinity_es.events.errors import ConfigError
 from trinity_es.projections.reading.pass_rates import pass_rates
 from trinity_es.tasksets.selectors import Selector
 from trinity_es.tasksets.taskset import Taskset
-from trinity_es.telemetry.monitors import read_metrics
+from trinity_es.telemetry.metrics_file import read_metrics
 
 
 def by_level(response: str, prompt: str, truth: str | None) -> float:

@@ -22,7 +22,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import batch_stream
 from trinity_es.system import leftovers
-from trinity_es.telemetry.monitors import read_metrics
+from trinity_es.telemetry.metrics_file import read_metrics
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -42,7 +42,7 @@ from trinity_es.events.values import batch_stream
 from trinity_es.projections.reading.resume_point import prompts_used
 from trinity_es.run.trainer_loop import TrainerProcess
 from trinity_es.system import keeper_lock, leftovers
-from trinity_es.telemetry.monitors import read_metrics
+from trinity_es.telemetry.metrics_file import read_metrics
 from trinity_es.testing import wait_until
 
 pytestmark = pytest.mark.timeout(240)
