@@ -12,7 +12,9 @@ import pytest
 from rich.console import Console
 
 from trinity_es.cli.common import find_batch
+from trinity_es.cli.render.health import show
 from trinity_es.client import health
+from trinity_es.client import problems as of_system
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound
@@ -39,7 +41,7 @@ def problems(
     }
     config = Config.model_validate({})  # as where only the log is named
     out = {"up": True, "coordinator": {"pid": 1}, "admin": {"pid": 1}, "keeper": None}
-    return list(health.problems(config, out, live, []))
+    return list(of_system.problems(config, out, live, []))
 
 
 DOWN: dict[str, Any] = {
@@ -50,12 +52,12 @@ UP = DOWN | {"up": True, "admin": {"pid": 1}}
 
 def shown(found: dict[str, Any]) -> str:
     out = io.StringIO()
-    health.show(Console(file=out, width=200), found)
+    show(Console(file=out, width=200), found)
     return out.getvalue()
 
 
 def wrong(found: dict[str, Any], live: dict[str, Any] | None = None, whys: Sequence[Why] = ()) -> list[str]:
-    return list(health.problems(Config.model_validate({}), found, live, list(whys)))
+    return list(of_system.problems(Config.model_validate({}), found, live, list(whys)))
 
 
 def test_a_runner_that_was_let_go_is_not_hung_but_a_system_without_servers_needs_one() -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, find_batch, print_json
+from trinity_es.cli.render.health import show
 from trinity_es.cli.render.tables import console
 from trinity_es.cli.which_config import named_once, names_config, settings_of
 from trinity_es.client import health
@@ -47,7 +48,7 @@ def status(
     if as_json:
         print_json(found)
     else:
-        health.show(console(), found)
+        show(console(), found)
     if found["problems"]:
         raise typer.Exit(1)
 

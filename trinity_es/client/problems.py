@@ -1,0 +1,192 @@
+"""What is wrong with a system, from its own word and its log. Pure but for the clock.
+
+Each problem is one line that names the thing, what is wrong with it, and the way out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from trinity_es.client.unanswered import stopped_processes
+from trinity_es.config.config import Config
+from trinity_es.projections.why.answer import (
+    ADD_SERVER,
+    Why,
+    another_life,
+    go_on,
+    mend,
+    mend_weights,
+    mended,
+    resume_command,
+    span,
+    start_server,
+)
+from trinity_es.projections.why.explain import SILENT_SECONDS
+from trinity_es.projections.why.situation import RunnerSnapshot, SystemSnapshot, with_live
+from trinity_es.text import plain
+
+__all__ = ["problems"]
+
+AWAITED_SECONDS = 10.0
+"""How long an engine may wait for what somebody else has to do, its server say, before that is a problem."""
+LOADING_SECONDS = 300.0
+"""How long an engine may load weights before that is a problem: nothing else ends a server that hangs in it."""
+_WHOLE = {"no_server", "unwritten", "no_system", "ending", "restarting", "no_answer", "fenced", "no_coordinator",
+          "no_database"}
+"""Causes that are told once for the system, not once a batch."""
+
+
+def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, whys: list[Why]) -> Iterator[str]:
+    """Yield what is wrong, a line each. `out`: `look`'s; `live`: what the system says, None where it does not."""
+    logs = config.system.log_dir
+    last = out.get("last_batch") or {}
+    resume = resume_command(out["store"]) if out.get("run") else ""
+    if last.get("failed_whole") and not out["batches"]:
+        way = f"{mended(resume)} generates it anew" if resume else "start its trainer again"
+        yield (f"batch {plain(last['batch_id'])}, the last, gave nothing: each of its runs failed; "
+               f"`trinity-es why {plain(last['batch_id'])}` tells how: mend that, then {way}")
+    if out.get("led_by"):
+        yield (f"the run is led by {out['led_by']}, and this machine takes no part in it: this is what the log tells; "
+               "for more ask there, or on a host that does (`trinity-es join`)")
+        return
+    if not out["up"]:
+        way = go_on(resume)
+        if out.get("ends"):
+            if whys or _unfinished(out):
+                yield f"the actor system ends: {out['ends']}; {way}"
+        elif out["keeper"] is not None:
+            yield (f"the actor system is gone, and its keeper (pid {out['keeper']}) starts it again: if it does not "
+                   f"come, keeper.log in {logs} tells why")
+        elif whys:
+            at = f"the run is at step {out['run']['step']} and " if out.get("run") else ""
+            yield f"no actor system runs on this store, though {at}{_count(len(whys), 'batch', 'batches')} open: {way}"
+        elif not (out.get("run") and out["run"]["complete"]):
+            yield from _killed(out.get("killed") or {}, resume)
+        return
+    if live is None and (halted := stopped_processes(out["admin"]["pid"])):
+        pids = " ".join(map(str, halted))
+        yield (f"its processes are stopped (SIGSTOP) and answer nothing: `kill -CONT {pids}` lets them go on where "
+               "they are, and nothing is lost")
+        return
+    if live is None:
+        yield (f"the actor system (pid {out['admin']['pid']}) does not answer: guardian.log and coordinator.log in "
+               f"{logs} tell why; `trinity-es down` and `trinity-es up` go on with what is open")
+        return
+    if out["keeper"] is None and out.get("keeper_ended") and config.system.keeper:
+        yield (f"its keeper (pid {out['keeper_ended']}) has ended: batches go on, and nobody starts the guardian or "
+               "the admin again should one die; `trinity-es down` and `trinity-es up` bring a keeper back")
+    children = {c["name"]: c for c in live["system"].get("children", [])}
+    fenced = live["system"].get("fenced")
+    if fenced:
+        yield (f"another system took this store ({fenced}), so this one stands still: end the one that is not wanted "
+               "with `trinity-es down` on its host")
+        return
+    if out["coordinator"] is None and not live.get("refuses"):  # else one is there, and says below what it waits for
+        child = children.get("coordinator", {})
+        again = child.get("restart_in")
+        soon = "it is being started" if again is None else f"it is started in {span(again)}"
+        yield (f"there is no coordinator now ({child.get('reason') or 'it has not come up yet'}): {soon}; if it does "
+               f"not come, coordinator.log in {logs} tells why")
+    if live.get("trouble"):
+        yield f"{live['trouble']} (coordinator.log in {logs} tells more)"
+    for output in live.get("outputs", []):
+        if output["error"] is not None:
+            yield (f"output {output['output']} can't be written and is tried again: {output['error']}; batches go on, "
+                   "and what it lacks is kept for it")
+    failing = live.get("leases", {})
+    for lease in failing.get("first_failing", []):
+        yield (f"lease {lease['lease']} of {lease['provider']} could not be released in {lease['tries']} tries, and is "
+               f"tried again: {lease['error']}; mend what it names; `trinity-es leases` lists all {failing['failing']}")
+    for host in live.get("hosts", []):
+        if wrong := _wrong_host(host):
+            yield f"host {host['host']} {wrong}"
+    if live.get("server_list"):
+        yield f"{live['server_list']}; it changes nothing until that is mended (text logs: {logs})"
+    if live.get("server_list") is not None and not any(s["wanted"] for s in live["servers"]):
+        yield f"there is no server, so nothing is generated: {ADD_SERVER}"
+    now = time.time()
+    for name, life in with_live(SystemSnapshot(), live, now):
+        wrong = _wrong(life, now)
+        if wrong:
+            yield f"{name} {wrong} ({name}.log in {logs} tells more)"
+    for told in whys:
+        if told.stalled and told.cause not in _WHOLE:
+            first = told.waiting[0]
+            more = f"; `trinity-es why {told.batch_id}` tells more" if len(told.waiting) > 1 or first.way_out else ""
+            yield f"batch {told.batch_id} is stalled: {told.sentence}{more}"
+
+
+def _killed(killed: dict[str, int], resume: str) -> Iterator[str]:
+    """Yield a line where an explorer or a trainer was killed and nothing else tells of it."""
+    if killed:
+        if len(set(killed.values())) == 1:  # of a run in one process
+            who = f"its {' and '.join(killed)} (pid {next(iter(killed.values()))})"
+        else:
+            who = " and ".join(f"its {role} (pid {pid})" for role, pid in killed.items())
+        way = f"`{resume}` goes on with it" if resume else "start it again, and it goes on where the log ends"
+        yield f"the run was not ended in order: {who} ended in the middle of it; {way}"
+
+
+def _wrong_host(host: dict[str, Any]) -> str | None:
+    """Return what is wrong with a host that joined, and the way out; None: nothing."""
+    if host["state"] == "lost":
+        return (f"was lost: {host['reason']}; what it had is attempted elsewhere. `trinity-es join` on it brings it "
+                "back, where it does not come by itself")
+    if not host["connected"]:
+        why = host["why_away"] or "the coordinator was started"
+        return (f"has not been heard of for {span(host['away_for'])} ({why}): after {span(host['lost_after'])} it is "
+                "lost, and what it has is attempted elsewhere")
+    return None
+
+
+def _wrong(life: RunnerSnapshot, now: float) -> str | None:
+    """Return what is wrong with a runner, and the way out; None: nothing."""
+    match life.state:
+        case "retired":  # it was let go: that it says nothing any more is as it should be
+            return None
+        case "failed" if life.refused is not None:
+            return f"failed: {life.reason}; {mend_weights(life.server)}"
+        case "ready" if life.refused is not None:
+            version, why = life.refused
+            return (f"goes on with weights version {life.model_version}: it can't load version {version}, the current "
+                    f"one: {why}; {mend_weights(life.server)}")
+        case "failed" if life.places:  # it has served: its process ends, and another follows
+            return f"failed: {life.reason}; it is started again"
+        case "failed":
+            anew = "mend what it names, then `trinity-es down` and `trinity-es up`"
+            return f"failed: {life.reason}; {mend(life.name, life.server) if life.server else anew}"
+        case "quarantined":
+            return f"is quarantined and not started again: {life.reason}; {mend(life.name, life.server)}"
+        case "lost":
+            again = "" if life.restart_in is None else f" in {span(life.restart_in)}"
+            return f"was lost: {life.reason}; it is started again{again}"
+        case "down":
+            return f"is down: {life.reason or 'it was ended'}; `trinity-es down` and `trinity-es up` start it again"
+        case "started" if life.waits_for and now - (life.progressed or 0.0) > AWAITED_SECONDS and not life.leaving:
+            way = f"; {start_server(life.server)}" if life.server else ""
+            return f"waits to start its engine: {life.waits_for}{way}"
+    loads = now - (life.loading_since or now) if life.state == "ready" and life.loading is not None else 0.0
+    if loads > LOADING_SECONDS:
+        awaited = f" (it waits for {life.waits_for})" if life.waits_for else ""
+        what = life.server or "its engine"
+        return (f"has been loading weights version {life.loading} for {span(loads)}{awaited}, and gets no work "
+                f"meanwhile: see whether {what} does something, else {another_life(life.name, life.server)}")
+    if life.trouble:
+        return f"can't store what it finished, keeps it and tries again: {life.trouble}"
+    if (life.silent or 0.0) > SILENT_SECONDS:
+        return (f"is hung: its engine's loop has not answered for {span(life.silent or 0.0)}; it is ended after "
+                "system.hang_timeout and started again")
+    if life.runs_wait and life.state == "ready":
+        return f"is up, and {life.runs_wait}: see to that"
+    return None
+
+
+def _unfinished(found: dict[str, Any]) -> bool:
+    """Return True if a `trinity-es run` is known to have something left."""
+    return bool(found.get("run")) and found["run"]["complete"] is False
+
+
+def _count(n: int, one: str, many: str) -> str:
+    return f"{n} {one} is" if n == 1 else f"{n} {many} are"
