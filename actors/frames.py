@@ -18,7 +18,7 @@ from thespian.system.transport.streamBuffer import ReceiveBuffer
 
 __all__ = ["ANSWER", "HEADER", "KNOCK", "MAX_FRAME", "PROTOCOL", "Frame", "frame", "knock"]
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Number of this format. All processes of a system, and its clients, have to be of one."""
 MAX_FRAME = 16 * 1024 * 1024
 """Maximum size of a frame in bytes. A message is some 256 KiB at most."""

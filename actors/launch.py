@@ -28,7 +28,8 @@ from typing import Any
 
 from trinity_es.actors.addresses import past_proxies
 from trinity_es.actors.guardian.actor import NAME, Guardian, import_ahead
-from trinity_es.actors.messages import Configure, Where, WhereReply
+from trinity_es.actors.messages import Configure
+from trinity_es.actors.requests import Where, WhereReply
 from trinity_es.actors.settings import settings_from
 from trinity_es.actors.system_key import read_key
 from trinity_es.actors.transport import AuthenticatedSystemBase

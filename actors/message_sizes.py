@@ -8,7 +8,8 @@ from typing import TypeVar
 
 import orjson
 
-from trinity_es.actors.messages import LIMIT, UnitOutcome
+from trinity_es.actors.messages import UnitOutcome
+from trinity_es.actors.requests import LIMIT
 from trinity_es.events.store.payloads.payloads import PayloadStore
 from trinity_es.events.vocabulary import RunResult
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
-from trinity_es.actors.messages import Parcel
+from trinity_es.actors.requests import Parcel
 from trinity_es.events.errors import DataError
 
 __all__ = ["Command", "CommandRequest", "encode"]

@@ -17,7 +17,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from trinity_es.actors.messages import Parcel
+from trinity_es.actors.requests import Parcel
 from trinity_es.events.errors import DataError
 from trinity_es.events.values import MOST_METRICS, NAME_LENGTH, BatchId, require_batch_id, shown
 from trinity_es.events.vocabulary import Answer, PayloadRef, TasksetSource

@@ -49,9 +49,6 @@ from trinity_es.actors.messages import (
     LeaseLost,
     LeaseReport,
     OutcomeReport,
-    Parcel,
-    Reply,
-    Request,
     Retire,
     Retired,
     RunnerActivity,
@@ -64,6 +61,7 @@ from trinity_es.actors.messages import (
 from trinity_es.actors.orphaned import StoreWatch
 from trinity_es.actors.plugins import look_in
 from trinity_es.actors.reports import clean_report
+from trinity_es.actors.requests import Parcel, Reply, Request
 from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import (

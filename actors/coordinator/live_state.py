@@ -16,7 +16,7 @@ import orjson
 from trinity_es.actors.coordinator.log_reader import NotRead, read_now
 from trinity_es.actors.coordinator.log_writer import UnitOfWork
 from trinity_es.actors.coordinator.units_in_flight import UnitsInFlight
-from trinity_es.actors.messages import Parcel, pack
+from trinity_es.actors.requests import Parcel, pack
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads.payloads import PayloadStore

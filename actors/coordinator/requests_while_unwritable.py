@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from trinity_es.actors.commands import CommandRequest, GetStatus
 from trinity_es.actors.coordinator.ports import TimerHost
-from trinity_es.actors.messages import Parcel, Reply, pack
+from trinity_es.actors.requests import Parcel, Reply, pack
 from trinity_es.events.errors import LogRewound, error_to_dict
 from trinity_es.events.store.database.retry import is_transient
 from trinity_es.events.store.payloads.payloads import PayloadStore

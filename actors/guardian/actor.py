@@ -19,7 +19,7 @@ from typing import Any
 
 from thespian.actors import ActorExitRequest
 
-from trinity_es.actors import messages
+from trinity_es.actors import messages, requests
 from trinity_es.actors.base import BaseActor, kill_group, process_start_time
 from trinity_es.actors.coordinator.actor import Coordinator
 from trinity_es.actors.engines.devices import placed
@@ -343,9 +343,9 @@ class Guardian(BaseActor):
                 self.end_child(child, "the store belongs to another system")
 
     # --- clients and launcher ---------------------------------------------------------------------------------------
-    def on_Where(self, message: messages.Where, sender: Any) -> None:
+    def on_Where(self, message: requests.Where, sender: Any) -> None:
         if not hasattr(self, "config"):
-            self.send(sender, messages.WhereReply(message.id, None, {}))
+            self.send(sender, requests.WhereReply(message.id, None, {}))
             return
         now = self.now()
         status = {
@@ -362,7 +362,7 @@ class Guardian(BaseActor):
                 for c in self.children.values()
             ],
         }
-        self.send(sender, messages.WhereReply(message.id, self.coordinator_address or self.waiting_coordinator, status))
+        self.send(sender, requests.WhereReply(message.id, self.coordinator_address or self.waiting_coordinator, status))
 
     def on_Retire(self, message: messages.Retire, sender: Any) -> None:
         """Bring everyone down in order: runners, then the coordinator, which writes that they ended."""

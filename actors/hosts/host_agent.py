@@ -12,7 +12,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-from trinity_es.actors import messages
+from trinity_es.actors import messages, requests
 from trinity_es.actors.base import BaseActor
 from trinity_es.actors.engines.devices import counted
 from trinity_es.actors.hosts.folder_puller import FolderPuller, pulled_dir
@@ -112,7 +112,7 @@ class HostAgent(BaseActor):
     def take(self, items: Items) -> None:
         """Pass on what the head says."""
         for name, message in items:
-            if isinstance(message, messages.Reply):
+            if isinstance(message, requests.Reply):
                 client = self.clients.pop(message.id, None)
                 if client is not None:
                     self.send(client, message)
@@ -143,7 +143,7 @@ class HostAgent(BaseActor):
     on_WeightsLoadResult = on_AdaptersLoadResult = on_GroupJoinResult = to_head  # noqa: N815
     on_RunnerDied = on_EndedRunners = to_head  # noqa: N815
 
-    def on_Request(self, message: messages.Request, sender: Any) -> None:
+    def on_Request(self, message: requests.Request, sender: Any) -> None:
         """Pass on what a client of this host asks; the answer finds it."""
         self.clients[message.id] = sender
         while len(self.clients) > MAX_CLIENTS:

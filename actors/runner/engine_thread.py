@@ -29,14 +29,7 @@ import orjson
 
 from trinity_es.actors.engines.http.remote import RemoteEngine, remote_models
 from trinity_es.actors.engines.interface import Engine, ReceivesWeights
-from trinity_es.actors.messages import (
-    JoinGroup,
-    LeaseChange,
-    LoadAdapters,
-    LoadWeights,
-    UnitAssignment,
-    UnitOutcome,
-)
+from trinity_es.actors.messages import JoinGroup, LeaseChange, LoadAdapters, LoadWeights, UnitAssignment, UnitOutcome
 from trinity_es.actors.plugins import resolve
 from trinity_es.actors.rollout.engine_loop import UNIT, EngineLoop, as_runner
 from trinity_es.actors.rollout.result import UnitResult

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from tests.simulation.world import Process
-from trinity_es.actors import messages
+from trinity_es.actors import messages, requests
 from trinity_es.actors.commands import Command, DrainHost, FinalizeBatch, SubmitBatch, encode
 from trinity_es.actors.hosts.link import FRAME_MESSAGES, Admission, Items
 from trinity_es.actors.runner.outbox import Key, Outbox
@@ -232,12 +232,12 @@ class Client:
 
     def ask(self, command: Command[Any], done: Callable[[Any], None]) -> None:
         self.numbers += 1
-        request = messages.Request(f"q{self.numbers}", command.name, encode(command))
+        request = requests.Request(f"q{self.numbers}", command.name, encode(command))
         self.waiting[request.id] = done
         self.world.send(self.process, self.world.coordinator.process.address, request)
 
     def receiveMessage(self, message: Any, sender: Any) -> None:  # as an actor's
-        if isinstance(message, messages.Reply):
+        if isinstance(message, requests.Reply):
             self.world.account.require(message.error is None, f"{message.id} was answered {message.error}")
             self.waiting.pop(message.id)(message)
 
@@ -258,7 +258,7 @@ class Client:
             {"workflow": "sim:Sim", "repeat_times": 1, "raw_task": {"question": f"of task {i} of {number}"}}
             for i in range(plan.batch)
         ])
-        parcel = messages.Parcel(tasks) if len(tasks) < SMALL else messages.Parcel(None, self.put(tasks))
+        parcel = requests.Parcel(tasks) if len(tasks) < SMALL else requests.Parcel(None, self.put(tasks))
         command = SubmitBatch(batch_id=number, batch_type="train", tasks=parcel, min_wait_num=None, cursor=None)
         self.ask(command, lambda _: self.ask(
             FinalizeBatch(batch_id=number, batch_type="train", timeout=None), self.ended))

@@ -22,7 +22,7 @@ from tests.simulation import doubles, schedule
 from tests.simulation.far_hosts import LATENCY_SECONDS, Client, FarHost
 from tests.simulation.metered import Account, CountedStore, Meter
 from tests.simulation.world import Process, Violation, World
-from trinity_es.actors import messages
+from trinity_es.actors import messages, requests
 from trinity_es.actors.coordinator.actor import Coordinator
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone
 from trinity_es.actors.coordinator.fleet.hosts import FarProcess
@@ -127,7 +127,7 @@ _PHASES = {
 
 
 def _phase(message: Any) -> str:
-    if isinstance(message, messages.Request):
+    if isinstance(message, requests.Request):
         return message.command if message.command in ("submit", "finalize") else "hosts"
     if isinstance(message, WakeupMessage):
         return "timers" if message.payload[0] in ("beat", "stalls", "hosts", "leases") else "rest"

@@ -30,7 +30,7 @@ from trinity_es.actors.commands import (
     TakeResults,
     encode,
 )
-from trinity_es.actors.messages import Parcel, Reply, Request, Where, WhereReply
+from trinity_es.actors.requests import Parcel, Reply, Request, Where, WhereReply
 from trinity_es.events.store.checks.log_end import Mark, told_less
 from trinity_es.events.values import BatchId, batch_stream
 

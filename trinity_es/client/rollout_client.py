@@ -32,7 +32,7 @@ from trinity_es.actors.commands import (
     TakeExperiences,
     TakenExperiences,
 )
-from trinity_es.actors.messages import Parcel, pack
+from trinity_es.actors.requests import Parcel, pack
 from trinity_es.client import validation
 from trinity_es.client.connection import GRACE_SECONDS
 from trinity_es.client.system_client import SystemClient

@@ -36,7 +36,7 @@ import orjson
 from trinity_es.actors.commands import CountAnswers, DeliverAnswers, GetRoutes, RewardAnswers
 from trinity_es.actors.commands.fields import NAME_LENGTH
 from trinity_es.actors.engines.http.client import http_client, up_to
-from trinity_es.actors.messages import LIMIT
+from trinity_es.actors.requests import LIMIT
 from trinity_es.actors.serving.errors import ApiError, StreamPlace
 from trinity_es.actors.serving.http_server import (
     STOP_SECONDS,

@@ -12,14 +12,7 @@ from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.fleet.weights import WeightLoading
 from trinity_es.actors.message_sizes import unpack_results
-from trinity_es.actors.messages import (
-    EndedRunners,
-    Heartbeat,
-    OutcomeReport,
-    RunnerDied,
-    RunnerStatus,
-    UnitOutcome,
-)
+from trinity_es.actors.messages import EndedRunners, Heartbeat, OutcomeReport, RunnerDied, RunnerStatus, UnitOutcome
 from trinity_es.actors.reports import clean_text
 from trinity_es.events.errors import CorruptPayload, InvalidEvent, PayloadNotFound
 from trinity_es.events.values import BatchId, FailureKind

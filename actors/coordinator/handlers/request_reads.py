@@ -6,7 +6,7 @@ from typing import Any
 
 from trinity_es.actors.commands.fields import check_tasks
 from trinity_es.actors.coordinator.live_state import LiveState
-from trinity_es.actors.messages import LIMIT, Parcel, pack, unpack
+from trinity_es.actors.requests import LIMIT, Parcel, pack, unpack
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog
 

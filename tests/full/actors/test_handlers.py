@@ -28,7 +28,8 @@ from trinity_es.actors.coordinator.handlers.runner_commands import ANSWER_SECOND
 from trinity_es.actors.coordinator.handlers.wiring import Handlers
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
-from trinity_es.actors.messages import Reply, RunnerDied, RunnerStatus, pack, unpack
+from trinity_es.actors.messages import RunnerDied, RunnerStatus
+from trinity_es.actors.requests import Reply, pack, unpack
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.projections.runner import RunnerLife, RunnerState

@@ -15,7 +15,7 @@ from tests.helpers.database_trouble import births, on
 from tests.helpers.faults import Server
 from tests.helpers.of_the_day import of_the_day
 from tests.helpers.systems import StartSystem, sleepers
-from trinity_es.actors.messages import Parcel
+from trinity_es.actors.requests import Parcel
 from trinity_es.events.errors import DataError, RequestRefused, TrinityError
 
 DATABASES = ["sqlite", pytest.param("postgresql", marks=pytest.mark.postgres)]

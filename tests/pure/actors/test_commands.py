@@ -11,7 +11,7 @@ import pytest
 from trinity_es.actors import commands
 from trinity_es.actors.commands import COMMANDS, Command, decode, encode
 from trinity_es.actors.commands.fields import NAME_LENGTH, TASKSET_LENGTH, TEXT_LENGTH
-from trinity_es.actors.messages import Parcel
+from trinity_es.actors.requests import Parcel
 from trinity_es.events.errors import DataError, TrinityError
 from trinity_es.events.vocabulary import Answer, PayloadRef, TasksetSource
 

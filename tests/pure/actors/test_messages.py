@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tests.helpers.decided import unit
 from trinity_es.actors.coordinator.fleet import dispatcher
-from trinity_es.actors.messages import LIMIT, OutcomeReport, Parcel, RunUnits, UnitAssignment, UnitOutcome, pack, unpack
+from trinity_es.actors.messages import OutcomeReport, RunUnits, UnitAssignment, UnitOutcome
+from trinity_es.actors.requests import LIMIT, Parcel, pack, unpack
 from trinity_es.actors.runner import reporting
 from trinity_es.events.errors import DataError
 from trinity_es.events.store.payloads.payloads import PayloadStore, open_payloads
