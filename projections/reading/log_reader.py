@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import socket
 import time as _time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import orjson
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import AnswerNotFound, BatchNotFound, CorruptPayload, LogError, LogRewound, LogUnavailable
+from trinity_es.events.errors import AnswerNotFound, BatchNotFound, LogError
 from trinity_es.events.processes import process_lives, seen_from_here
-from trinity_es.events.store.log import EventLog, Head, Recorded
-from trinity_es.events.store.payloads.payloads import PayloadStore, open_payloads
-from trinity_es.events.store.records.positions_by_time import clock_note
+from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.records.type_index import RARE
-from trinity_es.events.values import BatchId, batch_stream, local_time, with_offset
+from trinity_es.events.values import BatchId, batch_stream, local_time
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.freed_payloads import EXPERIENCES, freed_at
 from trinity_es.projections.history.host_lives import HostLife, host_lives
 from trinity_es.projections.leases import OpenLease
+from trinity_es.projections.reading.log_events import LogEvents
 from trinity_es.projections.reading.overview import Distributions, Overview, distributions, summarize
 from trinity_es.projections.tables import host_work, open_leases, read_models, runner_history, serve_answers
 from trinity_es.projections.tables.batch_list import SORTS, BatchRow, count_batches, read_batches
@@ -55,33 +53,8 @@ def open_log(url: str) -> Log:
     return Log(EventLog.open(url, read_only=True, projectors=read_models.projectors()), url)
 
 
-class Log:
+class Log(LogEvents):
     """A log to read. A context manager."""
-
-    def __init__(self, events: EventLog, url: str) -> None:
-        self._events, self._url = events, url
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._events.close()
-
-    @property
-    def url(self) -> str:
-        """Its URL, without a password."""
-        return self._events.url
-
-    def is_replaced(self) -> bool:
-        """Return True if another SQLite file lies under this log's name: open it again to read that one."""
-        return self._events.is_replaced()
-
-    def head(self) -> Head:
-        """Return the last position, and the hash there."""
-        return self._events.head()
 
     def _read(self, work: Callable[[Connection], T]) -> T:
         """`work` on the read models. Raises LogError where they are missing or of another version."""
@@ -175,16 +148,6 @@ class Log:
         """
         return self._read(lambda c: read_models.read_losses(c, None if batch_id is None else batch_stream(batch_id)))
 
-    def rare(
-        self, types: Sequence[str] | None = None, *, after: int = 0, before: int | None = None,
-        limit: int | None = None, descending: bool = False,
-    ) -> Iterator[Recorded]:
-        """Yield events that are not bulk (`schema.BULK`), of these types or all: `after` < position < `before`.
-
-        In order, or the newest first. Costs what is asked for, however long the log. Raises ValueError for a bulk type.
-        """
-        return self._events.rare(types, after=after, before=before, limit=limit, descending=descending)
-
     def overview(self, recent: int = 20) -> Overview:
         """Return the run at a glance, with so many of its last rare events and stalls."""
         head, rows = self.head().position, self.batches()
@@ -212,104 +175,6 @@ class Log:
         found = (r for s, first in firsts for r in self._events.read(stream=s, types=types, after=first))
         return distributions(batch_ids, ((r.type, r.data) for r in found))
 
-    def events(self, batch_id: BatchId | None = None, after: int = 0) -> Iterator[Recorded]:
-        """Yield events with a position greater than `after`, of one batch or of all streams, in order.
-
-        Raises BatchNotFound for a batch that isn't there.
-        """
-        stream = None
-        if batch_id is not None:
-            stream = batch_stream(batch_id)
-            self._require(batch_id)
-        return self._events.read(stream=stream, after=after)
-
-    def read(
-        self, *, stream: str | None = None, types: Sequence[str] | None = None, after: int = 0
-    ) -> Iterator[Recorded]:
-        """Yield events of one stream or of all, of these types or of all, in order."""
-        return self._events.read(stream=stream, types=types, after=after)
-
-    def last(self, stream: str, type_name: str) -> Recorded | None:
-        """Return the last event of this type in a stream; None where there is none."""
-        return self._events.last(stream, type_name)
-
-    def at(self, position: int) -> Recorded | None:
-        """Return the event at this position; None where the log has none there."""
-        found = next(self._events.read(after=max(0, position - 1), limit=1), None) if position > 0 else None
-        return None if found is None or found.position != position else found
-
-    def position_of(self, at: int | float | datetime | None) -> int | None:
-        """Return the position that a moment means: itself, or that of the last event recorded at or before it (0:
-        none). Raises DataError for a local time that came twice or never.
-        """
-        if isinstance(at, datetime):
-            at = with_offset(at).timestamp()
-        return self._events.position_at(at) if isinstance(at, float) else at
-
-    def clock_note(self, at: datetime) -> str:
-        """Say why this moment may not be the one that is meant: the clock was set then; empty where it was not."""
-        return clock_note(at.timestamp(), self._events.clock_steps())
-
-    def config(self, before: int | None = None, *, serve: bool = True) -> tuple[int, dict[str, Any]]:
-        """Return (position, config) with which the system was last started, passwords masked; (0, {}): it never was.
-
-        `before` a position, or, where that is not known, the first one. Without `serve` only for a run: mode `serve`
-        runs nothing that could be gone on with.
-        """
-        found: tuple[int, dict[str, Any]] = (0, {})
-        for recorded in self.rare(["SystemConfigured"], descending=True):
-            config = orjson.loads(recorded.data)["config"]
-            if isinstance(explorer := config.get("explorer"), dict) and "places" in explorer:  # an earlier release's
-                explorer["max_concurrency"] = explorer.pop("places")
-            if serve or config.get("mode") != "serve":
-                found = recorded.position, config
-                if before is None or recorded.position < before:
-                    break
-        return found
-
-    def tasks_of(self, event: ev.BatchSubmitted | ev.TasksAdded) -> list[dict[str, Any]]:
-        """Return the tasks that this event handed in; [] where it holds none.
-
-        Raises LogNotFound, PayloadNotFound, CorruptPayload where they are in a payload that can't be read.
-        """
-        if event.tasks is not None or event.tasks_digest is None:
-            return event.tasks or []
-        with closing(self.payloads()) as payloads:
-            try:
-                return list(orjson.loads(payloads.get(event.tasks_digest)))
-            except (orjson.JSONDecodeError, TypeError) as e:
-                raise CorruptPayload(f"payload {event.tasks_digest} holds no tasks: {e}") from e
-
-    def handed_in(self, batch_id: BatchId) -> list[ev.BatchSubmitted | ev.TasksAdded]:
-        """Return the events that handed in a batch's tasks, since it was last submitted."""
-        handed: list[ev.BatchSubmitted | ev.TasksAdded] = []
-        for recorded in self.read(stream=batch_stream(batch_id), types=["BatchSubmitted", "TasksAdded"]):
-            if isinstance(recorded.event, ev.BatchSubmitted):
-                handed = [recorded.event]
-            elif isinstance(recorded.event, ev.TasksAdded):
-                handed.append(recorded.event)
-        return handed
-
-    def task(self, batch_id: BatchId, number: int) -> dict[str, Any]:
-        """Return a task as it was handed in with the batch's last submission; {} where the log does not hold it.
-
-        Raises LogNotFound, PayloadNotFound, CorruptPayload as `tasks_of`.
-        """
-        for event in self.handed_in(batch_id):
-            if number < len(event.repeat_times):
-                tasks = self.tasks_of(event)
-                return tasks[number] if number < len(tasks) and isinstance(tasks[number], dict) else {}
-            number -= len(event.repeat_times)
-        return {}
-
-    def streams(self, prefix: str = "") -> list[str]:
-        """Return the streams whose names begin with `prefix`, by name."""
-        return [name for name, _ in self._events.streams(prefix)]
-
-    def payloads(self) -> PayloadStore:
-        """Return the payload store of this log; the caller closes it. Raises LogNotFound."""
-        return open_payloads(self._url, create=False)
-
     def freed(self) -> dict[str, int]:
         """Return batches (by stream) whose experiences were freed, and the position at which they were."""
         return freed_at(self.read(stream=EXPERIENCES, types=["PayloadsFreed"]))
@@ -319,54 +184,6 @@ class Log:
         at = self.freed().get(batch_stream(batch_id), 0)
         return at > max((r.position for r in self.read(stream=batch_stream(batch_id), types=["BatchSubmitted"])),
                         default=0)
-
-    def follow(
-        self, after: int = 0, *, stop: Callable[[], bool], interval: float = 0.2,
-        trouble: Callable[[LogUnavailable | None], None] | None = None,
-    ) -> Iterator[Recorded]:
-        """Yield events as they come, until `stop()`. Looks for new ones every `interval` seconds.
-
-        With `trouble`, a database that is away for longer than this log is patient, and a file that is gone from its
-        place, are waited for, however long: it is called with the error each time, and with None when it is back.
-        Nothing is missed and nothing comes twice; raises LogRewound where what came back is without the last event that
-        was given out, LogReplaced where another file took the place.
-        """
-        position, newest, away = after, None, False
-        while True:
-            last = stop()  # asked before the look, so that what came before the end is seen
-            try:
-                if away and newest is not None:
-                    self._require_still_there(newest)
-                for recorded in self._events.read(after=position):
-                    position, newest = recorded.position, recorded
-                    yield recorded
-                if away and trouble is not None:
-                    trouble(None)
-                away = False
-            except LogUnavailable as e:
-                if trouble is None or not (e.details.get("passing") or e.details.get("missing")):
-                    raise
-                trouble(e)
-                away = True
-            if last:
-                return
-            _time.sleep(interval)
-
-    def _require_still_there(self, seen: Recorded) -> None:
-        now = self.at(seen.position)
-        if now is None or now.hash != seen.hash:
-            raise LogRewound(f"{self.url} came back without position {seen.position} as it was read before: it was "
-                             "restored from an older copy, or its server lost commits; read it again from its start")
-
-    def _require(self, batch_id: BatchId) -> None:
-        if isinstance(batch_id, str) and not batch_id.isprintable():  # not even a database may be asked for it
-            raise BatchNotFound(f"no batch {batch_id[:80]!r} in {self.url}: no batch is called so")
-        if self._events.stream_version(batch_stream(batch_id)) == 0:
-            other = str(batch_id) if isinstance(batch_id, int) else int(batch_id) if batch_id.isdecimal() else None
-            hint = ""
-            if other is not None and self._events.stream_version(batch_stream(other)):
-                hint = f"; there is one with the id {other!r}"
-            raise BatchNotFound(f"no batch {batch_id!r} in {self.url}{hint}")
 
     def replay(self, batch_id: BatchId, at: int | float | datetime | None = None) -> BatchState:
         """Return the batch as it is, or was at a position (int) or a time (datetime, or unix seconds as a float).
