@@ -75,7 +75,8 @@ def test_a_model_that_is_not_there_is_told_before_anything_starts(
 
 def test_importing_the_engine_and_the_model_imports_neither_vllm_nor_torch() -> None:
     code = (
-        "import sys; from trinity_es.actors.engines import interface, vllm_engine; "
+        "import sys; from trinity_es.actors.engines import interface; "
+        "from trinity_es.actors.engines.vllm import engine; "
         "from trinity_es.actors.rollout import model; "
         "sys.exit(any(m in sys.modules for m in ('vllm', 'torch', 'transformers')))"
     )

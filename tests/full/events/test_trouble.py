@@ -393,7 +393,8 @@ def test_durability_on_sqlite_is_whether_a_commit_is_synced(tmp_path: Path, dura
 
 def test_importing_the_room_is_light_and_brings_no_engine() -> None:
     code = (
-        "import sys; from trinity_es.events import codec; from trinity_es.events.store import log, payloads\n"
+        "import sys; from trinity_es.events import codec; from trinity_es.events.store import log; "
+        "from trinity_es.events.store.payloads import payloads\n"
         "print(sorted(m for m in ('torch', 'vllm', 'thespian', 'psycopg', 'pydantic', 'numpy') if m in sys.modules))"
     )
     started = time.monotonic()
