@@ -14,13 +14,15 @@ from trinity_es.projections.reading.log_reader import open_log
 __all__ = ["other_settings", "require_same_settings", "said_of"]
 
 _OF_A_RUN = (
-    "mode", "project", "total_steps", "checkpoint_root_dir", "trainer", "monitor.monitor_type", "monitor.monitor_args",
+    "project", "total_steps", "checkpoint_root_dir", "trainer", "monitor.monitor_type", "monitor.monitor_args",
     "buffer.batch_size", "buffer.explorer_input", "synchronizer.sync_style", "synchronizer.sync_interval",
     "synchronizer.sync_offset", "synchronizer.max_inflight_batches", "explorer.name", "explorer.eval_interval",
     "explorer.eval_on_startup", "explorer.bench_on_latest_checkpoint", "explorer.listen_address", "explorer.proxy_",
     "system.startup_timeout",
 )
-"""What the process of a run reads itself; everything else is the system's."""
+"""What the process of a run reads itself; all else is the system's."""
+_NO_SETTINGS = (*OWN, "mode", "code_path", "hosts.")
+"""What says which run this is, which part of it a process takes, where things are, and what a launcher sets."""
 
 
 def other_settings(config: Config, *, serve: bool = False) -> list[Change]:
@@ -35,7 +37,7 @@ def other_settings(config: Config, *, serve: bool = False) -> list[Change]:
         before = Config.from_dict(escaped(recorded)).masked() if recorded else {}
     except (ConfigError, LogError):
         return []
-    return [c for c in changes(before, config.masked()) if before and c.path not in OWN]
+    return [c for c in changes(before, config.masked()) if before and not c.path.startswith(_NO_SETTINGS)]
 
 
 def require_same_settings(config: Config) -> None:
