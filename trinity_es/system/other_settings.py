@@ -17,11 +17,11 @@ _OF_A_RUN = (
     "project", "total_steps", "checkpoint_root_dir", "trainer", "monitor.monitor_type", "monitor.monitor_args",
     "buffer.batch_size", "buffer.explorer_input", "synchronizer.sync_style", "synchronizer.sync_interval",
     "synchronizer.sync_offset", "synchronizer.max_inflight_batches", "explorer.name", "explorer.eval_interval",
-    "explorer.eval_on_startup", "explorer.bench_on_latest_checkpoint", "explorer.listen_address", "explorer.proxy_",
-    "system.startup_timeout",
+    "explorer.eval_on_startup", "explorer.bench_on_latest_checkpoint", "explorer.listen_address",
+    "explorer.proxy_port", "explorer.proxy_tls", "explorer.proxy_without_key", "system.startup_timeout",
 )
 """What the process of a run reads itself; all else is the system's."""
-_NO_SETTINGS = (*OWN, "mode", "code_path", "hosts.")
+_NO_SETTINGS = (*OWN, "mode", "code_path", "hosts")
 """What says which run this is, which part of it a process takes, where things are, and what a launcher sets."""
 
 
@@ -37,7 +37,12 @@ def other_settings(config: Config, *, serve: bool = False) -> list[Change]:
         before = Config.from_dict(escaped(recorded)).masked() if recorded else {}
     except (ConfigError, LogError):
         return []
-    return [c for c in changes(before, config.masked()) if before and not c.path.startswith(_NO_SETTINGS)]
+    return [c for c in changes(before, config.masked()) if before and not _is_in(c.path, _NO_SETTINGS)]
+
+
+def _is_in(path: str, keys: Iterable[str]) -> bool:
+    """Return True if this is one of these keys, or of a section that is."""
+    return any(path == key or path.startswith(f"{key}.") for key in keys)
 
 
 def require_same_settings(config: Config) -> None:
@@ -45,7 +50,7 @@ def require_same_settings(config: Config) -> None:
 
     Raises ConfigError.
     """
-    if found := [c for c in other_settings(config, serve=True) if not c.path.startswith(_OF_A_RUN)]:
+    if found := [c for c in other_settings(config, serve=True) if not _is_in(c.path, _OF_A_RUN)]:
         raise ConfigError(
             f"the actor system of {config.masked()['store']['url']} runs, and was started with other settings: "
             f"{said_of(found)}. End it with `trinity-es down`, and start again; or put the settings back"

@@ -160,6 +160,8 @@ def test_a_system_has_the_settings_of_the_run_or_the_run_is_refused(tmp_path: Pa
         refused = cli("run", path, *other)
         assert refused.exit_code == 2
         assert "was started with other settings: explorer.max_concurrency was 2 and is 1. End it with" in refused.stderr
+        another = cli("run", path, "--set", "model.model_path=m").stderr
+        assert "other settings: model.model_path was '' and is 'm'" in another
         assert count(config, "BatchSubmitted", 1) == 0
         assert cli("run", path, *AT_ONCE[:2], "--set", "total_steps=1").exit_code == 0
         assert keeper_lock.is_up(config), "it was not started by the run"
