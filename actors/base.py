@@ -56,6 +56,10 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian has no types
     def crashed(self, error: BaseException) -> None:
         """Decide what to do after a handler raised. Called after the error was logged."""
 
+    def accepts(self, message: Any) -> bool:
+        """Decide whether a message is handled now; whoever sent it sends it again."""
+        return True
+
     def after_message(self) -> None:
         """Do what belongs to the end of each message or wake-up."""
 
@@ -141,7 +145,8 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian has no types
         if handler is None:
             self.log.debug("no handler for %s", type(message).__name__)
             return
-        handler(message, sender)
+        if self.accepts(message):
+            handler(message, sender)
 
     def _drain(self) -> None:
         if self._pair is not None:

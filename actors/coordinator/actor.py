@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,7 @@ class Coordinator(BaseActor):
         end = listening(settings, self.post, lambda: self.hosts if self.running else None, self.folders)
         self.hosts = HostFleet(
             settings, self.fleet.registry, end, epoch=self.opened().lease.epoch,
-            handle=self._handle, died=lambda death: self.on_RunnerDied(death, None), models=self.config.model_paths(),
+            handle=self._handle, died=lambda death: self._handle(death, None), models=self.config.model_paths(),
             heard=self.hosts_heard,
         )
         self.look_at_hosts()
@@ -261,7 +262,7 @@ class Coordinator(BaseActor):
                 self.handlers.batches.start_pipeline(batch)
         if again:
             self.tell_guardian()
-            self.handlers.batches.check_finalize(list(self.live.batches))
+            self.handlers.batches.check_finalize([*self.live.batches])
         self.unwritten.go_on()
 
     def go_on_with_requests(self) -> None:
@@ -304,6 +305,7 @@ class Coordinator(BaseActor):
             return
         if self.running:
             try:
+                self.handlers.check()
                 self.fleet.dispatcher.dispatch()
             except LogUnavailable as e:  # a large task could not be stored for its runner
                 self.session.abandon_turn(e)
@@ -378,6 +380,14 @@ class Coordinator(BaseActor):
         self.log.warning("%s", problem)
 
     # --- messages ---------------------------------------------------------------------------------------------------
+    def accepts(self, message: Any) -> bool:
+        """The start, the end and what clients ask: at any time. All else while the live state is open."""
+        return self.running or isinstance(message, StartCoordinator | Retire | Endpoints | Request)
+
+    def admit(self, message: Any, by: str, act: Callable[[], None], *, anyway: bool = False) -> None:
+        """Call `act` when whoever sent this is known to know nothing that the log has not, while messages are taken."""
+        self.witnesses.admit(message.known, by, lambda: act() if self.running else None, anyway=anyway)
+
     def on_Endpoints(self, message: Endpoints, sender: Any) -> None:
         self.models.update(message.models)
 
@@ -390,102 +400,57 @@ class Coordinator(BaseActor):
         except TrinityError as e:
             self.send(sender, Reply(message.id, Parcel(b"null"), error_to_dict(e)))
             return
+
+        def take() -> None:
+            self.take(request, sender)
+
         if not self.running:
-            self.turn_away(request, sender)
+            take()
         elif isinstance(request.command, GetStatus):
-            self.witnesses.admit(message.known, message.by, lambda: self.take(request, sender), anyway=True)
+            self.witnesses.admit(message.known, message.by, take, anyway=True)
         else:
-            self.witnesses.after_runners(
-                lambda: self.witnesses.admit(message.known, message.by, lambda: self.take(request, sender))
-            )
+            self.witnesses.after_runners(lambda: self.witnesses.admit(message.known, message.by, take))
 
     def take(self, request: CommandRequest[Any], sender: Any) -> None:
-        """Take a request of a client that knows nothing which the log has not."""
+        """Take a request of a client that knows nothing which the log has not; while nothing is taken, tell it why, and
+        where that passes leave it to ask again."""
+        failure = self.opened().failure
         if self.running:
             self.handlers.router.take(request, sender)
-        else:
-            self.turn_away(request, sender)
-
-    def turn_away(self, request: CommandRequest[Any], sender: Any) -> None:
-        """Tell a client why nothing is done; where that passes it is left to ask again."""
-        failure = self.opened().failure
-        if failure is not None:
+        elif failure is not None:
             self.unwritten.take(request, sender, failure)
 
     def on_RunnerStatus(self, message: RunnerStatus, sender: Any) -> None:
-        if self.running:
-            by = f"{message.name} (pid {message.pid} on {message.host})"
-            self.witnesses.admit(message.known, by, lambda: self.runner_up(message, sender))
-
-    def runner_up(self, message: RunnerStatus, sender: Any) -> None:
-        """Take what a runner tells of itself, which knows nothing that the log has not."""
-        if self.running:
+        def take() -> None:
             self.fleet.on_status(clean_report(message), sender)
-            self.handlers.adapters.check()
-            self.handlers.runners.check_restarts()
             self.witnesses.heard(message.name)
-            if message.state == "retired":  # nobody waits for it any more
-                self.handlers.weights.check_syncs()
-                self.handlers.weights.check_group()
+
+        self.admit(message, f"{message.name} (pid {message.pid} on {message.host})", take)
 
     def on_RunnerActivity(self, message: RunnerActivity, sender: Any) -> None:
-        if self.running:
-            self.handlers.runners.on_activity(message)
+        self.handlers.runners.on_activity(message)
 
     def on_RunnerDied(self, message: RunnerDied, sender: Any) -> None:
-        if self.running:
-            self.fleet.on_death(clean_report(message))
-            self.witnesses.heard(message.name)
-            self.handlers.runners.check_restarts()
-            self.handlers.batches.check_finalize(list(self.live.batches))
-            self.handlers.weights.check_syncs()
-            self.handlers.weights.check_group()
-            self.handlers.adapters.check()
+        self.fleet.on_death(clean_report(message))
+        self.witnesses.heard(message.name)
 
     def on_Heartbeat(self, message: Heartbeat, sender: Any) -> None:
-        if self.running:
-            self.fleet.on_heartbeat(message)
+        self.fleet.on_heartbeat(message)
 
     def on_EndedRunners(self, message: EndedRunners, sender: Any) -> None:
-        if self.running:
-            self.fleet.on_ended_runners(message)
-            self.handlers.batches.check_finalize(list(self.live.batches))
-            self.handlers.weights.check_syncs()
-            self.handlers.weights.check_group()
-            self.handlers.adapters.check()
+        self.fleet.on_ended_runners(message)
 
     def on_GroupJoinResult(self, message: GroupJoinResult, sender: Any) -> None:
-        if self.running:
-            self.fleet.weights.group.on_join_result(clean_report(message))
-            self.handlers.weights.check_group()
+        self.fleet.weights.group.on_join_result(clean_report(message))
 
     def on_OutcomeReport(self, message: OutcomeReport, sender: Any) -> None:
-        if self.running:
-            self.witnesses.admit(message.known, message.name, lambda: self.outcomes(message))
-
-    def outcomes(self, message: OutcomeReport) -> None:
-        """Take a group of outcomes of a runner that knows nothing which the log has not."""
-        if self.running:
-            self.fleet.with_results(
-                message, lambda whole: self.handlers.batches.check_finalize(self.fleet.on_outcomes(whole))
-            )
+        self.admit(message, message.name, lambda: self.fleet.with_results(message, self.fleet.on_outcomes))
 
     def on_LeaseReport(self, message: LeaseReport, sender: Any) -> None:
-        if self.running:
-            self.witnesses.admit(message.known, message.name, lambda: self.leases_changed(message, sender))
-
-    def leases_changed(self, message: LeaseReport, sender: Any) -> None:
-        """Take what runs tell of their leases, of a runner that knows nothing which the log has not."""
-        if self.running:
-            self.handlers.leases.on_report(message, sender)
+        self.admit(message, message.name, lambda: self.handlers.leases.on_report(message, sender))
 
     def on_AdaptersLoadResult(self, message: AdaptersLoadResult, sender: Any) -> None:
-        if self.running:
-            self.fleet.adapters.on_load_result(message)
-            self.handlers.adapters.check()
+        self.fleet.adapters.on_load_result(message)
 
     def on_WeightsLoadResult(self, message: WeightsLoadResult, sender: Any) -> None:
-        if self.running:
-            self.fleet.weights.on_load_result(clean_report(message))
-            self.handlers.weights.check_syncs()
-            self.handlers.weights.check_group()  # who could not take them in leaves it
+        self.fleet.weights.on_load_result(clean_report(message))

@@ -309,6 +309,7 @@ class LiveState:
         for event in self._take(self._checked(stream, events)):
             state = evolve(state, event)
             self.in_flight.evolve(state, event)
+        self.turn.batches[batch_id] = None
         if type(batch_id) is int:
             self._greatest_id = max(self._greatest_id, batch_id)
         assert state is not None

@@ -25,6 +25,7 @@ from typing import Any
 from trinity_es.events.errors import DataError, InvalidEvent, LogError
 from trinity_es.events.store.database.retry import patiently
 from trinity_es.events.store.log import EventLog, Lease, Write
+from trinity_es.events.values import BatchId
 
 __all__ = ["LogWriter", "Undone", "UnitOfWork"]
 
@@ -43,6 +44,8 @@ class UnitOfWork:
     """What one turn of the coordinator decided."""
 
     writes: list[Write] = field(default_factory=list)
+    batches: dict[BatchId, None] = field(default_factory=dict)
+    """Those that it changed."""
     then: list[Callable[[], None]] = field(default_factory=list)
     failed: list[Callable[[Exception], None]] = field(default_factory=list)
     """Who asked for this, and has to be told if it can't be written."""

@@ -7,44 +7,23 @@ load one: a request keeps the version that it began with. A runner that comes up
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from trinity_es.actors.coordinator.decisions import adapters
+from trinity_es.actors.coordinator.fleet.awaited import Awaited
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.messages import AdaptersLoadResult, LoadAdapters, RunnerStatus
 from trinity_es.actors.reports import clean_text
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import SyncError
 from trinity_es.projections.adapters import current_adapters
 from trinity_es.projections.runner import RunnerState
 
-__all__ = ["AdapterLoading", "AdapterWaiter"]
+__all__ = ["AdapterLoading"]
 
 ORDER_LOST_SECONDS = 10.0
 """How long a runner may take to load what it was told to; then it is told again, which does no harm."""
 MOST_DOUBLINGS = 6
 """How often the pause doubles before a runner tries again what it could not load: to ten minutes."""
-
-
-@dataclass(slots=True)
-class AdapterWaiter:
-    """Somebody who waits for all runners to have a version of an adapter."""
-
-    adapter: str
-    version: int
-    waiting_on: set[str] = field(default_factory=set)
-    errors: dict[str, str] = field(default_factory=dict)
-
-    def error(self, timed_out: str = "") -> SyncError | None:
-        """Return what went wrong, when it is over."""
-        errors = self.errors | (dict.fromkeys(self.waiting_on, timed_out) if timed_out else {})
-        if not errors:
-            return None
-        what = "; ".join(f"{name}: {error}" for name, error in sorted(errors.items()))
-        return SyncError(
-            f"version {self.version} of adapter {self.adapter!r} was not loaded everywhere ({what}); they go on with "
-            "the version that they had"
-        )
 
 
 class AdapterLoading:
@@ -53,7 +32,8 @@ class AdapterLoading:
     def __init__(self, registry: RunnerRegistry, most: int, models: Collection[str] = ()) -> None:
         """Begin with nobody. `most`: adapters that engines have room for; 0: they serve none. `models`: their names."""
         self.registry, self.live, self.most, self.models = registry, registry.live, most, models
-        self.waiters: list[AdapterWaiter] = []
+        self.waiters: dict[Awaited, tuple[str, int]] = {}
+        """Those who wait for all runners to have a version of an adapter, and which."""
         self._orders = int(registry.sender.now() * 1e6)  # none that a runner has of an earlier coordinator
 
     # --- runners come and go ----------------------------------------------------------------------------------------
@@ -93,28 +73,29 @@ class AdapterLoading:
 
     def on_death(self, name: str) -> None:
         """Wait no more for a runner whose life ended."""
-        for waiter in self.waiters:
-            waiter.waiting_on.discard(name)
+        for awaited in self.waiters:
+            awaited.done(name)
 
     # --- versions ---------------------------------------------------------------------------------------------------
-    def publish(self, new: ev.AdapterPublished) -> AdapterWaiter:
+    def publish(self, new: ev.AdapterPublished) -> Awaited:
         """Have every runner load a version: `decisions/adapters.py` says which may be published."""
         self.live.record(*adapters.publish(self.live.adapters, new, self.most, self.models))
-        waiter = AdapterWaiter(new.adapter, new.version)
-        self.waiters.append(waiter)
-        for runner in self.registry.up():
-            if runner.adapters.get(new.adapter) != new.version:
-                waiter.waiting_on.add(runner.name)
+        awaited = Awaited(
+            f"version {new.version} of adapter {new.adapter!r} was not loaded everywhere ({{what}}); they go on with "
+            "the version that they had",
+            {r.name for r in self.registry.up() if r.adapters.get(new.adapter) != new.version},
+        )
+        self.waiters[awaited] = new.adapter, new.version
         self._order_anew()
-        return waiter
+        return awaited
 
     def remove(self, name: str) -> None:
         """Take an adapter back from every runner."""
         self.live.record(*adapters.remove(self.live.adapters, name))
-        for waiter in self.waiters:
-            if waiter.adapter == name:
-                waiter.errors |= dict.fromkeys(waiter.waiting_on, "the adapter was removed")
-                waiter.waiting_on.clear()
+        for awaited, (adapter, _) in self.waiters.items():
+            if adapter == name:
+                for runner in list(awaited.waiting_on):
+                    awaited.done(runner, "the adapter was removed")
         self._order_anew()
 
     def _order_anew(self) -> None:
@@ -159,12 +140,9 @@ class AdapterLoading:
         self, runner: str, has: dict[str, int], failed: dict[tuple[str, int], str] | None = None
     ) -> None:
         """Let those go who wait for what this runner has, or could not load."""
-        for waiter in self.waiters:
-            if runner not in waiter.waiting_on:
-                continue
-            error = (failed or {}).get((waiter.adapter, waiter.version))
-            if has.get(waiter.adapter, -1) >= waiter.version:
-                waiter.waiting_on.discard(runner)
+        for awaited, (adapter, version) in self.waiters.items():
+            error = (failed or {}).get((adapter, version))
+            if has.get(adapter, -1) >= version:
+                awaited.done(runner)
             elif error is not None:
-                waiter.waiting_on.discard(runner)
-                waiter.errors[runner] = error
+                awaited.done(runner, error)

@@ -18,7 +18,6 @@ from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.messages import LeaseReply, LeaseReport
 from trinity_es.events.errors import InvalidEvent, WorkflowError
-from trinity_es.events.values import batch_stream
 from trinity_es.projections.leases import OpenLease
 
 __all__ = ["LeaseFleet", "Releases"]
@@ -88,11 +87,12 @@ class LeaseFleet:
         """Record, at the end of a turn, which leases nobody will release since what it did."""
         if not self._live.leases:
             return
-        touched = {write.stream for write in self._live.turn.writes}
-        if any(stream.startswith("runner/") for stream in touched):
-            self.look_at(self._live.leases.values())
-        elif any(stream.startswith("batch/") for stream in touched):
-            self.look_at(e for e in self._live.leases.values() if batch_stream(e.taken.batch_id) in touched)
+        turn = self._live.turn
+        of_runners = any(write.stream.startswith("runner/") for write in turn.writes)
+        if of_runners or turn.batches:
+            self.look_at([
+                e for e in self._live.leases.values() if of_runners or e.taken.batch_id in turn.batches
+            ])
         if not self._actor.has_timer("leases"):
             self._actor.after(LOOK_SECONDS, "leases", self._tick)
 

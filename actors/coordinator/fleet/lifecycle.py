@@ -15,7 +15,7 @@ from trinity_es.actors.message_sizes import unpack_results
 from trinity_es.actors.messages import EndedRunners, Heartbeat, OutcomeReport, RunnerDied, RunnerStatus, UnitOutcome
 from trinity_es.actors.reports import clean_text
 from trinity_es.events.errors import CorruptPayload, InvalidEvent, PayloadNotFound
-from trinity_es.events.values import BatchId, FailureKind
+from trinity_es.events.values import FailureKind
 from trinity_es.projections.hosts import host_of
 from trinity_es.projections.runner import newest_life
 
@@ -147,10 +147,9 @@ class RunnerLifecycle:
         except (PayloadNotFound, CorruptPayload) as e:  # it is in the log already, or has to be run again
             return _failed(outcome, "infra", f"its results are lost: {e}")
 
-    def on_outcomes(self, message: OutcomeReport) -> list[BatchId]:
-        """Take a group of outcomes; returns the batches that it changed. Acknowledged when it is durable."""
+    def on_outcomes(self, message: OutcomeReport) -> None:
+        """Take a group of outcomes. Acknowledged when it is durable."""
         runner = self.registry.runners.get(message.name)
-        touched: dict[BatchId, None] = {}
         for outcome in message.outcomes:
             batch = self.live.batches.get(outcome.batch_id)
             events = batches.outcome(batch, message.name, message.incarnation, outcome, servers=self.servers)
@@ -160,7 +159,6 @@ class RunnerLifecycle:
                 except InvalidEvent as e:  # nothing of it was taken in: the unit has failed then
                     failed = batches.outcome(batch, message.name, message.incarnation, unrecordable(outcome, e))
                     self.live.record_batch(outcome.batch_id, failed)
-                touched[outcome.batch_id] = None
             if outcome.lacks and (host := host_of(message.name)):
                 self.dispatcher.rest(host)
             elif runner is not None:
@@ -170,7 +168,6 @@ class RunnerLifecycle:
         if runner is not None and runner.incarnation == message.incarnation:
             runner.seen = runner.progressed = runner.finished = self.registry.clock()
             self.dispatcher.acknowledge(message.name, message.number)
-        return list(touched)
 
 
 def unrecordable(outcome: UnitOutcome, error: InvalidEvent) -> UnitOutcome:

@@ -8,42 +8,20 @@ version to the engines itself is in `weight_group.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_es.actors.coordinator.decisions import rolling_update, weights
+from trinity_es.actors.coordinator.fleet.awaited import Awaited
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.fleet.weight_group import WeightGroup
 from trinity_es.actors.messages import LoadWeights, RunnerStatus, WeightsLoadResult
-from trinity_es.events.errors import SyncError
 from trinity_es.projections.runner import RunnerState, Weights
 
-__all__ = ["SyncWaiter", "WeightLoading"]
+__all__ = ["WeightLoading"]
 
 LOADING_LOST_SECONDS = 10.0
 """How long a runner may take to say that it loads what it was told to; then it is told again."""
-
-
-@dataclass(slots=True)
-class SyncWaiter:
-    """Somebody who waits for all runners to have a version."""
-
-    version: int
-    waiting_on: set[str] = field(default_factory=set)
-    errors: dict[str, str] = field(default_factory=dict)
-    from_group: bool = False
-    """The trainer sends it; otherwise runners load it from its place."""
-
-    def error(self, timed_out: str = "") -> SyncError | None:
-        """Return what went wrong, when it is over."""
-        errors = self.errors | (dict.fromkeys(self.waiting_on, timed_out) if timed_out else {})
-        if not errors:
-            return None
-        what = "; ".join(f"{name}: {error}" for name, error in sorted(errors.items()))
-        return SyncError(
-            f"version {self.version} was not loaded everywhere ({what}); it is the current one all the same: "
-            "engines that live go on with what they had, one that comes up loads it: sync it again, or a newer one"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +42,8 @@ class WeightLoading:
     def __init__(self, registry: RunnerRegistry, rolling: Rolling | None = None) -> None:
         """Begin with nobody. `rolling`: load engine by engine; None: all at once."""
         self.registry, self.live = registry, registry.live
-        self.sync_waiters: list[SyncWaiter] = []
+        self.waiters: dict[Awaited, int] = {}
+        """Those who wait for all runners to have a version, and which."""
         self.group = WeightGroup(registry)
         self._rolling = rolling
         self._unknown = set[str]() if rolling is None else set(rolling.alive)
@@ -91,9 +70,9 @@ class WeightLoading:
         self._unknown.discard(runner.name)
         if runner.life.model != "rollout":
             return
-        for waiter in self.sync_waiters:
-            if message.state == "ready" and message.model_version == waiter.version:
-                waiter.waiting_on.discard(runner.name)  # it told a coordinator that could not write it
+        for awaited, version in self.waiters.items():
+            if message.state == "ready" and message.model_version == version:
+                awaited.done(runner.name)  # it told a coordinator that could not write it
         current = self.live.weights
         if runner.loading is not None and message.loading != runner.loading:
             if message.model_version == runner.loading:  # its answer was lost
@@ -111,8 +90,8 @@ class WeightLoading:
     def on_death(self, name: str, reason: str) -> None:
         """Wait no more for a runner whose life ended."""
         self._unknown.discard(name)
-        for waiter in self.sync_waiters:
-            waiter.waiting_on.discard(name)
+        for awaited in self.waiters:
+            awaited.done(name)
         self.group.on_left(name, reason)
         self.roll()
 
@@ -122,21 +101,31 @@ class WeightLoading:
         self.group = WeightGroup(self.registry)
 
     # --- versions ---------------------------------------------------------------------------------------------------
-    def publish(self, version: int, path: str, method: str = "checkpoint", again: bool = False) -> SyncWaiter:
-        """Have every runner load new weights: `decisions/weights.py` says which may be published."""
+    def publish(
+        self, version: int, path: str, method: str = "checkpoint", again: bool = False
+    ) -> tuple[Awaited, bool]:
+        """Have every runner load new weights: `decisions/weights.py` says which may be published.
+
+        Returns also whether the trainer sends them; otherwise runners load them from their place.
+        """
         serving = [r.name for r in self.registry.ready() if r.model_version == version]
         new = Weights(version, path, method)
         self.live.record(*weights.publish(self.live.weights, new, serving, again=again))
-        waiter = SyncWaiter(version, from_group=method == "nccl" and self.group.whole())
-        self.sync_waiters.append(waiter)
+        from_group = method == "nccl" and self.group.whole()
+        awaited = Awaited(
+            f"version {version} was not loaded everywhere ({{what}}); it is the current one all the same: "
+            "engines that live go on with what they had, one that comes up loads it: sync it again, or a newer one",
+            set(),
+        )
+        self.waiters[awaited] = version
         for runner in self.registry.up():  # one that failed, as it could not load the version before, too
             if runner.model_version != version:
-                waiter.waiting_on.add(runner.name)
+                awaited.waiting_on.add(runner.name)
                 runner.could_not_load = None
-                if self._rolling is None or waiter.from_group:  # a transfer needs all of the group at once
-                    self.load(runner, waiter.from_group)
+                if self._rolling is None or from_group:  # a transfer needs all of the group at once
+                    self.load(runner, from_group)
         self.roll()
-        return waiter
+        return awaited, from_group
 
     def roll(self) -> None:
         """Have those load that can be spared now, where weights are rolled out."""
@@ -182,11 +171,9 @@ class WeightLoading:
         else:
             runner.could_not_load = message.version
             self.group.on_left(message.name, message.error)
-        for waiter in self.sync_waiters:
-            if waiter.version <= message.version and message.name in waiter.waiting_on:
-                waiter.waiting_on.discard(message.name)
-                if message.error is not None:
-                    waiter.errors[message.name] = message.error
+        for awaited, version in self.waiters.items():
+            if version <= message.version:
+                awaited.done(message.name, message.error)
         if message.version < current.version and self._rolling is None:
             self.load(runner)
         self.roll()

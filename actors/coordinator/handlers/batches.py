@@ -5,7 +5,7 @@ Who waits for a batch is answered when it has ended, however that comes about.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -156,9 +156,8 @@ class BatchHandlers:
         )
         self.router.reply(request, error=error)
 
-    def check_finalize(self, batch_ids: Iterable[BatchId]) -> None:
+    def check_finalize(self, batch_ids: Sequence[BatchId]) -> None:
         """Begin to finalize those of these batches that have enough, and that somebody waits for."""
-        batch_ids = list(batch_ids)
         self.scheduler.check(batch_ids)
         for batch_id in batch_ids:
             batch, waiters = self.live.batches.get(batch_id), self.waiters.get(batch_id)
@@ -237,7 +236,6 @@ class BatchHandlers:
 
     def _ended(self, batch_id: BatchId) -> None:
         self._answer_waiters(batch_id, self.live.ended[batch_id].final_result, None)
-        self.scheduler.check([batch_id])
         self.dynamic_timeout.ended(self.live.ended[batch_id])
         self.live.then(self.trainer.check_next_batch)
         self.live.then(self.outputs.wake)

@@ -90,7 +90,6 @@ class SchedulerHandlers:
         self._live.record_batch(batch.batch_id, end)
         if end:
             self._dynamic_timeout.ended(batch)
-        self.check([batch.batch_id])
 
     # --- tasks ------------------------------------------------------------------------------------------------------
     def schedule(self, request: CommandRequest[ScheduleTasks]) -> None:
@@ -209,7 +208,6 @@ class SchedulerHandlers:
         for batch in self._batches():
             if batch.batch_id in request.command.batches and batch.open_task_count:
                 self._live.record_batch(batch.batch_id, scheduled_batches.pause(batch, "its scheduler was stopped"))
-        self.check(request.command.batches)
         self._router.reply(request)
 
     def resume(self, request: CommandRequest[ResumeBatches]) -> None:

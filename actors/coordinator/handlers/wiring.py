@@ -16,10 +16,10 @@ from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.fleet.servers import ServerFleet
 from trinity_es.actors.coordinator.fleet.weights import Rolling, WeightLoading
-from trinity_es.actors.coordinator.handlers.adapters import AdapterHandlers
 from trinity_es.actors.coordinator.handlers.batches import BatchHandlers
 from trinity_es.actors.coordinator.handlers.experiences import ExperienceQueue
 from trinity_es.actors.coordinator.handlers.hosts import HostHandlers
+from trinity_es.actors.coordinator.handlers.loads import LoadHandlers
 from trinity_es.actors.coordinator.handlers.router import CommandRouter
 from trinity_es.actors.coordinator.handlers.runner_commands import RunnerHandlers
 from trinity_es.actors.coordinator.handlers.scheduler import SchedulerHandlers
@@ -28,7 +28,6 @@ from trinity_es.actors.coordinator.handlers.serve_routes import RouteHandlers
 from trinity_es.actors.coordinator.handlers.servers import ServerHandlers
 from trinity_es.actors.coordinator.handlers.status import StatusHandlers
 from trinity_es.actors.coordinator.handlers.trainer import TrainerHandlers
-from trinity_es.actors.coordinator.handlers.weights import WeightHandlers
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
@@ -75,8 +74,7 @@ class Handlers:
             dynamic_timeout=dynamic_timeout, queue=self.queue, scheduler=self.scheduler, trainer=self.trainer,
         )
         self.answers = AnswerHandlers(live, outputs, router, self.batches.run_job)
-        self.weights = WeightHandlers(self.fleet.weights, router, actor)
-        self.adapters = AdapterHandlers(self.fleet.adapters, router, actor)
+        self.loads = LoadHandlers(self.fleet.weights, self.fleet.adapters, router, actor)
         guardian_of = lambda name: guardian if (fleet := hosts()) is None else fleet.guardian_of(name, guardian)  # noqa: E731
         self.runners = RunnerHandlers(router, registry, actor, guardian_of)
         self.servers = ServerFleet(config.rollout.servers, registry, guardian, proxied=config.mode == "serve")
@@ -88,9 +86,14 @@ class Handlers:
         router.connect(
             row
             for kind in (
-                self.batches, self.scheduler, self.trainer, self.queue, self.weights, self.adapters, self.runners,
-                self.answers, self.routes, self.status, ServerHandlers(self.servers, router),
-                HostHandlers(hosts, router),
+                self.batches, self.scheduler, self.trainer, self.queue, self.loads, self.runners, self.answers,
+                self.routes, self.status, ServerHandlers(self.servers, router), HostHandlers(hosts, router),
             )
             for row in kind.handlers()
         )
+
+    def check(self) -> None:
+        """See, at the end of a turn, whose answer it brought about."""
+        self.batches.check_finalize([*self.batches.live.turn.batches])
+        self.loads.check()
+        self.runners.check_restarts()

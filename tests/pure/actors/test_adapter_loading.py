@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.adapters import published
-from trinity_es.actors.coordinator.fleet.adapters import AdapterWaiter
+from trinity_es.actors.coordinator.fleet.awaited import Awaited
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
@@ -66,7 +66,7 @@ class Fleet:
             self.clock += 1.0
             self.speak(name, incarnation)
 
-    def publish(self, name: str, version: int = 1) -> AdapterWaiter:
+    def publish(self, name: str, version: int = 1) -> Awaited:
         waiter = self.lives.adapters.publish(published(name, version))
         self.turn()
         return waiter

@@ -280,8 +280,8 @@ def load_messages(sender: FakeSender) -> list[LoadWeights]:
 
 def test_p34_a_whole_group_receives_and_a_runner_that_comes_later_loads_from_the_place() -> None:
     fleet, live, sender = joined_crew()
-    waiter = fleet.weights.publish(1, "/dev/shm/x/version_1", "nccl")
-    assert waiter.from_group
+    _, from_group = fleet.weights.publish(1, "/dev/shm/x/version_1", "nccl")
+    assert from_group
     assert [m.from_group for m in load_messages(sender)] == [True, True]
     assert live.recorded[-1] == ev.WeightsPublished(version=1, path="/dev/shm/x/version_1", method="nccl")
     life = RunnerLife(name="runner-0", incarnation=2, state=RunnerState.READY, places=1)
@@ -303,8 +303,8 @@ def test_p34_a_group_that_is_not_whole_any_more_is_not_sent_over(broken_by: str)
         fleet.weights.on_load_result(WeightsLoadResult("runner-1", 1, 0, 0.1, "it did not come"))
     else:
         fleet, _, sender = crew_of("runner-0", "runner-1")
-    waiter = fleet.weights.publish(1, "/p", "nccl")
-    assert not waiter.from_group
+    _, from_group = fleet.weights.publish(1, "/p", "nccl")
+    assert not from_group
     assert not any(m.from_group for m in load_messages(sender))
 
 
@@ -324,7 +324,7 @@ def test_p34_a_version_in_memory_may_be_published_again_as_a_checkpoint_and_no_o
     fleet, live, sender = crew_of("runner-0")
     fleet.weights.publish(1, "/dev/shm/x/version_1", "memory")
     fleet.weights.on_load_result(WeightsLoadResult("runner-0", 1, 1, 0.1))
-    waiter = fleet.weights.publish(1, "/disk/global_step_1", "checkpoint")
+    waiter, _ = fleet.weights.publish(1, "/disk/global_step_1", "checkpoint")
     assert not waiter.waiting_on
     assert len(load_messages(sender)) == 1  # nobody loads the same weights twice
     assert (live.weights.version, live.weights.path) == (1, "/disk/global_step_1")
@@ -346,7 +346,7 @@ def test_p9_a_runner_that_comes_up_and_can_t_load_the_current_version_stays_fail
     assert [m.version for m in load_messages(sender)] == [1, 1, 1]
     [row] = fleet.registry.status()
     assert (row["state"], row["refused"]) == ("failed", "it takes no weights")
-    waiter = fleet.weights.publish(2, "/disk/2", "checkpoint")
+    waiter, _ = fleet.weights.publish(2, "/disk/2", "checkpoint")
     assert waiter.waiting_on == {"runner-0"}
     fleet.weights.on_load_result(WeightsLoadResult("runner-0", 1, 2, 0.1))
     assert not waiter.waiting_on

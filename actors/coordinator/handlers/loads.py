@@ -1,0 +1,112 @@
+"""What is asked about weights and LoRA adapters: who waits until every runner has a version, or is in the group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from trinity_es.actors.commands import (
+    CheckWeightGroup,
+    CommandRequest,
+    JoinedRunners,
+    JoinWeightGroup,
+    RemoveAdapter,
+    SyncAdapter,
+    SyncedAdapter,
+    SyncedWeights,
+    SyncWeights,
+)
+from trinity_es.actors.coordinator.fleet.adapters import AdapterLoading
+from trinity_es.actors.coordinator.fleet.awaited import Awaited
+from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
+from trinity_es.actors.coordinator.fleet.weights import WeightLoading
+from trinity_es.actors.coordinator.handlers.router import Handled, handled
+from trinity_es.actors.coordinator.ports import Responder, TimerHost
+from trinity_es.events import vocabulary as ev
+
+__all__ = ["LoadHandlers"]
+
+Asked = CommandRequest[SyncWeights] | CommandRequest[SyncAdapter] | CommandRequest[JoinWeightGroup]
+
+
+class LoadHandlers:
+    """Handles what is asked about that which engines serve."""
+
+    def __init__(self, weights: WeightLoading, adapters: AdapterLoading, router: Responder, actor: TimerHost) -> None:
+        self.weights, self.adapters, self.router, self.actor = weights, adapters, router, actor
+        self._waiting: dict[str, tuple[Asked, Awaited, Callable[[], Any]]] = {}
+        """By the id of the request: what it waits for, and what gives the answer then."""
+
+    def handlers(self) -> list[Handled]:
+        """Return what is handled here."""
+        return [
+            handled(SyncWeights, self.sync_weights),
+            handled(CheckWeightGroup, self.check_group),
+            handled(JoinWeightGroup, self.join_group),
+            handled(SyncAdapter, self.sync_adapter),
+            handled(RemoveAdapter, self.remove_adapter),
+        ]
+
+    def sync_weights(self, request: CommandRequest[SyncWeights]) -> None:
+        """Publish weights; answered when every runner has them."""
+        command = request.command
+        awaited, from_group = self.weights.publish(command.version, command.path, command.method, command.again)
+
+        def answer() -> SyncedWeights:
+            have = self._runners(lambda r: r.model_version == command.version)
+            return SyncedWeights(version=command.version, runners=have, from_group=from_group)
+
+        self._wait(request, awaited, answer)
+
+    def sync_adapter(self, request: CommandRequest[SyncAdapter]) -> None:
+        """Publish a version of an adapter; answered when every runner has it."""
+        command = request.command
+        awaited = self.adapters.publish(ev.AdapterPublished(
+            adapter=command.adapter, version=command.version, path=command.path, rank=command.rank, size=command.size,
+            digest=command.digest,
+        ))
+
+        def answer() -> SyncedAdapter:
+            have = self._runners(lambda r: r.adapters.get(command.adapter) == command.version)
+            return SyncedAdapter(adapter=command.adapter, version=command.version, runners=have)
+
+        self._wait(request, awaited, answer)
+
+    def remove_adapter(self, request: CommandRequest[RemoveAdapter]) -> None:
+        """Take an adapter back; answered when that is in the log."""
+        self.adapters.remove(request.command.adapter)
+        self.router.reply(request)
+
+    def check_group(self, request: CommandRequest[CheckWeightGroup]) -> None:
+        """Tell whether the group is whole."""
+        self.router.answer(request, self.weights.group.whole())
+
+    def join_group(self, request: CommandRequest[JoinWeightGroup]) -> None:
+        """Ask every runner into the trainer's group; answered when all are in it."""
+        awaited = self.weights.group.join(request.id, request.command)
+        joined = JoinedRunners(runners=sorted(awaited.waiting_on))
+        for other in [r for r, _, _ in self._waiting.values() if isinstance(r.command, JoinWeightGroup)]:
+            self._end(other.id, "another group is being made")
+        self._wait(request, awaited, lambda: joined)
+
+    # --- waiting ----------------------------------------------------------------------------------------------------
+    def _runners(self, has: Callable[[RunnerRecord], bool]) -> list[str]:
+        return sorted(r.name for r in self.weights.registry.rollout() if has(r))
+
+    def _wait(self, request: Asked, awaited: Awaited, answer: Callable[[], Any]) -> None:
+        timeout = request.command.timeout
+        self._waiting[request.id] = request, awaited, answer
+        self.actor.after(timeout, f"loads:{request.id}", lambda: self._end(request.id, f"no answer in {timeout} s"))
+
+    def check(self) -> None:
+        """Answer, at the end of a turn, who waited for what all runners have done now."""
+        for request_id, (_, awaited, _) in list(self._waiting.items()):
+            if not awaited.waiting_on:
+                self._end(request_id)
+
+    def _end(self, request_id: str, timed_out: str = "") -> None:
+        request, awaited, answer = self._waiting.pop(request_id)
+        self.actor.cancel(f"loads:{request_id}")
+        for waiters in (self.weights.waiters, self.adapters.waiters):
+            waiters.pop(awaited, None)
+        self.router.reply(request, answer(), awaited.error(timed_out))
