@@ -381,7 +381,7 @@ class Coordinator(BaseActor):
 
     # --- messages ---------------------------------------------------------------------------------------------------
     def accepts(self, message: Any) -> bool:
-        """The start, the end and what clients ask: at any time. All else while the live state is open."""
+        """Take the start, the end and what clients ask at any time, all else while the live state is open."""
         return self.running or isinstance(message, StartCoordinator | Retire | Endpoints | Request)
 
     def admit(self, message: Any, by: str, act: Callable[[], None], *, anyway: bool = False) -> None:
