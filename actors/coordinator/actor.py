@@ -170,7 +170,7 @@ class Coordinator(BaseActor):
             self.live, registry, explorer.stall_after, registry.clock, limit=explorer.max_timeout,
             sequential=explorer.concurrent_mode == "sequential",
         )
-        self.check_stalls()
+        self.every(min(STALL_CHECK_SECONDS, explorer.stall_after / 2), "stalls", self.stalls.check)
         self.take_hosts()
         self.recover()
 
@@ -186,19 +186,13 @@ class Coordinator(BaseActor):
             handle=self._handle, died=lambda death: self._handle(death, None), models=self.config.model_paths(),
             heard=self.hosts_heard,
         )
-        self.look_at_hosts()
+        self.every(HOSTS_SECONDS, "hosts", self.hosts.look)
 
     def folders(self) -> list[str]:
         """Return the folders of the models and of the current weights, which hosts have to have too; in a thread."""
         models = (self.config.rollout, *self.config.auxiliary.values())
         weights = "" if self.live.weights.in_memory_only else self.live.weights.path
         return [path for path in (*(m.engine.model_path for m in models), weights) if path]
-
-    def look_at_hosts(self) -> None:
-        """See which hosts are gone, and which may leave."""
-        self.after(HOSTS_SECONDS, "hosts", self.look_at_hosts)
-        if self.running and self.hosts is not None:
-            self.hosts.look()
 
     def send(self, to: Any, message: Any) -> None:
         """Send to an actor here, or to a process of another host."""
@@ -231,7 +225,7 @@ class Coordinator(BaseActor):
         self.tell_guardian()
         if self.handlers.servers.enabled:
             self.handlers.servers.start_reading()
-            self.look_at_servers()
+            self.every(LOOK_SECONDS, "servers", self.handlers.servers.look)
         if self.witnesses.unheard:
             self.after(HEAR_SECONDS, "unheard", self.witnesses.hear_no_more)
 
@@ -331,17 +325,11 @@ class Coordinator(BaseActor):
         if session is not None:
             session.calm_down()
 
-    def check_stalls(self) -> None:
-        """Look, now and then, for batches in which nothing moves."""
-        self.after(min(STALL_CHECK_SECONDS, self.stalls.after_seconds / 2), "stalls", self.check_stalls)
+    def every(self, seconds: float, name: str, look: Callable[[], None]) -> None:
+        """Call `look` now and then, while messages are taken."""
+        self.after(seconds, name, lambda: self.every(seconds, name, look))
         if self.running:
-            self.stalls.check()
-
-    def look_at_servers(self) -> None:
-        """See which servers of others are to come and to go."""
-        self.after(LOOK_SECONDS, "servers", self.look_at_servers)
-        if self.running:
-            self.handlers.servers.look()
+            look()
 
     def report_states(self, table: str) -> None:
         """Into the text log: what the runners do."""

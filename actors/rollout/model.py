@@ -13,31 +13,25 @@ by OpenAI clients instead, whose answers are kept as experiences until the run i
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
 import orjson
 
-from trinity_es.actors import openai_clients
 from trinity_es.actors.engines.http.remote import RemoteEngine
 from trinity_es.actors.engines.interface import Completion, Engine, Sampling, Tokenizer
 from trinity_es.actors.engines.long_texts import is_large, off_the_loop
 from trinity_es.actors.engines.sampling import MOST_PROMPTS, checked_prompt, merged
 from trinity_es.actors.openai_clients import Endpoint
-from trinity_es.actors.rollout.conversation.conversations import Message, plain_messages
-from trinity_es.actors.rollout.conversation.history import Remembering
+from trinity_es.actors.rollout.conversation.conversations import Message, experience_of, plain_messages
 from trinity_es.actors.rollout.leases import RunLeases
+from trinity_es.actors.rollout.openai_access import OpenAIAccess
 from trinity_es.actors.rollout.workers.graders import Graders
 from trinity_es.events.errors import DataError, EngineError, NotFinite, WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.json_values import NotPlain, plain
-
-if TYPE_CHECKING:
-    import openai
-
 
 __all__ = ["Model", "OpenAIServer"]
 
@@ -78,7 +72,7 @@ def _blocking(
     return cast("Callable[Concatenate[Model, _P], _T]", called)
 
 
-class Model(Remembering):
+class Model(OpenAIAccess):
     """A model as a workflow sees it.
 
     `defaults` is the sampling that holds where a call says nothing: the task's `rollout_args`. Names are those of
@@ -102,6 +96,7 @@ class Model(Remembering):
     ) -> None:
         super().__init__()
         self.engine, self.name, self._task = engine, name, task
+        self._server, self._session, self._over = server, "", False
         self._for_task: dict[str, Any] = {"task": task} if isinstance(engine, RemoteEngine) else {}
         self.defaults = dict(defaults or {})
         self.sampling = merged(Sampling(), self.defaults, DataError, "rollout_args")
@@ -110,13 +105,7 @@ class Model(Remembering):
                 loop = asyncio.get_running_loop()
             except RuntimeError:
                 loop = None
-        self._loop, self._server, self._session = loop, server, ""
-        self._graders = graders
-        self._client: openai.OpenAI | None = None
-        self._async_client: openai.AsyncOpenAI | None = None
-        self._over = False
-        self.failed: EngineError | None = None
-        """What the engine said to the last request of this run's OpenAI clients, where that was an error."""
+        self._loop, self._graders = loop, graders
         self.workflow_state: dict[str, Any] = {}
         """What the workflow told of itself: see `set_workflow_state`."""
         self.leases = RunLeases()
@@ -348,34 +337,6 @@ class Model(Remembering):
                 "_async (or use get_openai_async_client), or make the workflow sync (is_async = False)"
             )
 
-    # --- OpenAI clients ---------------------------------------------------------------------------------------------
-    def get_openai_client(self) -> openai.OpenAI:
-        """Return an `openai.OpenAI` that asks this model, for this run alone.
-
-        `client.model_path` is the name to ask for. What a request does not say is as in the task's `rollout_args`. It
-        speaks vLLM's API, whose answers have their token ids here. Not for the engine's loop, which they come from.
-        Raises WorkflowError without the package openai, and where the model has no endpoint.
-        """
-        if self._client is None:
-            self._client = openai_clients.client(self.openai_endpoint(), self._must_not_block)
-        return self._client
-
-    def get_openai_async_client(self) -> openai.AsyncOpenAI:
-        """Return the same as an `openai.AsyncOpenAI`, for any event loop."""
-        if self._async_client is None:
-            self._async_client = openai_clients.async_client(self.openai_endpoint())
-        return self._async_client
-
-    @property
-    def model_name(self) -> str:
-        """The name by which OpenAI clients ask this model: `create(model=model.model_name)`."""
-        return self.openai_endpoint().model
-
-    @property
-    def model_path(self) -> str:
-        """The same as `model_name`."""
-        return self.model_name
-
     def openai_endpoint(self) -> Endpoint:
         """Return where OpenAI clients of this run reach the model. Raises WorkflowError where it has no endpoint.
 
@@ -391,6 +352,13 @@ class Model(Remembering):
         self._session = self._session or ("over" if self._over else self._server.open(self))
         return Endpoint(f"{self._server.url}/s/{self._session}/v1", self._server.token, self._server.name)
 
+    async def aclose(self) -> None:
+        await super().aclose()
+        if self._server is not None and self._session:
+            self._server.forget(self._session)
+        self._over = True
+
+    # --- what was answered ------------------------------------------------------------------------------------------
     def extract_experience_from_history(
         self, clear_history: bool = True, per_request: bool = False
     ) -> list[Experience]:
@@ -404,29 +372,6 @@ class Model(Remembering):
         """
         self._must_go_on()
         return self.given_out(clear_history, per_request)
-
-    def served_error(self) -> EngineError | None:
-        return self.failed
-
-    def cause(self, error: Exception) -> Exception:
-        """Return the engine's own error where a client raised it as one of openai's."""
-        return (self.served_error() if openai_clients.from_openai(error) else None) or error
-
-    async def aclose(self) -> None:
-        """Close the run's clients, and forget what they asked."""
-        self._close_client()
-        if self._async_client is not None:
-            with contextlib.suppress(Exception):  # it may be another loop's
-                await self._async_client.close()
-        if self._server is not None and self._session:
-            self._server.forget(self._session)
-        self.forget()
-        self._over = True
-
-    def _close_client(self) -> None:
-        if self._client is not None:
-            with contextlib.suppress(Exception):
-                self._client.close()
 
     def _must_go_on(self) -> None:
         """Raise WorkflowError when the run is over: what is asked from then on is nobody's."""
@@ -474,7 +419,7 @@ class Model(Remembering):
                 self.usage.prompt_tokens += len(completion.prompt_token_ids)
             self.usage.response_tokens += len(completion.token_ids)
             try:
-                experience = self._experience(completion, text or "", spans)
+                experience = experience_of(completion, text or "", spans)
             except NotFinite as e:
                 raise EngineError(f"the engine's weights or its GPU are broken: {e}") from e
             if completion.adapter:
@@ -482,20 +427,6 @@ class Model(Remembering):
             experience.info["sampling"] = {**asked, "choice": i}
             found.append((completion, experience))
         return found
-
-    def _experience(self, c: Completion, text: str, spans: list[list[int]]) -> Experience:
-        if not c.token_ids:
-            raise WorkflowError("the model's answer has no token, so there is nothing to learn from: set rollout_args."
-                                "max_tokens to 1 or more, and no stop string that the answer begins with")
-        return Experience(
-            tokens=np.array([*c.prompt_token_ids, *c.token_ids], dtype=np.int32),
-            prompt_length=len(c.prompt_token_ids),
-            logprobs=None if c.logprobs is None else np.array(c.logprobs, dtype=np.float32),
-            truncate_status="response_truncated" if c.finish_reason == "length" else None,
-            info={"version_spans": spans} if spans else {},
-            prompt_text=text,
-            response_text=c.text,
-        )
 
 
 def _spans(completion: Completion, before: int, after: int) -> list[list[int]]:

@@ -16,17 +16,20 @@ from trinity_es.events.errors import (
     EngineError,
     EnvironmentFailed,
     GraderError,
+    NotFinite,
     StartupError,
     TrinityError,
     UnknownWorkflow,
     WorkflowError,
 )
 from trinity_es.events.experience import Experience
-from trinity_es.events.values import FailureKind, require_finite, require_metric_names
+from trinity_es.events.values import FailureKind, Task, require_finite, require_metric_names
 from trinity_es.events.vocabulary import RunResult
 from trinity_es.projections.metrics import aggregate_run
 
-__all__ = ["OutOfTime", "UnitResult", "classify", "ended", "grouped_by_run", "run_result", "shared", "with_all"]
+__all__ = [
+    "OutOfTime", "UnitResult", "classify", "ended", "grouped_by_run", "run_result", "shared", "stamp", "with_all",
+]
 
 TRACEBACK_CHARACTERS = 3000
 _log = logging.getLogger(__name__)
@@ -107,6 +110,27 @@ def grouped_by_run(
             )
         by_run[experience.eid.run].append(experience)
     return by_run
+
+
+def stamp(experiences: Sequence[Experience], task: Task, run: int, version: int, now: int) -> None:
+    """Write into every experience of a run where it is from, and the oldest weights that made a token of it.
+
+    `version`: those served when the run began, for one that does not say which made it; `now`: those served now.
+    """
+    for experience in experiences:
+        made_by = min((v for v, _, _ in experience.version_spans), default=version)
+        eid = experience.eid
+        eid.batch, eid.run = task.batch_id, run
+        if eid.task == "":
+            eid.task = task.task_id
+        experience.info = {
+            **(experience.info or {}), "model_version": made_by, "model_version_drift": now - made_by,
+            "task_index": task.index, "use_count": 0,
+        }
+        try:
+            experience.validate()  # it may have been changed since it was made
+        except NotFinite as e:  # another attempt may have better numbers
+            raise WorkflowError(e.message, **e.details) from e
 
 
 def with_all(result: RunResult, usage: Usage) -> RunResult:

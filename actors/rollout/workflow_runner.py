@@ -35,13 +35,13 @@ from trinity_es.actors.rollout.result import (
     grouped_by_run,
     run_result,
     shared,
+    stamp,
     with_all,
 )
 from trinity_es.actors.run_activity import RunActivity, runner_state
 from trinity_es.events.errors import (
     DataError,
     EngineError,
-    NotFinite,
     TaskNotSerializable,
     UnknownWorkflow,
     WorkflowError,
@@ -403,7 +403,7 @@ class WorkflowRunner:
                     raise lost.pop(run)
                 if not group:
                     raise WorkflowError(f"{cls.__name__} gave no experience for run {run}")
-                self._stamp(task, group, before, run)
+                stamp(group, task, run, before, self.engine.model_version)
                 result = run_result(run, group, seconds)
             except Exception as e:
                 out.failures.append((run, *self._failed(e, out)))
@@ -414,29 +414,6 @@ class WorkflowRunner:
             out.results, out.other_tokens = shared(out.results, out.experiences, usage)
         if cls.can_reset and (repeats or len(out.failures) == failed):
             self._idle.setdefault(cls, []).append(workflow)
-
-    def _stamp(self, task: Task, experiences: list[Experience], version: int, run: int) -> None:
-        """Write into every experience where it is from, and the oldest weights that made a token of it.
-
-        `version`: those served when its run began, for one that does not say which made it.
-        """
-        for experience in experiences:
-            made_by = min((v for v, _, _ in experience.version_spans), default=version)
-            eid = experience.eid
-            eid.batch, eid.run = task.batch_id, run
-            if eid.task == "":
-                eid.task = task.task_id
-            experience.info = {
-                **(experience.info or {}),
-                "model_version": made_by,
-                "model_version_drift": self.engine.model_version - made_by,
-                "task_index": task.index,
-                "use_count": 0,
-            }
-            try:
-                experience.validate()  # it may have been changed since it was made
-            except NotFinite as e:  # another attempt may have better numbers
-                raise WorkflowError(e.message, **e.details) from e
 
 
 def _own(task: Task) -> Task:

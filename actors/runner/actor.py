@@ -56,6 +56,10 @@ class Runner(BaseActor):
     lease_waited_for = False
 
     # --- messages ---------------------------------------------------------------------------------------------------
+    def accepts(self, message: Any) -> bool:
+        """Refuse what is meant for another life: an address may be given to another actor."""
+        return not hasattr(self, "incarnation") or getattr(message, "incarnation", self.incarnation) == self.incarnation
+
     def on_StartRunner(self, message: messages.StartRunner, sender: Any) -> None:
         if os.getpgid(0) != os.getpid():
             os.setpgid(0, 0)  # engine and worker processes are ended with this one, as a group
@@ -163,7 +167,7 @@ class Runner(BaseActor):
         self.send(self.guardian, up)
 
     def on_RunUnits(self, message: messages.RunUnits, sender: Any) -> None:
-        if message.incarnation != self.incarnation or not self.trusts(message.end):
+        if not self.trusts(message.end):
             return
         for outcome in self.outbox.acknowledge(message.acks):
             key = key_of(outcome)
@@ -194,18 +198,15 @@ class Runner(BaseActor):
         return True
 
     def on_CancelUnits(self, message: messages.CancelUnits, sender: Any) -> None:
-        if message.incarnation == self.incarnation:
-            for task, base in message.units:
-                key = (message.batch_id, message.submission, task, base)
-                self.units.pop(key, None)
-                self.engine_side.stop_unit(key)
+        for task, base in message.units:
+            key = (message.batch_id, message.submission, task, base)
+            self.units.pop(key, None)
+            self.engine_side.stop_unit(key)
 
     def on_Endpoints(self, message: messages.Endpoints, sender: Any) -> None:
         self.engine_side.update_auxiliary(message.models)
 
     def on_QueryActivity(self, message: messages.QueryActivity, sender: Any) -> None:
-        if message.incarnation != self.incarnation:
-            return
         state = runner_state(
             self.engine_side.played, runner=self.name, incarnation=self.incarnation, model=self.model,
             state=self.state, model_version=self.engine_side.model_version, units=len(self.units),
@@ -213,17 +214,15 @@ class Runner(BaseActor):
         self.send(sender, messages.RunnerActivity(self.name, self.incarnation, state))
 
     def on_LoadWeights(self, message: messages.LoadWeights, sender: Any) -> None:
-        if message.incarnation == self.incarnation and self.loading != message.version:  # else it was sent twice
+        if self.loading != message.version:  # else it was sent twice
             self.loading = message.version
             self.engine_side.load_weights(message)
 
     def on_LoadAdapters(self, message: messages.LoadAdapters, sender: Any) -> None:
-        if message.incarnation == self.incarnation:
-            self.engine_side.load_adapters(message)
+        self.engine_side.load_adapters(message)
 
     def on_JoinGroup(self, message: messages.JoinGroup, sender: Any) -> None:
-        if message.incarnation == self.incarnation:
-            self.engine_side.join_group(message)
+        self.engine_side.join_group(message)
 
     def on_Retire(self, message: messages.Retire, sender: Any) -> None:
         def retired() -> None:
@@ -265,8 +264,7 @@ class Runner(BaseActor):
             self.tell(group)
 
     def on_LeaseReply(self, message: messages.LeaseReply, sender: Any) -> None:
-        if message.incarnation == self.incarnation:
-            self.leases.acknowledge(message)
+        self.leases.acknowledge(message)
 
     def give_up(self, key: Key, reason: str) -> None:
         """Fail a unit that can't be ended, and end this life for it: the others in it are attempted again, unblamed."""

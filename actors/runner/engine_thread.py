@@ -3,8 +3,6 @@
 The loop has a thread of its own. What the actor calls returns at once, from the actor's thread: it reads, or is left to
 the loop (`_on_loop`). All the rest runs there, and what it has to tell goes into the actor's own loop (`tell`).
 
-What workflows finish is written to the payload store and reported in groups: the next one gathers while one is written.
-
 The loop is shared with workflows (`engine_loop.py` says what these may do there), so whatever this side lives on is
 watched, at each heartbeat: the task that reports is made anew; where the endpoint or the engine ended, so does the
 runner; a unit that ended without an outcome has failed; and a unit that its timeout does not end, or that lets nobody
@@ -18,11 +16,10 @@ import functools
 import inspect
 import logging
 import os
-import random
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Concatenate, ParamSpec, Protocol, cast
 
 import orjson
@@ -40,25 +37,19 @@ from trinity_es.actors.runner.adapters import AdaptersLoaded, serve_adapters
 from trinity_es.actors.runner.adaptive_places import Places
 from trinity_es.actors.runner.lease_reports import UnitLeases
 from trinity_es.actors.runner.outbox import Key
-from trinity_es.actors.runner.reporting import failed, in_parts, runs_of, written
+from trinity_es.actors.runner.reporting import Reporter, runs_of
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.actors.serving.token_id_routes import engine_routes
 from trinity_es.actors.settings import ModelSettings, Settings
 from trinity_es.actors.system_key import engine_token, read_key
-from trinity_es.events.errors import DataError, EngineError, LogUnavailable, SyncError, TrinityError
+from trinity_es.events.errors import DataError, EngineError, SyncError, TrinityError
 from trinity_es.events.secrets import SecretFile
-from trinity_es.events.store.database.retry import Backoff, once, patiently
-from trinity_es.events.store.payloads.payloads import PayloadStore, open_payloads, patient
 from trinity_es.events.values import task_from_dict
 
 __all__ = ["EngineThread"]
 
 EXIT_ENGINE_DEAD = 5
 """Exit status of a runner whose engine, or engine's loop, died."""
-STORE_SECONDS = 2.0
-"""How long each of many tries waits for the payload store."""
-FULL_SECONDS = 0.5, 5.0
-"""Pause before a payload store that can't be written is tried again: the first, and the longest."""
 LAST_WORDS_SECONDS = 1.0
 """How long a runner with a dead engine may take to hand in what is finished."""
 LATE_SECONDS = 5.0
@@ -113,8 +104,6 @@ class EngineThread:
         self.workers: WorkerPool | None = None
         self.workflows: WorkflowRunner | None = None
         self.ending = False
-        self.trouble = ""
-        """Why what is finished can't be stored now."""
         self.secrets = SecretFile(config.system.log_dir)
         self.auxiliary: dict[str, RemoteEngine] = {}
         self.endpoints: dict[str, dict[str, str]] = {}
@@ -122,11 +111,8 @@ class EngineThread:
         as_runner()
         self.loop = EngineLoop(self.places.count * 4 + 8)
         self.ordering = asyncio.Lock()
-        self.storing = ThreadPoolExecutor(1, thread_name_prefix="store")  # goes on where every workflow hangs
-        self.finished: asyncio.Queue[tuple[UnitAssignment, UnitResult]] = asyncio.Queue()
+        self.reporter = Reporter(config.store, functools.partial(self.tell, owner.report), log)
         self.reporting: asyncio.Task[None]
-        self.group: list[tuple[UnitAssignment, UnitResult]] = []
-        """What is being written."""
 
     # --- for the actor, in its own thread ---------------------------------------------------------------------------
     def start(self) -> None:
@@ -151,6 +137,11 @@ class EngineThread:
     def engine_version(self) -> str:
         """The version of the engine's software, where it says so."""
         return getattr(self.engine, "version", "")
+
+    @property
+    def trouble(self) -> str:
+        """The reason why what is finished can't be stored now; empty: it can."""
+        return self.reporter.trouble
 
     @property
     def waits_for(self) -> str:
@@ -197,7 +188,7 @@ class EngineThread:
             return
         if self.reporting.done():
             self.log.error("what reports outcomes ended: it is begun again")
-            self.reporting = self.loop.create_task(self.reporter())
+            self.reporting = self.loop.create_task(self.reporter.run())
         dead = getattr(self.engine, "dead", None)
         if dead is not None or (self.server is not None and not self.server.serves()):
             self.end_with_engine(dead or "its HTTP endpoint ended")
@@ -209,7 +200,7 @@ class EngineThread:
         if self.model == "rollout":
             self.workers = self.warm_workers()
         try:
-            self.payloads: PayloadStore = await self.loop.run_in_executor(self.storing, self.open_payloads)
+            await self.reporter.in_thread(self.reporter.open)
             if self.model == "rollout" and self.config.auxiliary:
                 token = engine_token(read_key())
                 self.auxiliary = await self.loop.run_in_executor(None, remote_models, self.config.auxiliary, token)
@@ -240,7 +231,7 @@ class EngineThread:
             workers=self.workers,
             server=self.server,
         )
-        self.reporting = self.loop.create_task(self.reporter())
+        self.reporting = self.loop.create_task(self.reporter.run())
         seconds = time.monotonic() - started
         self.tell(self.owner.become, "ready", "", seconds)
 
@@ -317,7 +308,8 @@ class EngineThread:
         how = "was cancelled" if task.cancelled() else f"ended: {task.exception()!r}"
         self.log.error("the task of unit %s %s", key, how)
         message = f"the task that ran it {how}, by a workflow on the same loop"
-        self.finished.put_nowait((item, UnitResult(failures=[(r, "workflow", message) for r in runs_of(item.unit)])))
+        done = UnitResult(failures=[(run, "workflow", message) for run in runs_of(item.unit)])
+        self.reporter.finished.put_nowait((item, done))
 
     @_on_loop
     def stop_unit(self, key: Key) -> None:
@@ -336,7 +328,7 @@ class EngineThread:
             try:
                 data = item.task
                 if data is None:
-                    data = await self.loop.run_in_executor(self.storing, self.payloads.get, item.task_digest or "")
+                    data = await self.reporter.in_thread(self.reporter.payloads.get, item.task_digest or "")
                 told = self.secrets.reveal(orjson.loads(data))
                 task = task_from_dict(told, batch_id=item.batch_id, task_id=item.unit.task)
                 assert self.workflows is not None  # no unit comes before this runner is ready
@@ -350,7 +342,7 @@ class EngineThread:
                 done = UnitResult(failures=[(run, "infra", f"{type(e).__name__}: {e}") for run in runs], lacks=lacks)
         done.failures = [(run, kind, self.secrets.scrubbed(message)) for run, kind, message in done.failures]
         self.units.pop(key, None)
-        self.finished.put_nowait((item, done))
+        self.reporter.finished.put_nowait((item, done))
         dead = self.workflows.engine_dead if self.workflows is not None else None
         if dead is not None:
             self.end_with_engine(dead)
@@ -363,58 +355,6 @@ class EngineThread:
         self.log.error("the engine is dead: %s", reason)
         self.tell(self.owner.become, "failed", f"its engine ended: {reason}", 0.0)
         self.loop.call_later(LAST_WORDS_SECONDS, os._exit, EXIT_ENGINE_DEAD)
-
-    async def reporter(self) -> None:
-        """Write and report what is finished, group by group."""
-        while True:
-            if not self.group:
-                self.group.append(await self.finished.get())
-            while not self.finished.empty():
-                self.group.append(self.finished.get_nowait())
-            group = list(self.group)
-            try:
-                outcomes = await self.stored(group)
-            except Exception as e:
-                self.log.error("payloads not written", exc_info=e)
-                message = f"payload not written: {type(e).__name__}: {e}"
-                outcomes = [failed(item, "infra", message) for item, _ in group]
-            self.group.clear()
-            for part in in_parts(outcomes):
-                self.tell(self.owner.report, part)
-
-    async def stored(self, group: list[tuple[UnitAssignment, UnitResult]]) -> list[UnitOutcome]:
-        """Write what is finished. A store that can't be written, its disk full, say, is waited for, however long.
-
-        It is nobody's failure, and to make it again costs more than to keep it; meanwhile no more units come than there
-        are places, and every beat says what is waited for.
-        """
-        pauses = Backoff(*FULL_SECONDS)
-        while True:
-            try:
-                done: list[UnitOutcome] = await self.loop.run_in_executor(self.storing, written, group, self.payloads)
-            except LogUnavailable as e:
-                if not self.trouble:
-                    self.log.error("payloads not written, trying again: %s", e)
-                self.trouble = str(e)
-                await asyncio.sleep(pauses.next(random.random()))
-                continue
-            if self.trouble:
-                self.log.warning("payloads are written again")
-                self.trouble = ""
-            return done
-
-    def open_payloads(self) -> PayloadStore:
-        """Return the payload store.
-
-        A database that is away is waited for, here and in each call: what is done is dear.
-        """
-        store = self.config.store
-        opened = patiently(
-            lambda: open_payloads(store.url, durability=store.durability, patience=STORE_SECONDS),
-            seconds=store.retry_for,
-            tell=once(lambda e: self.log.warning("waiting for the payload store: %s", e)),
-        )
-        return patient(opened, store.retry_for)
 
     @_on_loop
     async def load_weights(self, message: LoadWeights) -> None:

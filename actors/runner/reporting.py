@@ -1,20 +1,107 @@
 """What a runner reports of units that it ran: their experiences in the payload store, and an outcome for each.
 
-Whatever is wrong with a unit's experiences or numbers is that unit's failure, not its group's.
+What is finished is written and reported in groups: the next one gathers while one is written. Whatever is wrong with a
+unit's experiences or numbers is that unit's failure, not its group's.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 from trinity_es.actors.message_sizes import LARGEST_RESULTS, grouped, outcome_size, pack_results, shortened
 from trinity_es.actors.messages import UnitAssignment, UnitOutcome
 from trinity_es.actors.rollout.result import UnitResult
-from trinity_es.events.errors import TrinityError
+from trinity_es.actors.settings import StoreSettings
+from trinity_es.events.errors import LogUnavailable, TrinityError
 from trinity_es.events.experience import Experience
-from trinity_es.events.store.payloads.payloads import PayloadStore
+from trinity_es.events.store.database.retry import Backoff, once, patiently
+from trinity_es.events.store.payloads.payloads import PayloadStore, open_payloads, patient
 from trinity_es.events.values import FailureKind
 from trinity_es.events.vocabulary import PayloadRef, Unit
 
-__all__ = ["failed", "in_parts", "runs_of", "written"]
+__all__ = ["Reporter", "failed", "runs_of", "written"]
+
+STORE_SECONDS = 2.0
+"""How long each of many tries waits for the payload store."""
+FULL_SECONDS = 0.5, 5.0
+"""Pause before a payload store that can't be written is tried again: the first, and the longest."""
+
+
+class Reporter:
+    """Writes what is finished to the payload store and has it reported, group by group."""
+
+    payloads: PayloadStore
+
+    def __init__(
+        self, store: StoreSettings, report: Callable[[list[UnitOutcome]], None], log: logging.Logger
+    ) -> None:
+        """Report each part of a group with `report`."""
+        self.store, self.report, self.log = store, report, log
+        self.trouble = ""
+        """Why what is finished can't be stored now."""
+        self.finished: asyncio.Queue[tuple[UnitAssignment, UnitResult]] = asyncio.Queue()
+        self._group: list[tuple[UnitAssignment, UnitResult]] = []
+        """What is being written."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")  # goes on where every workflow hangs
+
+    def open(self) -> None:
+        """Open the payload store. A database that is away is waited for, here and in each call: what is done is dear.
+        """
+        store = self.store
+        opened = patiently(
+            lambda: open_payloads(store.url, durability=store.durability, patience=STORE_SECONDS),
+            seconds=store.retry_for,
+            tell=once(lambda e: self.log.warning("waiting for the payload store: %s", e)),
+        )
+        self.payloads = patient(opened, store.retry_for)
+
+    async def in_thread(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Return what a call to the payload store returns, made by the thread that makes them all."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *args)
+
+    async def run(self) -> None:
+        """Write and report what is finished, until cancelled. Called again, it goes on with what it was at."""
+        while True:
+            if not self._group:
+                self._group.append(await self.finished.get())
+            while not self.finished.empty():
+                self._group.append(self.finished.get_nowait())
+            group = list(self._group)
+            try:
+                outcomes = await self._stored(group)
+            except Exception as e:
+                self.log.error("payloads not written", exc_info=e)
+                message = f"payload not written: {type(e).__name__}: {e}"
+                outcomes = [failed(item, "infra", message) for item, _ in group]
+            self._group.clear()
+            for part in grouped(outcomes, outcome_size):
+                self.report(part)
+
+    async def _stored(self, group: list[tuple[UnitAssignment, UnitResult]]) -> list[UnitOutcome]:
+        """Write what is finished. A store that can't be written, its disk full, say, is waited for, however long.
+
+        It is nobody's failure, and to make it again costs more than to keep it; meanwhile no more units come than there
+        are places, and every beat says what is waited for.
+        """
+        pauses = Backoff(*FULL_SECONDS)
+        while True:
+            try:
+                done: list[UnitOutcome] = await self.in_thread(written, group, self.payloads)
+            except LogUnavailable as e:
+                if not self.trouble:
+                    self.log.error("payloads not written, trying again: %s", e)
+                self.trouble = str(e)
+                await asyncio.sleep(pauses.next(random.random()))
+                continue
+            if self.trouble:
+                self.log.warning("payloads are written again")
+                self.trouble = ""
+            return done
 
 
 def written(group: list[tuple[UnitAssignment, UnitResult]], payloads: PayloadStore) -> list[UnitOutcome]:
@@ -75,8 +162,3 @@ def _brief(failures: list[tuple[int, FailureKind, str]]) -> list[tuple[int, Fail
         out.append((run, kind, "" if kind in told else shortened(message)))
         told.add(kind)
     return out
-
-
-def in_parts(outcomes: list[UnitOutcome]) -> list[list[UnitOutcome]]:
-    """Split into groups that stay under the limit of a message."""
-    return grouped(outcomes, outcome_size)

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from trinity_es.actors.engines.interface import Tokenizer
+from trinity_es.actors.engines.interface import Completion, Tokenizer
 from trinity_es.actors.engines.long_texts import encode, is_large, off_the_loop, refuse_too_long
 from trinity_es.actors.rollout.conversation.turns import Marks, Turn
 from trinity_es.events.errors import TrinityError, WorkflowError
 from trinity_es.events.experience import Experience
 
-__all__ = ["Conversing", "Message", "plain_messages"]
+__all__ = ["Conversing", "Message", "experience_of", "plain_messages"]
 
 Message = dict[str, Any]
 
@@ -38,6 +38,25 @@ def plain_messages(messages: Any) -> list[dict[str, Any]]:
             "prompt for generate"
         )
     return [dict(m) for m in given]
+
+
+def experience_of(c: Completion, text: str, spans: list[list[int]]) -> Experience:
+    """Return an answer to the prompt `text` as an experience; `spans` are `[version, start, end]` over its tokens.
+
+    Raises WorkflowError for an answer without a token.
+    """
+    if not c.token_ids:
+        raise WorkflowError("the model's answer has no token, so there is nothing to learn from: set rollout_args."
+                            "max_tokens to 1 or more, and no stop string that the answer begins with")
+    return Experience(
+        tokens=np.array([*c.prompt_token_ids, *c.token_ids], dtype=np.int32),
+        prompt_length=len(c.prompt_token_ids),
+        logprobs=None if c.logprobs is None else np.array(c.logprobs, dtype=np.float32),
+        truncate_status="response_truncated" if c.finish_reason == "length" else None,
+        info={"version_spans": spans} if spans else {},
+        prompt_text=text,
+        response_text=c.text,
+    )
 
 
 class Conversing:

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.decided import unit
+from trinity_es.actors import message_sizes
 from trinity_es.actors.coordinator.fleet import dispatcher
 from trinity_es.actors.messages import OutcomeReport, RunUnits, UnitAssignment, UnitOutcome
 from trinity_es.actors.requests import LIMIT, Parcel, pack, unpack
-from trinity_es.actors.runner import reporting
 from trinity_es.events.errors import DataError
 from trinity_es.events.store.payloads.payloads import PayloadStore, open_payloads
 from trinity_es.events.vocabulary import RunResult
@@ -45,7 +45,7 @@ def test_outcomes_are_split_into_messages_that_are_small_enough_and_nothing_is_l
         )
         for i, count in enumerate(counts)
     ]
-    groups = reporting.in_parts(found)
+    groups = message_sizes.grouped(found, message_sizes.outcome_size)
     assert [o for group in groups for o in group] == found
     assert all(len(pickle.dumps(OutcomeReport("runner-0", 1, 5, group))) < MOST for group in groups)
 
