@@ -43,6 +43,7 @@ from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
 from trinity_es.actors.guardian.actor import Guardian
 from trinity_es.actors.runner.actor import Runner
 from trinity_es.actors.runner.engine_thread import EngineThread
+from trinity_es.actors.runner.reporting import Reporter
 from trinity_es.events.errors import PipelineError
 from trinity_es.events.store.database.retry import Backoff, is_transient
 from trinity_es.events.vocabulary import PayloadRef
@@ -140,15 +141,16 @@ class SimRunner(SimActor, Runner):
 class SimEngineSide(EngineThread):
     def run_loop(self) -> None:
         """The real one lives in a thread of its own; here the loop's callbacks are effects of this process."""
-        self.storing = None
         self.starting = self.loop.create_task(self.start_engine())
 
     async def serve(self, engine: Any) -> Any:
         return SimServer()
 
-    def open_payloads(self) -> Any:
+
+class SimReporter(Reporter):
+    def open(self) -> None:
         world().store.require()
-        return stores.PayloadDouble(world().store)
+        self.payloads = stores.PayloadDouble(world().store)
 
 
 _ACTORS = {"guardian": SimGuardian, "coordinator": SimCoordinator, "runner": SimRunner}
@@ -358,7 +360,7 @@ _PATCHES: list[tuple[Any, dict[str, Any]]] = [
     (trinity_es.actors.runner.actor, {"os": SimOs, "EngineThread": SimEngineSide}),
     (trinity_es.actors.runner.engine_thread, {
         "os": SimOs, "asyncio": SimAsyncio(), "threading": threads, "EngineLoop": lambda _: SimLoop(),
-        "WorkerPool": SimPool, "WorkflowRunner": SimWorkflows, "resolve": lambda *_: SimEngine,
+        "Reporter": SimReporter, "WorkerPool": SimPool, "WorkflowRunner": SimWorkflows, "resolve": lambda *_: SimEngine,
         "time": SimpleNamespace(monotonic=lambda: world().now),
     }),
 ]

@@ -73,6 +73,7 @@ class Place(Timers):
         self.turn()
 
     def turn(self) -> None:
+        self.handlers.check()
         turn = self.live.close_turn()
         if turn.writes:
             self.commits += 1
@@ -149,7 +150,7 @@ def test_the_end_of_an_earlier_life_that_is_told_late_changes_nothing_for_the_on
     state = RunnerState.QUARANTINED if quarantined else RunnerState.LOST
     place.live.lives["runner-0", 1] = RunnerLife(name="runner-0", incarnation=1, state=state)
     place.fleet.on_status(RunnerStatus("runner-0", 2, "ready", 10, "here", "scripted", places=2), "address")
-    waiter = place.fleet.weights.publish(1, "weights")
+    waiter, _ = place.fleet.weights.publish(1, "weights")
     place.fleet.on_death(RunnerDied("runner-0", 1, "a restart was asked for", asked=True))
     place.turn()
     assert place.fleet.registry.runners["runner-0"].state == "ready"
