@@ -2,7 +2,8 @@
 
 Clients and runners say with what they send how far they have seen the log (a `Mark`). One that this coordinator told
 them itself is right. Any other, from before it started, is looked up, in a thread, while the message waits: where the
-log has not what a mark says, it lost what was acknowledged. That is one look a client in the life of a coordinator.
+log has not what a mark says, it lost what was acknowledged; where the mark lies behind all that this coordinator wrote,
+another has taken over. That is one look a client in the life of a coordinator.
 """
 
 from __future__ import annotations
@@ -35,10 +36,12 @@ class Witnesses:
 
     def __init__(
         self, log: EventLog, told: Iterable[str], post: Callable[[Callable[[], None]], None],
-        rewound: Callable[[LogRewound], None],
+        rewound: Callable[[LogRewound], None], replaced: Callable[[], None],
     ) -> None:
-        """`told`: runners that must have spoken first; `post` runs a callable in the actor's loop."""
-        self._log, self._post, self._rewound = log, post, rewound
+        """`told`: runners that must have spoken first; `post` runs a callable in the actor's loop. `replaced` is called
+        where a mark is of a later coordinator.
+        """
+        self._log, self._post, self._rewound, self._replaced = log, post, rewound, replaced
         self._teller = uuid.uuid4().hex
         self._found: OrderedDict[Mark, None] = OrderedDict()
         self._waiting: list[_Look] = []
@@ -68,21 +71,26 @@ class Witnesses:
 
         def look() -> None:
             error: Exception | None = None
+            end = self._log.acknowledged  # before the look, which goes on from what it finds
+            later = end is not None and any(look.claim.mark.position > end.position for look in waiting)
             try:
                 self._log.require([look.claim for look in waiting])
             except Exception as e:
                 error = e
-            self._post(lambda: self._looked(waiting, error))
+            self._post(lambda: self._looked(waiting, error, later))
 
         threading.Thread(target=look, name="look-up", daemon=True).start()
 
-    def _looked(self, waiting: list[_Look], error: Exception | None) -> None:
+    def _looked(self, waiting: list[_Look], error: Exception | None, later: bool) -> None:
         self._looking = False
         if isinstance(error, LogRewound):
             self._rewound(error)
         elif error is not None:  # they ask again
             logging.getLogger("trinity_es.witnesses").warning("what others know can't be looked up: %s", error)
             waiting = [look for look in waiting if look.anyway]
+        elif later:  # nobody else writes what is told: who asks finds the other
+            self._replaced()
+            return
         else:
             self._found.update((look.claim.mark, None) for look in waiting)
             while len(self._found) > REMEMBERED_MARKS:

@@ -183,7 +183,10 @@ class LogSession:
         self._commits = itertools.count(1)  # of this lease: a commit id is never used again
         self.events, self.opened = self.live.log, True
         self.watch = Watch(self.events.is_reachable, self._host.now, lambda e: self._host.post(lambda: self.stop(e)))
-        self.witnesses = Witnesses(self.events, self._told, self._host.post, self.stop)
+        self.witnesses = Witnesses(
+            self.events, self._told, self._host.post, self.stop,
+            lambda: self._failed(Fenced("the log has what a later coordinator told"), []),
+        )
         self._host.begin()
 
     def _ask(self, read: Callable[[], Any], done: Callable[[Any], None]) -> None:

@@ -28,7 +28,11 @@ class Place:
         self.posted: queue.Queue[Callable[[], None]] = queue.Queue()
         self.errors: list[LogRewound] = []
         self.acted: list[str] = []
-        self.witnesses = Witnesses(self.log, told, self.posted.put, self.errors.append)
+        self.replaced = 0
+        self.witnesses = Witnesses(self.log, told, self.posted.put, self.errors.append, self.replace)
+
+    def replace(self) -> None:
+        self.replaced += 1
 
     def admit(self, known: Mark | None, name: str, *, anyway: bool = False) -> None:
         self.witnesses.admit(known, name, lambda: self.acted.append(name), anyway=anyway)
@@ -75,6 +79,19 @@ def test_a_mark_that_the_log_has_not_stops_the_work_before_anything_is_done(plac
     place.run()
     assert [e.details["lost"][0]["by"] for e in place.errors] == ["a client of old"]
     assert "was at position 7 and is at 5" in place.errors[0].message
+
+
+def test_promise_5_a_coordinator_that_hears_what_a_later_one_told_does_nothing_more(place: Place) -> None:
+    """It was stopped while the other took over, and a client asks it that the other has answered."""
+    place.log.append([Write(stream="b", expected_version=0, events=[dropped(0)])], commit_id="ours")
+    with EventLog.open(place.log.url) as another:
+        another.append([Write(stream="c", expected_version=0, events=[dropped(0)])], commit_id="theirs")
+        later = another.acknowledged
+    place.admit(place.mark, "a client that this one told")
+    place.run()
+    place.admit(later, "a client of the other")
+    place.run()
+    assert (place.acted, place.replaced) == (["a client that this one told"], 1)
 
 
 def test_while_the_log_can_not_be_read_nothing_is_done_but_what_changes_nothing(
