@@ -22,11 +22,8 @@ from trinity_es.actors.coordinator.delivery.outputs import Outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone, PipelineJob, PipelineThread
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
-from trinity_es.actors.coordinator.handlers.experiences import ExperienceQueue
 from trinity_es.actors.coordinator.handlers.request_reads import given_tasks, processed_before
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
-from trinity_es.actors.coordinator.handlers.scheduler import SchedulerHandlers
-from trinity_es.actors.coordinator.handlers.trainer import TrainerHandlers
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand, fingerprint
@@ -62,13 +59,12 @@ class BatchHandlers:
     def __init__(
         self, config: Settings, live: LiveState, dispatcher: Dispatcher, pipeline: PipelineThread,
         in_hand: RequestsInHand, outputs: Outputs,
-        router: Responder, actor: TimerHost, *, dynamic_timeout: DynamicTimeout, queue: ExperienceQueue,
-        scheduler: SchedulerHandlers, trainer: TrainerHandlers,
+        router: Responder, actor: TimerHost, *, dynamic_timeout: DynamicTimeout,
     ) -> None:
         self.config, self.live, self.dispatcher = config, live, dispatcher
         self.pipeline, self.in_hand = pipeline, in_hand
         self.outputs, self.router, self.actor = outputs, router, actor
-        self.dynamic_timeout, self.queue, self.scheduler, self.trainer = dynamic_timeout, queue, scheduler, trainer
+        self.dynamic_timeout = dynamic_timeout
         self.waiters: dict[BatchId, list[Waiter]] = {}
         self.recovered: dict[str, int] = {}
         """What was decided of the batches that were open when this coordinator started: how many, by decision."""
@@ -158,7 +154,6 @@ class BatchHandlers:
 
     def check_finalize(self, batch_ids: Sequence[BatchId]) -> None:
         """Begin to finalize those of these batches that have enough, and that somebody waits for."""
-        self.scheduler.check(batch_ids)
         for batch_id in batch_ids:
             batch, waiters = self.live.batches.get(batch_id), self.waiters.get(batch_id)
             if batch is None or not waiters or batch.state is BatchLifecycleState.FINALIZING:
@@ -237,9 +232,7 @@ class BatchHandlers:
     def _ended(self, batch_id: BatchId) -> None:
         self._answer_waiters(batch_id, self.live.ended[batch_id].final_result, None)
         self.dynamic_timeout.ended(self.live.ended[batch_id])
-        self.live.then(self.trainer.check_next_batch)
         self.live.then(self.outputs.wake)
-        self.queue.check()
 
     def _answer_waiters(self, batch_id: BatchId, value: Any, error: BaseException | None) -> None:
         self.actor.cancel(f"grace:{batch_stream(batch_id)}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from trinity_es.actors.commands import (
     AcknowledgeBatch,
     CommandRequest,
@@ -11,7 +13,6 @@ from trinity_es.actors.commands import (
     ResumeTrainer,
 )
 from trinity_es.actors.coordinator.delivery.retention import Retention
-from trinity_es.actors.coordinator.handlers.experiences import ExperienceQueue
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
@@ -30,10 +31,11 @@ class TrainerHandlers:
     """Handles what a trainer asks after its batches were delivered."""
 
     def __init__(
-        self, config: Settings, live: LiveState, router: Responder, actor: TimerHost, queue: ExperienceQueue,
-        retention: Retention,
+        self, config: Settings, live: LiveState, router: Responder, actor: TimerHost, retention: Retention,
+        returned: Callable[[int], None],
     ) -> None:
-        self.live, self.router, self.actor, self.queue, self.retention = live, router, actor, queue, retention
+        """Call `returned` with the step of a trainer that is back: what it took for later ones can be taken again."""
+        self.live, self.router, self.actor, self.retention, self.returned = live, router, actor, retention, returned
         self.retained = config.store.retention
         self._waiting: dict[str, CommandRequest[GetNextBatch]] = {}
         """For the next batch, by their ids."""
@@ -120,7 +122,7 @@ class TrainerHandlers:
         told = last is not None and last.event == ev.ExperiencesRedelivered(step=step, batches=batches)
         if batches and not (told and last is not None and all(at < last.position for _, _, at in rows)):
             live.record(ev.ExperiencesRedelivered(step=step, batches=batches))
-        self.queue.returned(step)
+        self.returned(step)
         self.router.reply(request, ResumedTrainer(batches=batches, position=position))
 
     def _redelivered_since_trained(self, batch_id: BatchId) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from trinity_es.actors.commands import CommandRequest, GetStatus
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineThread
 from trinity_es.actors.coordinator.delivery.retention import Retention
@@ -18,21 +19,21 @@ from trinity_es.actors.coordinator.fleet.servers import ServerFleet
 from trinity_es.actors.coordinator.fleet.weights import Rolling, WeightLoading
 from trinity_es.actors.coordinator.handlers.batches import BatchHandlers
 from trinity_es.actors.coordinator.handlers.experiences import ExperienceQueue
-from trinity_es.actors.coordinator.handlers.hosts import HostHandlers
 from trinity_es.actors.coordinator.handlers.loads import LoadHandlers
-from trinity_es.actors.coordinator.handlers.router import CommandRouter
+from trinity_es.actors.coordinator.handlers.machines import MachineHandlers
+from trinity_es.actors.coordinator.handlers.router import CommandRouter, handled
 from trinity_es.actors.coordinator.handlers.runner_commands import RunnerHandlers
 from trinity_es.actors.coordinator.handlers.scheduler import SchedulerHandlers
 from trinity_es.actors.coordinator.handlers.serve_answers import AnswerHandlers
 from trinity_es.actors.coordinator.handlers.serve_routes import RouteHandlers
-from trinity_es.actors.coordinator.handlers.servers import ServerHandlers
-from trinity_es.actors.coordinator.handlers.status import StatusHandlers
 from trinity_es.actors.coordinator.handlers.trainer import TrainerHandlers
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
 from trinity_es.actors.settings import Settings
 from trinity_es.events.store.checks.log_end import Mark
+from trinity_es.events.values import sort_batch_id
+from trinity_es.projections.adapters import current_adapters
 
 __all__ = ["Handlers"]
 
@@ -48,7 +49,8 @@ class Handlers:
         hosts: Callable[[], HostFleet | None] = lambda: None,
     ) -> None:
         """`releases`: releases leases. `end`: the end of the log, as it may be told. `alive`: runners that have a
-        process. `epoch`: of the coordinator. `trouble`, `refuses`: see StatusHandlers. `hosts`: those that joined.
+        process. `epoch`: of the coordinator. `trouble` says what keeps the log from being written now; `refuses`, if
+        who wants something written is refused for that, and not left waiting. `hosts`: those that joined.
         """
         self.in_hand = in_hand
         registry = RunnerRegistry(live, actor)
@@ -68,32 +70,67 @@ class Handlers:
         self.leases = LeaseFleet(registry, actor, releases)
         self.queue = ExperienceQueue(config.buffer.queue, live, router, actor, registry.clock)
         self.scheduler = SchedulerHandlers(config, live, dispatcher, dynamic_timeout, router, actor)
-        self.trainer = TrainerHandlers(config, live, router, actor, self.queue, retention)
+        self.trainer = TrainerHandlers(config, live, router, actor, retention, self.queue.returned)
         self.batches = BatchHandlers(
-            config, live, dispatcher, pipeline, in_hand, outputs, router, actor,
-            dynamic_timeout=dynamic_timeout, queue=self.queue, scheduler=self.scheduler, trainer=self.trainer,
+            config, live, dispatcher, pipeline, in_hand, outputs, router, actor, dynamic_timeout=dynamic_timeout,
         )
         self.answers = AnswerHandlers(live, outputs, router, self.batches.run_job)
         self.loads = LoadHandlers(self.fleet.weights, self.fleet.adapters, router, actor)
         guardian_of = lambda name: guardian if (fleet := hosts()) is None else fleet.guardian_of(name, guardian)  # noqa: E731
         self.runners = RunnerHandlers(router, registry, actor, guardian_of)
         self.servers = ServerFleet(config.rollout.servers, registry, guardian, proxied=config.mode == "serve")
-        self.status = StatusHandlers(
-            live, registry, outputs, router, batches=self.batches, queue=self.queue, routes=self.routes, epoch=epoch,
-            trouble=trouble, refuses=refuses, servers=self.servers, leases=self.leases,
-            hosts=lambda: [] if (fleet := hosts()) is None else fleet.status(),
+        self.live, self.outputs, self.hosts = live, outputs, hosts
+        self.epoch, self.trouble, self.refuses = epoch, trouble, refuses
+        kinds = (
+            self.batches, self.scheduler, self.trainer, self.queue, self.loads, self.runners, self.answers, self.routes,
+            MachineHandlers(self.servers, hosts, router),
         )
-        router.connect(
-            row
-            for kind in (
-                self.batches, self.scheduler, self.trainer, self.queue, self.loads, self.runners, self.answers,
-                self.routes, self.status, ServerHandlers(self.servers, router), HostHandlers(hosts, router),
-            )
-            for row in kind.handlers()
-        )
+        router.connect([handled(GetStatus, self.status), *(row for kind in kinds for row in kind.handlers())])
 
     def check(self) -> None:
         """See, at the end of a turn, whose answer it brought about."""
-        self.batches.check_finalize([*self.batches.live.turn.batches])
+        self.batches.check_finalize([*self.live.turn.batches])
+        self.scheduler.check(self.live.turn.batches)
+        if not self.live.ended.keys().isdisjoint(self.live.turn.batches):
+            self.live.then(self.trainer.check_next_batch)
+            self.queue.check()
         self.loads.check()
         self.runners.check_restarts()
+
+    def status(self, request: CommandRequest[GetStatus]) -> None:
+        """Tell how everything is, now and from memory: it is asked most where the log can't be written."""
+        batches = [
+            {
+                "batch_id": b.batch_id,
+                "batch_type": b.batch_type,
+                "state": b.state.value,
+                "tasks": b.expected_task_count,
+                "settled": b.completed_task_count,
+                "running_units": len(b.flights),
+                "pending_units": len(b.pending),
+                "failed_attempts": b.failed_attempts,
+                "waited_for": len(self.batches.waiters.get(b.batch_id, [])),
+            }
+            for b in sorted(self.live.batches.values(), key=lambda b: sort_batch_id(b.batch_id))
+        ]
+        self.router.answer(
+            request,
+            {
+                "weights_version": self.live.weights.version,
+                "adapters": {name: e.version for name, e in current_adapters(self.live.adapters).items()},
+                "batches": batches,
+                "runners": self.fleet.registry.status(),
+                "clock": self.fleet.registry.clock(),
+                "recovered": self.batches.recovered,
+                "outputs": self.outputs.status(),
+                "queue": self.queue.status(),
+                "epoch": self.epoch,
+                "trouble": self.trouble(),
+                "refuses": self.refuses(),
+                "proxies": self.routes.urls(),
+                "servers": self.servers.status(),
+                "server_list": self.servers.trouble,
+                "leases": self.leases.status(),
+                "hosts": [] if (hosts := self.hosts()) is None else hosts.status(),
+            },
+        )
