@@ -7,6 +7,7 @@ from typing import Any, TypedDict
 
 from trinity_es.actors.commands.base import Command
 from trinity_es.actors.commands.fields import (
+    FIELDS,
     Batch,
     Count,
     Experiences,
@@ -34,6 +35,7 @@ __all__ = [
 class Cursor:
     """How far a taskset was read for a batch."""
 
+    __pydantic_config__ = FIELDS
     taskset: TasksetName
     epoch: Count
     offset: Count

@@ -12,8 +12,8 @@ from trinity_es.actors.commands.fields import (
     Count,
     Digest,
     Flag,
+    Metrics,
     Name,
-    Number,
     Port,
     Position,
     Positive,
@@ -62,7 +62,7 @@ class AcknowledgeBatch(Command[None]):
     batch_id: Batch
     """Of a train or eval batch that is finalized."""
     step: Whole
-    metrics: dict[str, Number]
+    metrics: Metrics
     """Of the step: loss, ..."""
 
 

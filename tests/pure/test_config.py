@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
@@ -14,8 +15,11 @@ from typing import Any
 import pytest
 
 from tests.helpers.paths import ROOT
+from trinity_es.actors.config.config import HostIdentity, LaunchedConfig
 from trinity_es.config.config import Config, ConfigError, UnknownWorkflow, load_config
 from trinity_es.config.config_docs import describe
+from trinity_es.events.secrets import Secret
+from trinity_es.system.launch import launched
 from trinity_es.workflows.math_rewards import _Math
 
 
@@ -124,6 +128,23 @@ def test_a_config_goes_through_its_dict_and_through_pickle_unchanged(tmp_path: P
     assert Config.from_dict(config.to_dict(), folder="/") == config
     assert pickle.loads(pickle.dumps(config)) == config
     assert config.to_dict()["trainer"]["class"] == config.trainer.trainer_class == "my.trainer:Trainer"
+
+
+def test_a_system_s_processes_get_the_config_itself_with_its_secrets_as_secrets() -> None:
+    config = Config.from_dict({
+        "trainer": {"class": "m:T", "args": {"api_key": "hunter2", "other": Secret("hunter3")}},
+        "explorer": {"auxiliary_models": [{"name": "judge", "engine_type": "scripted"}]},
+        "synchronizer": {"sync_method": "nccl"},
+        "buffer": {"explorer_input": {"tasksets": [{"name": "a", "path": "a.jsonl", "workflow": "mine:W"}]}},
+    })
+    made = launched(config, {"pid": 1}, HostIdentity(name="gpu-7", life="x"))
+    arrived = LaunchedConfig.model_validate(json.loads(json.dumps(made.plain())))
+    assert pickle.loads(pickle.dumps(arrived)) == arrived == made
+    assert arrived.masked() == config.masked()
+    assert "hunter" not in str(arrived.masked())
+    assert isinstance(arrived.trainer.args["other"], Secret)
+    assert [arrived.engine_config(name).weight_transfer for name in arrived.models] == [True, False]
+    assert (arrived.workflows, arrived.started_in) == (["mine:W"], os.getcwd())
 
 
 def test_a_config_can_be_built_by_keyword_and_is_never_changed() -> None:

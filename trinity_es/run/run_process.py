@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from trinity_es.actors import plugins
+from trinity_es.actors.config.buffer import TasksetConfig
 from trinity_es.client.coordinator import RolloutCoordinator
 from trinity_es.client.teardown import end_system
-from trinity_es.config.buffer import TasksetConfig
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, LogNotFound, NotRunning, TasksetError
 from trinity_es.events.vocabulary import TasksetSource

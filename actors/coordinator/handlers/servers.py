@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from trinity_es.actors.addresses import checked_url
 from trinity_es.actors.commands import CommandRequest, ScaledServers, ScaleServers
 from trinity_es.actors.coordinator.fleet.servers import ServerFleet
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.ports import Responder
-from trinity_es.actors.settings import checked_url
 from trinity_es.events.errors import DataError
 
 __all__ = ["ServerHandlers"]

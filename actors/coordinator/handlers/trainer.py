@@ -10,12 +10,12 @@ from trinity_es.actors.commands import (
     ResumedTrainer,
     ResumeTrainer,
 )
+from trinity_es.actors.config.config import LaunchedConfig
 from trinity_es.actors.coordinator.delivery.retention import Retention
 from trinity_es.actors.coordinator.handlers.experiences import ExperienceQueue
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
-from trinity_es.actors.settings import Settings
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, DataError, PayloadNotFound
 from trinity_es.events.store.log import EventLog, Recorded
@@ -30,7 +30,7 @@ class TrainerHandlers:
     """Handles what a trainer asks after its batches were delivered."""
 
     def __init__(
-        self, config: Settings, live: LiveState, router: Responder, actor: TimerHost, queue: ExperienceQueue,
+        self, config: LaunchedConfig, live: LiveState, router: Responder, actor: TimerHost, queue: ExperienceQueue,
         retention: Retention,
     ) -> None:
         self.live, self.router, self.actor, self.queue, self.retention = live, router, actor, queue, retention

@@ -1,4 +1,4 @@
-"""The section `buffer` of the config: tasksets, the pipeline and the queue. See `trinity_es.config.schema`."""
+"""The section `buffer` of the config: tasksets, the pipeline and the queue. See `schema.py`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from trinity_es.actors.config.section import Args, FileName, ImportName, Positive, Section
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.engines.sampling import merged
-from trinity_es.config.section import Args, FileName, ImportName, Positive, Section
-from trinity_es.environments.verifiers_tasks import PREFIX, tasks_file
 from trinity_es.events.errors import DataError
 
 __all__ = [
@@ -22,6 +21,7 @@ __all__ = [
     "FormatConfig",
     "OperatorConfig",
     "PipelineConfig",
+    "QueueConfig",
     "TasksetConfig",
 ]
 
@@ -132,10 +132,10 @@ class TasksetConfig(Section):
     def _environments_own(cls, data: Any) -> Any:
         """Have the tasks of an environment played by it."""
         path = data.get("path") if isinstance(data, dict) else None
-        if not isinstance(path, str) or not path.startswith(PREFIX):
+        if not isinstance(path, str) or not path.startswith("verifiers:"):
             return data
         args = data.get("workflow_args") or {}
-        own = {"env": path.removeprefix(PREFIX)}
+        own = {"env": path.removeprefix("verifiers:")}
         return {"workflow": "verifiers", **data, "workflow_args": {**own, **args} if isinstance(args, dict) else args}
 
     @field_validator("rollout_args")
@@ -178,12 +178,7 @@ class TasksetConfig(Section):
 
     @property
     def file(self) -> Path:
-        """The file to read: `path`, or in it, where it is a folder, what `split` names; for a dataset a folder.
-
-        Raises ConfigError for the tasks of an environment that is not installed.
-        """
-        if self.kind == "verifiers":
-            return tasks_file(self.workflow_args)
+        """The file to read: `path`, or in it, where it is a folder, what `split` names; for a dataset a folder."""
         path = Path(self.path)
         if self.split is None or not path.is_dir() or (path / "state.json").is_file():
             return path

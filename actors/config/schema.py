@@ -1,7 +1,7 @@
 """The sections of the config: every key, its type, its default, its bounds, and what it means.
 
-The docstring under a field is its line in docs/CONFIG.md. A key stands here only if code uses it. `Config`, which puts
-the sections together and makes paths absolute, is in `trinity_es.config.config`; the section `buffer` in `buffer.py`.
+The docstring under a field is its line in docs/CONFIG.md. A key stands here only if code uses it. `buffer.py` and
+`hosts.py` have their sections, `config.py` puts them together; `trinity_es.config` reads files.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from pydantic_core import PydanticKnownError
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from trinity_es.actors.addresses import is_loopback
-from trinity_es.actors.settings import EngineConfig, LoRASettings, checked_url
-from trinity_es.config.section import Args, ClassPath, FileName, ImportName, Positive, Seconds, Section, Text
-from trinity_es.config.tls import TlsConfig
+from trinity_es.actors.addresses import checked_url, is_loopback
+from trinity_es.actors.config.hosts import TlsConfig
+from trinity_es.actors.config.section import Args, ClassPath, FileName, ImportName, Positive, Seconds, Section, Text
+from trinity_es.actors.engines.interface import EngineConfig, LoRASettings
 
 __all__ = [
-    "ENGINES", "MONITORS", "ExplorerConfig", "ModelConfig", "MonitorConfig", "OverRolloutConfig",
-    "RolloutModelConfig", "ServersConfig", "StoreConfig", "SynchronizerConfig", "SystemConfig", "TrainerConfig",
+    "ENGINES", "MONITORS", "AuxiliaryModelConfig", "ExplorerConfig", "ModelConfig", "MonitorConfig",
+    "OverRolloutConfig", "RolloutModelConfig", "ServersConfig", "StoreConfig", "SynchronizerConfig", "SystemConfig",
+    "TrainerConfig",
 ]
 
 ENGINES = {
