@@ -27,12 +27,7 @@ __all__ += serve.__all__
 __all__ += servers.__all__
 __all__ += hosts.__all__
 
-COMMANDS: dict[str, type[Command[Any]]] = {
-    cls.name: cls
-    for module in (batches, trainer, serve, servers, hosts)
-    for cls in vars(module).values()
-    if isinstance(cls, type) and issubclass(cls, Command) and cls is not Command
-}
+COMMANDS: dict[str, type[Command[Any]]] = {cls.name: cls for cls in Command.__subclasses__()}
 """Every command by its name in messages."""
 
 

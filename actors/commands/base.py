@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform
 
 from trinity_es.actors.commands.fields import FIELDS, read_fields
 from trinity_es.actors.requests import Parcel
@@ -14,18 +14,23 @@ A = TypeVar("A")
 C_co = TypeVar("C_co", bound="Command[Any]", covariant=True)
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True)
 class Command(Generic[A]):
-    """Base of all commands: a frozen dataclass whose fields are kinds of `fields.py`."""
+    """Base of all commands: a frozen dataclass whose fields are kinds of `fields.py`.
 
-    __slots__ = ()
+    `name`: how it is called in messages and errors. `writes`: what it asks for is recorded. `waits`: it is answered
+    when runners, or other clients, have got something done; while the log can't be written, and that may pass, its
+    client goes on waiting, and who asks for another one that writes is told so at once.
+    """
+
     __pydantic_config__ = FIELDS
     name: ClassVar[str]
-    """How it is called in messages and errors."""
     writes: ClassVar[bool]
-    """True if what it asks for is recorded."""
-    waits: ClassVar[bool] = False
-    """True if it is answered when runners, or other clients, have got something done. While the log can't be written,
-    and that may pass, its client goes on waiting; who asks for another one that writes is told so at once."""
+    waits: ClassVar[bool]
+
+    def __init_subclass__(cls, *, name: str, writes: bool, waits: bool = False) -> None:
+        cls.name, cls.writes, cls.waits = name, writes, waits
+        dataclass(frozen=True, kw_only=True)(cls)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypedDict
 
 from trinity_es.actors.commands.base import Command
@@ -20,14 +19,11 @@ class DrainingHost(TypedDict):
     units: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrainHost(Command[DrainingHost]):
+class DrainHost(Command[DrainingHost], name="drain_host", writes=True):
     """Have a host leave: its runners get no more units, end those that they have, and its system ends.
 
     Answered when that is recorded. Raises HostNotFound.
     """
 
-    name = "drain_host"
-    writes = True
     host: Text
     reason: Text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypedDict
 
 from trinity_es.actors.commands.base import Command
@@ -32,15 +31,12 @@ class ScaledServers(TypedDict):
     servers: list[ServerState]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleServers(Command[ScaledServers]):
+class ScaleServers(Command[ScaledServers], name="scale", writes=True):
     """Add servers, and take others away: those get no more units, and are let go when they have none.
 
     Answered when that is recorded. Raises DataError for a URL that is none, for a server that never was one, and where
     engines are no servers.
     """
 
-    name = "scale"
-    writes = True
     add: list[Text]
     remove: list[Text]
