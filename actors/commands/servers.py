@@ -1,4 +1,4 @@
-"""Commands about the servers of others that are engines (`engine_type: http`)."""
+"""Commands about the servers of others that are engines (`engine_type: http`), and about hosts besides the head's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TypedDict
 from trinity_es.actors.commands.base import Command
 from trinity_es.actors.commands.fields import Text
 
-__all__ = ["ScaleServers", "ScaledServers", "ServerState"]
+__all__ = ["DrainHost", "DrainingHost", "ScaleServers", "ScaledServers", "ServerState"]
 
 
 # --- engines that others run ------------------------------------------------------------------------------------------
@@ -40,3 +40,22 @@ class ScaleServers(Command[ScaledServers], name="scale", writes=True):
 
     add: list[Text]
     remove: list[Text]
+
+
+# --- hosts ------------------------------------------------------------------------------------------------------------
+class DrainingHost(TypedDict):
+    """A host that is to leave; `units`: what its runners have now."""
+
+    host: str
+    epoch: int
+    units: int
+
+
+class DrainHost(Command[DrainingHost], name="drain_host", writes=True):
+    """Have a host leave: its runners get no more units, end those that they have, and its system ends.
+
+    Answered when that is recorded. Raises HostNotFound.
+    """
+
+    host: Text
+    reason: Text

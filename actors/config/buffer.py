@@ -14,15 +14,8 @@ from trinity_es.actors.engines.sampling import merged
 from trinity_es.events.errors import DataError
 
 __all__ = [
-    "SCORER",
-    "BufferConfig",
-    "DataSelectorConfig",
-    "ExplorerInputConfig",
-    "FormatConfig",
-    "OperatorConfig",
-    "PipelineConfig",
-    "QueueConfig",
-    "TasksetConfig",
+    "SCORER", "BufferConfig", "DataSelectorConfig", "ExplorerInputConfig", "FormatConfig", "OperatorConfig",
+    "PipelineConfig", "QueueConfig", "TasksetConfig",
 ]
 
 SCORER = "trinity_es.tasksets.reasoning_gym:Score"
@@ -145,14 +138,10 @@ class TasksetConfig(Section):
         return args
 
     @model_validator(mode="after")
-    def _one_order(self) -> Self:
-        if self.shuffle and self.data_selector is not None:
-            raise ValueError("has shuffle and data_selector: keep one (data_selector: {selector_type: shuffle})")
-        return self
-
-    @model_validator(mode="after")
     def _keys_fit(self) -> Self:
         kind, rest = self.kind, self.path.partition(":")[2]
+        if self.shuffle and self.data_selector is not None:
+            raise ValueError("has shuffle and data_selector: keep one (data_selector: {selector_type: shuffle})")
         if kind == "hub" and not re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", rest):
             raise ValueError(f"has the path {self.path!r}: write a dataset of the hub as hub:owner/name")
         if kind == "hub" and self.split is None:
@@ -202,16 +191,12 @@ class ExplorerInputConfig(Section):
     they are a step."""
 
     @model_validator(mode="after")
-    def _names_differ(self) -> Self:
+    def _fits(self) -> Self:
         for group in (self.tasksets, self.eval_tasksets):
             names = [t.name for t in group]
             twice = next((n for n in names if names.count(n) > 1), None)
             if twice is not None:
                 raise ValueError(f"has two tasksets with the name {twice!r}: rename one")
-        return self
-
-    @model_validator(mode="after")
-    def _orders_fit(self) -> Self:
         others = (t.name for t in self.eval_tasksets if (s := t.data_selector) and s.selector_type != "sequential")
         if (chosen := next(others, None)) is not None:
             raise ValueError(f"has an eval taskset {chosen!r} with a data_selector: an eval plays every row once")
