@@ -33,7 +33,6 @@ a command that waits goes on waiting; who asks for another one that writes is to
 
 
 def markdown() -> str:
-    """Return the whole page."""
     lines, values = [_HEAD], []
     for module in (batches, trainer, serve, servers):
         source = inspect.getsource(module)

@@ -62,12 +62,10 @@ class RunConfig(Section):
 
     @property
     def rollout(self) -> RolloutModelConfig:
-        """The model that is trained, and its engines."""
         return self.explorer.rollout_model
 
     @property
     def auxiliary(self) -> dict[str, AuxiliaryModelConfig]:
-        """The auxiliary models by their names."""
         return {model.name: model for model in self.explorer.auxiliary_models}
 
     @property

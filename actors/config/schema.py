@@ -214,7 +214,6 @@ class RolloutModelConfig(Section):
 
     @property
     def engine_class(self) -> str:
-        """The engine's class as "module:Class"."""
         return ENGINES.get(self.engine_type, self.engine_type)
 
     def engine_config(self, initial_version: int = 0) -> EngineConfig:
@@ -316,7 +315,6 @@ class ExplorerConfig(Section):
 
     @property
     def engine_num(self) -> int:
-        """Engines of all models."""
         return self.rollout_model.engine_num + sum(m.engine_num for m in self.auxiliary_models)
 
     @model_validator(mode="after")

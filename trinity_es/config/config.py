@@ -124,7 +124,6 @@ class Config(RunConfig):
 
     @property
     def checkpoint_dir(self) -> Path:
-        """The folder of this run's checkpoints."""
         return Path(self.checkpoint_root_dir) / self.project / self.name
 
     @property
@@ -256,7 +255,6 @@ def _import_problem(key: str, name: str | None, registered: Iterable[str] = ()) 
 
 
 def _told_by(build: Callable[[], Any], key: str) -> list[str]:
-    """Return what is wrong with what this builds."""
     try:
         build()
     except (ConfigError, DataError) as e:

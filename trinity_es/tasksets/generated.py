@@ -89,7 +89,6 @@ def _plain(value: Any) -> Any:
 
 
 def family_of(config: TasksetConfig) -> str:
-    """Return the family that a taskset's path names."""
     return config.path.partition(":")[2]
 
 

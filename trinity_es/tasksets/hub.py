@@ -174,7 +174,6 @@ def _errors() -> Any:
 
 
 def _cache() -> Any:
-    """Return the class of builders of what is in the cache."""
     return importlib.import_module("datasets.packaged_modules.cache.cache").Cache
 
 

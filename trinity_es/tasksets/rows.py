@@ -81,7 +81,6 @@ class RowCheck:
 
     @property
     def keys(self) -> tuple[str | None, ...]:
-        """Keys of the values that are checked."""
         return self._format.prompt_key, self._format.workflow_key, self._format.reward_fn_key
 
     def check(self, row: dict[str, Any], where: str, details: dict[str, Any]) -> None:

@@ -100,7 +100,6 @@ class Taskset:
         return self._tasks(list(range(len(self))))
 
     def task(self, row: int) -> Task:
-        """Return the task of one row, from 0."""
         return self._tasks([row])[0]
 
     def _ended(self, epoch: int) -> bool:

@@ -130,12 +130,10 @@ class _Form:
     """Those of `names` that have no default."""
 
     def of(self, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what it is given of this."""
         return {name: value for name, value in known.items()
                 if (self.whatever or name in self.names) and name not in self.set_already}
 
     def lacks(self, known: Collection[str]) -> list[str]:
-        """Return what it can't be called without, and is not known."""
         return [n for n in self.needed if n not in known and n not in self.set_already]
 
     @property
@@ -156,7 +154,6 @@ def keys_needed(workflow: Any, reward: Any, arguments: Mapping[str, Any]) -> lis
 
 
 def _require(reward: Any, lacks: Collection[str], there: Collection[str]) -> None:
-    """Raise WorkflowError where a reward lacks something; `there`: what it could have."""
     if lacks:
         raise WorkflowError(f"the reward {_named(reward)} needs {', '.join(lacks)}, and there is only "
                             f"{', '.join(dict.fromkeys(there))}: name it in reward_fn_args, or put it into the row")

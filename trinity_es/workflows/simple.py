@@ -56,7 +56,6 @@ class SimpleWorkflow(Workflow):
         return {**{k: v for k, v in self.task.rollout_args.items() if v is not None}, "n": self.repeat_times}
 
     def format_messages(self) -> list[dict[str, Any]]:
-        """System prompt, prompt, and the start of the answer where there is one."""
         self.require_prompt()
         return chat_of(self.task_desc, self.system_prompt, self.reply_prefix)
 
@@ -72,7 +71,6 @@ class SimpleWorkflow(Workflow):
         return self.reward_fn(**self._known(answer))
 
     def _known(self, answer: Experience) -> dict[str, Any]:
-        """Return what its reward may know of an answer, by keyword."""
         return {**known_of(answer), "prompt": self.task_desc, "truth": self.truth}
 
     def _rewarded(self, answers: list[Experience]) -> list[Experience]:
