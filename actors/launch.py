@@ -21,16 +21,15 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from trinity_es.actors.addresses import past_proxies
+from trinity_es.actors.config.config import LaunchedConfig
 from trinity_es.actors.guardian.actor import NAME, Guardian, import_ahead
 from trinity_es.actors.messages import Configure
 from trinity_es.actors.requests import Where, WhereReply
-from trinity_es.actors.settings import settings_from
 from trinity_es.actors.system_key import read_key
 from trinity_es.actors.transport import AuthenticatedSystemBase
 from trinity_es.events.processes import open_files
@@ -60,7 +59,7 @@ def main(setup_path: str) -> int:
     open_files()
     setup = json.loads(Path(setup_path).read_text())
     # What the system writes is this user's alone. Runners, in which the user's own code runs, give it back.
-    config = replace(settings_from(setup["config"]), umask=os.umask(0o077))
+    config = LaunchedConfig.model_validate({**setup["config"], "umask": os.umask(0o077)})
     os.environ.update(past_proxies(os.environ, config.system.address))  # workflows and their programs, too
     log_defs = {"version": 1, "disable_existing_loggers": False, "root": {"level": 40, "handlers": []}}
     multiprocCommon.MultiProcAdmin.logDefs = log_defs  # Thespian forgets it, and its admin dies when its logger did

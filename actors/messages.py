@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trinity_es.actors.settings import Settings
+from trinity_es.actors.config.config import LaunchedConfig
 from trinity_es.events.quick_pickle import quickly_pickled
 from trinity_es.events.store.checks.log_end import Claim, Mark
 from trinity_es.events.values import BatchId, FailureKind
@@ -34,7 +34,7 @@ __all__ = [
 class Configure:
     """Launcher to guardian: start everything with this config."""
 
-    config: Settings = field(repr=False)
+    config: LaunchedConfig = field(repr=False)
     """Holds the password of the database, as that of the others does."""
     port: int
     """Of the actor system's admin."""
@@ -46,7 +46,7 @@ class Configure:
 
 @dataclass(frozen=True, slots=True)
 class StartCoordinator:
-    config: Settings = field(repr=False)
+    config: LaunchedConfig = field(repr=False)
     admin: dict[str, Any]
     """The actor system: `port`, `pid`, `started` of its admin process."""
     alive: dict[str, int]
@@ -65,7 +65,7 @@ class StartRunner:
 
     name: str
     incarnation: int
-    config: Settings = field(repr=False)
+    config: LaunchedConfig = field(repr=False)
     model: str = "rollout"
     """Which model it serves: units go to those of the rollout model, the others are asked by workflows."""
     first_place: int = 0

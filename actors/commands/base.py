@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform
 
+from trinity_es.actors.commands.fields import FIELDS, read_fields
 from trinity_es.actors.requests import Parcel
-from trinity_es.events.errors import DataError
 
 __all__ = ["Command", "CommandRequest", "encode"]
 
@@ -15,17 +14,23 @@ A = TypeVar("A")
 C_co = TypeVar("C_co", bound="Command[Any]", covariant=True)
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True)
 class Command(Generic[A]):
-    """Base of all commands: a frozen dataclass whose fields are kinds of `fields.py`."""
+    """Base of all commands: a frozen dataclass whose fields are kinds of `fields.py`.
 
-    __slots__ = ()
+    `name`: how it is called in messages and errors. `writes`: what it asks for is recorded. `waits`: it is answered
+    when runners, or other clients, have got something done; while the log can't be written, and that may pass, its
+    client goes on waiting, and who asks for another one that writes is told so at once.
+    """
+
+    __pydantic_config__ = FIELDS
     name: ClassVar[str]
-    """How it is called in messages and errors."""
     writes: ClassVar[bool]
-    """True if what it asks for is recorded."""
-    waits: ClassVar[bool] = False
-    """True if it is answered when runners, or other clients, have got something done. While the log can't be written,
-    and that may pass, its client goes on waiting; who asks for another one that writes is told so at once."""
+    waits: ClassVar[bool]
+
+    def __init_subclass__(cls, *, name: str, writes: bool, waits: bool = False) -> None:
+        cls.name, cls.writes, cls.waits = name, writes, waits
+        dataclass(frozen=True, kw_only=True)(cls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,27 +42,19 @@ class CommandRequest(Generic[C_co]):
 
 
 def encode(command: Command[Any]) -> dict[str, Any]:
-    """Return a command's fields as plain values. Raises DataError for what only this process knows the class of."""
-    try:
-        return dict(_plain(command, command.name))
-    except RecursionError:
-        raise DataError(f"{command.name}: its arguments are nested too deeply") from None
+    """Return a command's fields as plain values. Raises DataError for what can't be."""
+    return dict(_plain(read_fields(type(command), command.name, _fields(command))))
 
 
-def _plain(value: Any, name: str) -> Any:
-    """Return what a coordinator can read, without the user's classes: an enum's member is its text or number there."""
-    if isinstance(value, bool | bytes | Parcel) or value is None:
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        return int.__int__(value)
-    if isinstance(value, float):
-        return float.__float__(value)
-    if isinstance(value, Mapping):
-        return {_plain(key, name): _plain(item, f"{name}: {key}") for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item, name) for item in value]
-    if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name), f"{name}: {f.name}") for f in fields(value)}
-    raise DataError(f"{name} is {type(value).__name__}: a text, a number, or a list or mapping of these is expected")
+_PLAIN = frozenset({str, int, float, bool, type(None), Parcel, dict})
+"""Types of what a checked command holds and travels as it is."""
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [item if type(item) in _PLAIN else _plain(item) for item in value]
+    return {name: item if type(item) in _PLAIN else _plain(item) for name, item in _fields(value).items()}
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in value.__dataclass_fields__}

@@ -7,6 +7,7 @@ from typing import Any, TypedDict
 
 from trinity_es.actors.commands.base import Command
 from trinity_es.actors.commands.fields import (
+    FIELDS,
     Batch,
     Count,
     Experiences,
@@ -34,17 +35,15 @@ __all__ = [
 class Cursor:
     """How far a taskset was read for a batch."""
 
+    __pydantic_config__ = FIELDS
     taskset: TasksetName
     epoch: Count
     offset: Count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SubmitBatch(Command[None]):
+class SubmitBatch(Command[None], name="submit", writes=True):
     """Begin a batch with these tasks; answered when it is durable. Raises BatchAlreadyActive."""
 
-    name = "submit"
-    writes = True
     batch_id: Batch
     """Of no batch that is open."""
     tasks: Tasks
@@ -58,8 +57,7 @@ class SubmitBatch(Command[None]):
     """Of each taskset that was not read before and is no file: what it was found to be; recorded there, too."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinalizeBatch(Command[dict[str, Any]]):
+class FinalizeBatch(Command[dict[str, Any]], name="finalize", writes=True, waits=True):
     """Wait until a batch has what it needs, run the pipeline on a train batch, and end it.
 
     Answered with `batch_id, batch_type, finished_task_count, metrics`; asked again, the same. Tasks that failed for
@@ -67,9 +65,6 @@ class FinalizeBatch(Command[dict[str, Any]]):
     PipelineError.
     """
 
-    name = "finalize"
-    writes = True
-    waits = True
     batch_id: Batch
     batch_type: Finalized
     """As it was submitted."""
@@ -77,12 +72,9 @@ class FinalizeBatch(Command[dict[str, Any]]):
     """When to answer with FinalizeTimeout; nothing is lost then. null: never."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AbortBatch(Command[None]):
+class AbortBatch(Command[None], name="abort", writes=True):
     """Give a batch up: its running tasks are stopped. One that is unknown or has ended is none the worse for it."""
 
-    name = "abort"
-    writes = True
     batch_id: Batch
     reason: Text
     """Why; it is recorded."""
@@ -90,12 +82,9 @@ class AbortBatch(Command[None]):
     """Recorded with the batch; what has finished is in the log either way."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RedoTasks(Command[None]):
+class RedoTasks(Command[None], name="redo", writes=True):
     """Let tasks of an open batch that have ended run again, all runs of each. Raises BatchNotFound, DataError."""
 
-    name = "redo"
-    writes = True
     batch_id: Batch
     tasks: list[Count]
     """Their numbers in the batch."""
@@ -103,34 +92,25 @@ class RedoTasks(Command[None]):
     """Who asks, and why; it is recorded."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessExperiences(Command[dict[str, float]]):
+class ProcessExperiences(Command[dict[str, float]], name="process_experiences", writes=True):
     """Run experiences through the pipeline, outside any batch; answered with its metrics. Raises PipelineError."""
 
-    name = "process_experiences"
-    writes = True
     refs: list[Experiences]
     """Of experiences that are in the payload store."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GetStatus(Command[dict[str, Any]]):
+class GetStatus(Command[dict[str, Any]], name="status", writes=False):
     """Tell how batches, runners, outputs and the queue are, as plain JSON; it is answered whatever the log does."""
 
-    name = "status"
-    writes = False
 
 
 # --- schedulers -------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleTasks(Command[int]):
+class ScheduleTasks(Command[int], name="schedule", writes=True):
     """Begin a batch with these tasks, or have them join it; answered with the number of the first of them.
 
     Raises BatchAlreadyActive.
     """
 
-    name = "schedule"
-    writes = True
     batch_id: Batch
     """Of no batch that is open to be finalized, and no train batch that was."""
     tasks: Tasks
@@ -147,17 +127,13 @@ class BatchProgress(TypedDict):
     """Which of the batches of this id it is."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PollBatch(Command[BatchProgress]):
+class PollBatch(Command[BatchProgress], name="poll", writes=True, waits=True):
     """Tell how far a scheduled batch is: when `at_least` tasks are ready, or nothing is open, or after `seconds`.
 
     One that stays paused is answered for when no unit of it is with a runner, since no more will come then. Raises
     BatchTypeMismatch.
     """
 
-    name = "poll"
-    writes = True
-    waits = True
     batch_id: Batch
     at_least: Whole
     seconds: Seconds
@@ -173,24 +149,17 @@ class StoreProgress(TypedDict):
     batches: list[BatchId]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PollAllBatches(Command[StoreProgress]):
+class PollAllBatches(Command[StoreProgress], name="poll_all", writes=False, waits=True):
     """Tell how far all scheduled batches are: when nothing is open, or not `settled` tasks are, or after `seconds`."""
 
-    name = "poll_all"
-    writes = False
-    waits = True
     settled: Whole
     """As many as its client knows of; -1: it knows of none."""
     seconds: Seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DropOpenTasks(Command[None]):
+class DropOpenTasks(Command[None], name="drop_rest", writes=True):
     """Give up what is not settled; runners stop it. Raises BatchTypeMismatch."""
 
-    name = "drop_rest"
-    writes = True
     batch_id: Batch | None
     """null: of all scheduled batches."""
     reason: Text
@@ -199,12 +168,9 @@ class DropOpenTasks(Command[None]):
     """Keep the runs that such a task finished; null: as the config says."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TakeResults(Command[list[int]]):
+class TakeResults(Command[list[int]], name="take", writes=True):
     """Record that somebody has the results of these tasks; answered with those that nobody else had taken."""
 
-    name = "take"
-    writes = True
     batch_id: Batch
     tasks: list[Count]
     """Their numbers in the batch."""
@@ -212,18 +178,12 @@ class TakeResults(Command[list[int]]):
     """As `poll` told it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PauseBatches(Command[None]):
+class PauseBatches(Command[None], name="pause", writes=True):
     """Give these scheduled batches no runners until somebody wants them."""
 
-    name = "pause"
-    writes = True
     batches: list[Batch]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeBatches(Command[None]):
+class ResumeBatches(Command[None], name="resume", writes=True):
     """Let all scheduled batches that were paused go on."""
 
-    name = "resume"
-    writes = True

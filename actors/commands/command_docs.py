@@ -13,7 +13,7 @@ import sys
 from itertools import pairwise
 
 from trinity_es.actors import commands
-from trinity_es.actors.commands import batches, fields, hosts, serve, servers, trainer
+from trinity_es.actors.commands import batches, fields, serve, servers, trainer
 from trinity_es.events.event_docs import documented_fields, fields_table
 
 __all__ = ["markdown"]
@@ -33,9 +33,8 @@ a command that waits goes on waiting; who asks for another one that writes is to
 
 
 def markdown() -> str:
-    """Return the whole page."""
     lines, values = [_HEAD], []
-    for module in (batches, trainer, serve, servers, hosts):
+    for module in (batches, trainer, serve, servers):
         source = inspect.getsource(module)
         titles = dict(_titles(source))
         for node in [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]:

@@ -1,58 +1,48 @@
-"""What the fields of commands may hold: each kind of value with its check, and a command made of what a client sent.
+"""What the fields of commands may hold: types that pydantic checks, where a command is sent and where it arrives.
 
 Nothing of a request is looked at, read or folded before `read_fields` has seen all of it: what passes here can be
 recorded. Names become parts of streams and columns of tables, so they are short and printable; texts are anything that
 every database can hold; numbers fit into the columns that they end in.
-
-A kind is a type with its reader: `Annotated[str, reader]`. Lists, mappings, literals, optional values and dataclasses
-of kinds need no reader of their own.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import MISSING, fields
+from functools import cache
+from typing import Annotated, Any, Literal
 
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetPydanticSchema,
+    PlainValidator,
+    StrictInt,
+    StrictStr,
+    TypeAdapter,
+    ValidationError,
+    create_model,
+)
+from pydantic_core import core_schema
+
+from trinity_es.actors.error_lines import sentence
 from trinity_es.actors.requests import Parcel
 from trinity_es.events.errors import DataError
-from trinity_es.events.values import MOST_METRICS, NAME_LENGTH, BatchId, require_batch_id, shown
+from trinity_es.events.values import MOST_METRICS, NAME_LENGTH, require_batch_id, shown
 from trinity_es.events.vocabulary import Answer, PayloadRef, TasksetSource
 
 __all__ = [
-    "NAME_LENGTH",
-    "TEXT_LENGTH",
-    "AdapterName",
-    "AnswerGiven",
-    "Batch",
-    "Count",
-    "Digest",
-    "Experiences",
-    "Finalized",
-    "Flag",
-    "Name",
-    "Number",
-    "Port",
-    "Position",
-    "Positive",
-    "Seconds",
-    "ShortText",
-    "SourceFound",
-    "TableNumber",
-    "Tasks",
-    "TasksetName",
-    "Text",
-    "Whole",
-    "check_tasks",
-    "is_request_id",
-    "is_storable",
-    "read_fields",
-    "shown",
+    "FIELDS", "NAME_LENGTH", "TEXT_LENGTH", "AdapterName", "AnswerGiven", "Batch", "Count", "Digest", "Experiences",
+    "Finalized", "Flag", "Metrics", "Name", "Number", "Port", "Position", "Positive", "Seconds", "ShortText",
+    "SourceFound", "TableNumber", "Tasks", "TasksetName", "Text", "Whole", "check_tasks", "is_request_id",
+    "is_storable", "read_fields", "shown",
 ]
 
+FIELDS = ConfigDict(extra="forbid", revalidate_instances="always")
+"""What a dataclass has as its `__pydantic_config__`: no fields but its own, each checked."""
 TASKSET_LENGTH = 400
 """Maximum characters of a taskset's name: it is a stream's name, and no column."""
 TEXT_LENGTH = 16_384
@@ -63,18 +53,12 @@ SECONDS = 1e9
 """Maximum of a timeout, in seconds: a timer can't be set later."""
 MOST_RUNS = 1_000_000
 """Maximum of the runs of one task."""
-
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-_ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
-_Reader = Callable[[str, Any], Any]
-"""Makes a field's value of what was sent under its name. Raises DataError, with the name, where it can't."""
+MOST_SAID = 500
+"""Maximum characters of an error: it names keys that a client made up."""
+_DIGEST = r"^[0-9a-f]{64}$"
 
 
-# --- readers --------------------------------------------------------------------------------------------------------
-def _wrong(name: str, value: Any, expected: str) -> DataError:
-    return DataError(f"{name} is {shown(value)}: {expected} is expected")
-
-
+# --- checks ---------------------------------------------------------------------------------------------------------
 def is_storable(value: str) -> bool:
     """Return True if every database can hold this text: PostgreSQL has no NUL, and none has half of a surrogate pair.
     """
@@ -85,220 +69,122 @@ def is_storable(value: str) -> bool:
     return "\0" not in value
 
 
-def _name(length: int = NAME_LENGTH) -> _Reader:
-    def read(name: str, value: Any) -> Any:
-        if not isinstance(value, str) or not 0 < len(value) <= length or not value.isprintable():
-            raise _wrong(name, value, f"a name of 1 to {length} printable characters")
-        return value
-
-    return read
+def _storable(value: str) -> str:
+    if not is_storable(value):
+        raise ValueError(f"must be text without NUL and half surrogate pairs, not {shown(value)}")
+    return value
 
 
-def _text(length: int = TEXT_LENGTH) -> _Reader:
-    def read(name: str, value: Any) -> Any:
-        if not isinstance(value, str) or len(value) > length or not is_storable(value):
-            raise _wrong(name, value, f"a text of at most {length} characters, without NUL and half surrogate pairs,")
-        return value
-
-    return read
+def _printable(value: str) -> str:
+    if not value.isprintable():
+        raise ValueError(f"must be printable, not {shown(value)}")
+    return value
 
 
-def _whole(least: int = 1 - WHOLE, below: int = WHOLE) -> _Reader:
-    def read(name: str, value: Any) -> Any:
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < below:
-            raise _wrong(name, value, f"a whole number from {least} to {below - 1}")
-        return value
-
-    return read
-
-
-def _number(name: str, value: Any) -> Any:
+def _number(value: Any) -> float:
     whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
     if not whole and not (isinstance(value, float) and math.isfinite(value)):
-        raise _wrong(name, value, "a finite number")
-    return value
+        raise ValueError(f"must be a finite number, not {shown(value)}")
+    return float(value)
 
 
-def _seconds(name: str, value: Any) -> Any:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= SECONDS:
-        raise _wrong(name, value, f"a number of seconds, at most {SECONDS:.0f},")
-    return value
+def _batch_id(value: Any) -> Any:
+    try:
+        return _storable(value) if isinstance(require_batch_id(value), str) else value
+    except DataError as e:
+        raise ValueError(f"is wrong: {e}") from None
 
 
-def _flag(name: str, value: Any) -> Any:
-    if not isinstance(value, bool):
-        raise _wrong(name, value, "true or false")
-    return value
-
-
-def _batch_id(name: str, value: Any) -> Any:
-    if isinstance(value, str) and not is_storable(value):
-        raise _wrong(name, value, "the id of a batch, of printable characters,")
-    return require_batch_id(value)
-
-
-def _parcel(name: str, value: Any) -> Any:
+def _parcel(value: Any) -> Parcel:
     good = isinstance(value, Parcel) and (
         isinstance(value.inline, bytes) if value.digest is None
-        else value.inline is None and isinstance(value.digest, str) and _DIGEST.fullmatch(value.digest) is not None
+        else value.inline is None and isinstance(value.digest, str) and re.fullmatch(_DIGEST[1:-1], value.digest)
     )
     if not good:
-        raise _wrong(name, value, "JSON, or the digest of a payload that holds it,")
-    return value
+        raise ValueError(f"must be JSON, or the digest of a payload that holds it, not {shown(value)}")
+    return value  # type: ignore[no-any-return]  # it is a Parcel
 
 
-def _digest(name: str, value: Any) -> Any:
-    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
-        raise _wrong(name, value, "the digest of a payload, 64 hexadecimal digits,")
-    return value
+def _record(cls: type[Any], **kinds: Any) -> Any:
+    """Return what has an object of this dataclass made of a mapping, or of such an object, with fields of these kinds.
+    """
+    defaults = {f.name: ... if f.default is MISSING else f.default for f in fields(cls)}
+    found: dict[str, Any] = {name: (kind, defaults[name]) for name, kind in kinds.items()}
+    checked = create_model(cls.__name__, __config__=FIELDS, **found)
 
+    def given(value: Any) -> Any:
+        return {name: getattr(value, name) for name in kinds} if isinstance(value, cls) else value
 
-def _adapter(name: str, value: Any) -> Any:
-    if not isinstance(value, str) or not _ADAPTER.fullmatch(value):
-        raise _wrong(name, value, "a name of letters, digits, dots, dashes and underscores, 100 at most,")
-    return value
+    def schema(_: Any, handler: Any) -> Any:
+        made = core_schema.no_info_after_validator_function(lambda found: cls(**found.__dict__), handler(checked))
+        return core_schema.no_info_before_validator_function(given, made)
 
-
-def _one_of(*values: str) -> _Reader:
-    def read(name: str, value: Any) -> Any:
-        if not isinstance(value, str) or value not in values:
-            raise _wrong(name, value, " or ".join(repr(v) for v in values))
-        return value
-
-    return read
-
-
-def _or_none(reader: _Reader) -> _Reader:
-    return lambda name, value: None if value is None else reader(name, value)
-
-
-def _list_of(reader: _Reader) -> _Reader:
-    def read(name: str, value: Any) -> Any:
-        if not isinstance(value, list | tuple):
-            raise _wrong(name, value, "a list")
-        return [reader(f"{name}[{number}]", item) for number, item in enumerate(value)]
-
-    return read
-
-
-def _mapping(reader: _Reader) -> _Reader:
-    """Return the reader of a mapping from names to values of one kind."""
-    key = _text(NAME_LENGTH)
-
-    def read(name: str, value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise _wrong(name, value, "a mapping")
-        if len(value) > MOST_METRICS:
-            raise DataError(f"{name} holds {len(value):,} values: at most {MOST_METRICS:,} are expected")
-        return {key(f"a name in {name}", k): reader(f"{name}[{k!r}]", v) for k, v in value.items()}
-
-    return read
-
-
-def _record(cls: type[Any], **readers: _Reader) -> _Reader:
-    return lambda name, value: _built(cls, readers, name, value, f"{name}.")
-
-
-def _built(cls: type[Any], readers: Mapping[str, _Reader], name: str, value: Any, prefix: str) -> Any:
-    """Return an object of a dataclass out of a mapping with a value for each field that has no default."""
-    required = [f.name for f in fields(cls) if f.default is MISSING]
-    if not isinstance(value, dict):
-        raise _wrong(name, value, f"a mapping with {', '.join(required) or 'nothing in it'}")
-    if missing := [field for field in required if field not in value]:
-        raise DataError(f"{name} has no {', '.join(missing)}: {', '.join(required)} belong to it")
-    if unknown := [field for field in value if field not in readers]:
-        raise _wrong(f"a key of {name}", unknown[0], ", ".join(readers) or "none")
-    return cls(**{field: readers[field](f"{prefix}{field}", item) for field, item in value.items()})
+    return GetPydanticSchema(schema)
 
 
 # --- kinds ----------------------------------------------------------------------------------------------------------
-_count = _whole(0)
-_ref = _record(PayloadRef, digest=_digest, first=_count, count=_count)
-_answer = _record(
-    Answer, message=_name(), runner=_name(), incarnation=_count, model_version=_count, model_version_end=_count,
-    payload=_or_none(_ref), prompt_tokens=_count, response_tokens=_count,
-)
-_source = _record(
-    TasksetSource, taskset=_name(TASKSET_LENGTH), is_eval=_flag, path=_text(), subset=_or_none(_text()),
-    split=_or_none(_text()), asked=_or_none(_text()), revision=_text(NAME_LENGTH), args=_text(), rows=_count,
-    order=_or_none(_text()),
-)
-
-Batch = Annotated[BatchId, _batch_id]
+Batch = Annotated[StrictInt | StrictStr, BeforeValidator(_batch_id)]
 """The id of a batch: a whole number (a step) or a text such as `12/gsm8k`."""
-Name = Annotated[str, _name()]
+Name = Annotated[StrictStr, Field(min_length=1, max_length=NAME_LENGTH), AfterValidator(_printable)]
 """1 to 200 printable characters."""
-AdapterName = Annotated[str, _adapter]
+AdapterName = Annotated[StrictStr, Field(pattern="^[A-Za-z0-9][A-Za-z0-9_.-]{0,99}$")]
 """1 to 100 letters, digits, dots, dashes and underscores, the first a letter or a digit."""
-Digest = Annotated[str, _digest]
+Digest = Annotated[StrictStr, Field(pattern=_DIGEST)]
 """A SHA-256, 64 hexadecimal digits."""
-TasksetName = Annotated[str, _name(TASKSET_LENGTH)]
+TasksetName = Annotated[StrictStr, Field(min_length=1, max_length=TASKSET_LENGTH), AfterValidator(_printable)]
 """1 to 400 printable characters."""
-Text = Annotated[str, _text()]
+Text = Annotated[StrictStr, Field(max_length=TEXT_LENGTH), AfterValidator(_storable)]
 """Up to 16,384 characters, without NUL and half surrogate pairs."""
-ShortText = Annotated[str, _text(NAME_LENGTH)]
+ShortText = Annotated[StrictStr, Field(max_length=NAME_LENGTH), AfterValidator(_storable)]
 """The same, up to 200 characters."""
-Whole = Annotated[int, _whole()]
+Whole = Annotated[StrictInt, Field(gt=-WHOLE, lt=WHOLE)]
 """A whole number that 32 bits hold with its sign."""
-Count = Annotated[int, _count]
+Count = Annotated[StrictInt, Field(ge=0, lt=WHOLE)]
 """A whole number of 0 or more, below 2^31."""
-Positive = Annotated[int, _whole(1)]
+Positive = Annotated[StrictInt, Field(ge=1, lt=WHOLE)]
 """A whole number of 1 or more, below 2^31."""
-Position = Annotated[int, _whole(0, 2**63)]
+Position = Annotated[StrictInt, Field(ge=0, lt=2**63)]
 """A position of the log, or 0."""
-TableNumber = Annotated[int, _whole(-1, 2**63)]
+TableNumber = Annotated[StrictInt, Field(ge=-1, lt=2**63)]
 """The number of a table of routes; -1 before any."""
-Port = Annotated[int, _whole(0, 65_536)]
+Port = Annotated[StrictInt, Field(ge=0, lt=65_536)]
 """A TCP port."""
-Number = Annotated[float, _number]
+Number = Annotated[float, BeforeValidator(_number)]
 """A finite number."""
-Seconds = Annotated[float, _seconds]
+Seconds = Annotated[float, Field(ge=-SECONDS, le=SECONDS), BeforeValidator(_number)]
 """A number of seconds, at most 1e9."""
-Flag = Annotated[bool, _flag]
+Flag = Annotated[bool, Field(strict=True)]
 """True or false."""
 Finalized = Literal["train", "eval"]
 """A batch that is finalized: `train` or `eval`."""
-Tasks = Annotated[Parcel, _parcel]
+Metrics = Annotated[dict[ShortText, Number], Field(max_length=MOST_METRICS)]
+"""Finite numbers by their names."""
+Tasks = Annotated[Parcel, PlainValidator(_parcel)]
 """A list of tasks: JSON, or the digest of a payload that holds it."""
-Experiences = Annotated[PayloadRef, _ref]
+Experiences = Annotated[PayloadRef, _record(PayloadRef, digest=Digest, first=Count, count=Count)]
 """Where experiences lie: `digest`, `first`, `count`."""
-AnswerGiven = Annotated[Answer, _answer]
+AnswerGiven = Annotated[Answer, _record(
+    Answer, message=Name, runner=Name, incarnation=Count, model_version=Count, model_version_end=Count,
+    payload=Experiences | None, prompt_tokens=Count, response_tokens=Count,
+)]
 """An answer of the proxy, with the fields of `Answer` in docs/EVENTS.md."""
-SourceFound = Annotated[TasksetSource, _source]
+SourceFound = Annotated[TasksetSource, _record(
+    TasksetSource, taskset=TasksetName, is_eval=Flag, path=Text, subset=Text | None, split=Text | None,
+    asked=Text | None, revision=ShortText, args=Text, rows=Count, order=Text | None,
+)]
 """What a taskset is read from, with the fields of `TasksetSource` in docs/EVENTS.md."""
 
-_known: dict[type[Any], dict[str, _Reader]] = {}
 
-
-def _reader(hint: Any) -> _Reader:
-    """Return what reads a field with this annotation. Raises TypeError where that is no kind."""
-    origin, inside = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        found: _Reader = inside[1]
-        return found
-    if origin is Literal:
-        return _one_of(*inside)
-    if origin is list:
-        return _list_of(_reader(inside[0]))
-    if origin is dict and inside[0] is str:
-        return _mapping(_reader(inside[1]))
-    if origin in (Union, UnionType) and len(inside) == 2 and inside[1] is type(None):
-        return _or_none(_reader(inside[0]))
-    if is_dataclass(hint) and isinstance(hint, type):
-        return _record(hint, **_readers(hint))
-    raise TypeError(f"{hint} is no kind of value that a command may have: see actors/commands/fields.py")
-
-
-def _readers(cls: type[Any]) -> dict[str, _Reader]:
-    if cls not in _known:
-        hints = get_type_hints(cls, include_extras=True)
-        _known[cls] = {field.name: _reader(hints[field.name]) for field in fields(cls)}
-    return _known[cls]
+_adapter = cache(TypeAdapter[Any])
 
 
 def read_fields(cls: type[Any], name: str, value: Any) -> Any:
     """Return an object of a dataclass whose fields are kinds, out of plain data. Raises DataError, which names it."""
-    return _built(cls, _readers(cls), name, value, "")
+    try:
+        return _adapter(cls).validate_python(value)  # type: ignore[arg-type]  # a class is hashable
+    except ValidationError as e:
+        said = sentence(e.errors(include_url=False)[0], "it")
+        raise DataError(f"{name}: {said if len(said) <= MOST_SAID else said[:MOST_SAID] + '...'}") from None
 
 
 # --- what else clients send -----------------------------------------------------------------------------------------
@@ -310,11 +196,15 @@ def is_request_id(value: Any) -> bool:
 def check_tasks(tasks: Any) -> list[dict[str, Any]]:
     """Return the tasks out of a parcel, if they are some. Raises DataError, naming the task."""
     if not isinstance(tasks, list):
-        raise _wrong("tasks", tasks, "a list of tasks")
+        raise DataError(f"tasks must be a list, not {shown(tasks)}")
     for number, task in enumerate(tasks):
         if not isinstance(task, dict):
-            raise _wrong(f"task {number}", task, "a mapping, as task_to_dict makes it,")
-        _text()(f"task {number}: workflow", task.get("workflow"))
-        if "repeat_times" in task:
-            _whole(1, MOST_RUNS + 1)(f"task {number}: repeat_times", task["repeat_times"])
+            raise DataError(f"task {number} must be a mapping, as task_to_dict makes it, not {shown(task)}")
+        workflow, runs = task.get("workflow"), task.get("repeat_times", 1)
+        if not isinstance(workflow, str) or len(workflow) > TEXT_LENGTH or not is_storable(workflow):
+            raise DataError(f"task {number}: workflow must be a text of at most {TEXT_LENGTH} characters, without NUL "
+                            f"and half surrogate pairs, not {shown(workflow)}")
+        if not isinstance(runs, int) or isinstance(runs, bool) or not 1 <= runs <= MOST_RUNS:
+            raise DataError(f"task {number}: repeat_times must be a whole number from 1 to {MOST_RUNS}, not "
+                            f"{shown(runs)}")
     return tasks

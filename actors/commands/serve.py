@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TypedDict
 
 from trinity_es.actors.commands.base import Command
@@ -15,24 +14,18 @@ __all__ = [
 
 
 # --- the proxy of mode `serve` ----------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordAnswers(Command[int]):
+class RecordAnswers(Command[int], name="record_answers", writes=True):
     """Record what the proxy answers to its clients; answered with how many of them were new."""
 
-    name = "record_answers"
-    writes = True
     answers: list[AnswerGiven]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardAnswers(Command[int]):
+class RewardAnswers(Command[int], name="reward_answers", writes=True):
     """Give answers a reward, all of them or none; answered with how many they are.
 
     Raises AnswerNotFound; AnswerDelivered where one went to the pipeline with another.
     """
 
-    name = "reward_answers"
-    writes = True
     messages: list[Name]
     """Ids, as clients got them."""
     reward: Number
@@ -49,20 +42,14 @@ class DeliveredAnswers(TypedDict):
     metrics: dict[str, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeliverAnswers(Command[DeliveredAnswers]):
+class DeliverAnswers(Command[DeliveredAnswers], name="deliver_answers", writes=True):
     """Take all answers that are rewarded through the pipeline; what has no reward stays. Raises PipelineError."""
 
-    name = "deliver_answers"
-    writes = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CountAnswers(Command[dict[str, int]]):
+class CountAnswers(Command[dict[str, int]], name="answers", writes=False):
     """Count the answers: `recorded` (without a reward), `rewarded`, `delivered`."""
 
-    name = "answers"
-    writes = False
 
 
 class EngineRoute(TypedDict):
@@ -83,13 +70,9 @@ class RouteTable(TypedDict):
     engines: list[EngineRoute]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GetRoutes(Command[RouteTable]):
+class GetRoutes(Command[RouteTable], name="routes", writes=False, waits=True):
     """Tell a proxy which engines serve: when that is not what it knows, or after two seconds."""
 
-    name = "routes"
-    writes = False
-    waits = True
     proxy: Name
     """Who asks: a name of its own."""
     url: ShortText

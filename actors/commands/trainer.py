@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from trinity_es.actors.commands.base import Command
@@ -12,8 +11,8 @@ from trinity_es.actors.commands.fields import (
     Count,
     Digest,
     Flag,
+    Metrics,
     Name,
-    Number,
     Port,
     Position,
     Positive,
@@ -40,29 +39,22 @@ class DeliveredBatch(TypedDict):
     position: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GetNextBatch(Command[DeliveredBatch]):
+class GetNextBatch(Command[DeliveredBatch], name="next_batch", writes=False, waits=True):
     """Wait for the first train batch that is finalized after a position of the log."""
 
-    name = "next_batch"
-    writes = False
-    waits = True
     after: Position
     """Up to here its client knows all."""
     timeout: Seconds | None
     """When its client goes away: it is not answered then. null: never."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AcknowledgeBatch(Command[None]):
+class AcknowledgeBatch(Command[None], name="acknowledge", writes=True):
     """Record that a trainer's step used a batch; said again it changes nothing. Raises BatchNotFound, DataError."""
 
-    name = "acknowledge"
-    writes = True
     batch_id: Batch
     """Of a train or eval batch that is finalized."""
     step: Whole
-    metrics: dict[str, Number]
+    metrics: Metrics
     """Of the step: loss, ..."""
 
 
@@ -74,13 +66,9 @@ class ResumedTrainer(TypedDict):
     """All that was finalized up to here is known with it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeTrainer(Command[ResumedTrainer]):
+class ResumeTrainer(Command[ResumedTrainer], name="resume_trainer", writes=True, waits=True):
     """Tell a trainer that is back at its checkpoint of `step` which batches are its again. Raises PayloadNotFound."""
 
-    name = "resume_trainer"
-    writes = True
-    waits = True  # a run that begins has nothing better to do
     step: Count
     """0: it begins with the model as it was given."""
 
@@ -102,16 +90,12 @@ class TakenExperiences(TypedDict):
     refs: list[PayloadPart]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TakeExperiences(Command[list[TakenExperiences]]):
+class TakeExperiences(Command[list[TakenExperiences]], name="take_experiences", writes=True, waits=True):
     """Take the `n` experiences that go next out of the queue; waits until there are so many.
 
     Raises TakeTimeout, with nothing taken; PipelineError where the priority function fails; PayloadNotFound.
     """
 
-    name = "take_experiences"
-    writes = True
-    waits = True
     n: Positive
     timeout: Seconds | None
     """When to answer with TakeTimeout; null: never."""
@@ -129,13 +113,9 @@ class SyncedWeights(TypedDict):
     """The trainer sent it; otherwise runners loaded it from its place."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncWeights(Command[SyncedWeights]):
+class SyncWeights(Command[SyncedWeights], name="sync_weights", writes=True, waits=True):
     """Publish weights, and have every engine load them; answered when all have. Raises SyncError."""
 
-    name = "sync_weights"
-    writes = True
-    waits = True
     version: Whole
     """At least that of the current ones."""
     path: Text
@@ -148,12 +128,9 @@ class SyncWeights(Command[SyncedWeights]):
     """Their place was lost, and has been written anew."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckWeightGroup(Command[bool]):
+class CheckWeightGroup(Command[bool], name="weight_group", writes=False):
     """Tell whether every engine that serves is in the trainer's group."""
 
-    name = "weight_group"
-    writes = False
 
 
 class JoinedRunners(TypedDict):
@@ -162,13 +139,9 @@ class JoinedRunners(TypedDict):
     runners: list[str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinWeightGroup(Command[JoinedRunners]):
+class JoinWeightGroup(Command[JoinedRunners], name="join_weight_group", writes=False, waits=True):
     """Have every engine join the group that the trainer opens, to get weights from its memory. Raises SyncError."""
 
-    name = "join_weight_group"
-    writes = False
-    waits = True
     address: Name
     """Where the trainer opens it."""
     port: Port
@@ -189,13 +162,9 @@ class SyncedAdapter(TypedDict):
     runners: list[str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncAdapter(Command[SyncedAdapter]):
+class SyncAdapter(Command[SyncedAdapter], name="sync_adapter", writes=True, waits=True):
     """Publish a version of a LoRA adapter, and have every engine load it; answered when all have. Raises SyncError."""
 
-    name = "sync_adapter"
-    writes = True
-    waits = True
     adapter: AdapterName
     version: Count
     """At least that of the current one."""
@@ -210,12 +179,9 @@ class SyncAdapter(Command[SyncedAdapter]):
     """When to answer with SyncError; who has not loaded it then goes on with the version that it had."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoveAdapter(Command[None]):
+class RemoveAdapter(Command[None], name="remove_adapter", writes=True):
     """Take a LoRA adapter back: requests that name it are refused from then on. Raises SyncError for an unknown one."""
 
-    name = "remove_adapter"
-    writes = True
     adapter: AdapterName
 
 
@@ -227,13 +193,9 @@ class RestartedRunner(TypedDict):
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestartRunner(Command[RestartedRunner]):
+class RestartRunner(Command[RestartedRunner], name="restart_runner", writes=False, waits=True):
     """End a life of a runner; answered when another one has begun. Raises RunnerNotFound."""
 
-    name = "restart_runner"
-    writes = False
-    waits = True
     runner: Name
     incarnation: Whole
     """The life that is to end: asked again, it ends once."""
@@ -241,11 +203,8 @@ class RestartRunner(Command[RestartedRunner]):
     """Who asks, and why; it is recorded."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GetRunnerStates(Command[dict[str, dict[str, Any]]]):
+class GetRunnerStates(Command[dict[str, dict[str, Any]]], name="runner_states", writes=False):
     """Tell what runners do right now, by name, as `actors/run_activity.py` says; one that nobody has is left out."""
 
-    name = "runner_states"
-    writes = False
     names: list[ShortText] | None
     """null: of all."""

@@ -115,7 +115,7 @@ class Coordinator(BaseActor):
         self.guardian, self.admin, self.alive = sender, message.admin, message.alive
         self.hosts_heard = message.hosts_heard
         self.open_log(config.system.log_dir, "coordinator")
-        look_in(*config.code_path)
+        look_in(config.code_path, config.started_in)
         self.start_watch()
         self.beat()
         self.host = socket.gethostname()
@@ -146,10 +146,11 @@ class Coordinator(BaseActor):
         """Take over a log that is this coordinator's: build what works on it, and go on with what is open."""
         config, session = self.config, self.opened()
         self.live, self.witnesses = session.live, session.witnesses
-        operators = [] if config.mode == "bench" else config.buffer.pipeline.operators
+        pipeline = config.buffer.pipeline
+        operators = [] if config.mode == "bench" else [operator.model_dump() for operator in pipeline.operators]
         payloads = patient(self.live.payloads, config.store.retry_for)
         self.pipeline = PipelineThread(operators, payloads, self.post, self.models.clients)
-        outputs = build_outputs(config.buffer.pipeline.outputs, config.run_dir)
+        outputs = build_outputs([output.model_dump() for output in pipeline.outputs], config.run_dir)
         self.outputs = Outputs(outputs, self.live, payloads, self.post)
         self.retention = Retention(config.store.retention, self.live, payloads, self.post, self.outputs.position)
         store = hashlib.sha256(config.store.url.encode()).hexdigest()[:12]
@@ -183,16 +184,16 @@ class Coordinator(BaseActor):
         end = listening(settings, self.post, lambda: self.hosts if self.running else None, self.folders)
         self.hosts = HostFleet(
             settings, self.fleet.registry, end, epoch=self.opened().lease.epoch,
-            handle=self._handle, died=lambda death: self._handle(death, None), models=self.config.model_paths(),
+            handle=self._handle, died=lambda death: self._handle(death, None),
+            models={name: model.model_path for name, model in self.config.models.items()},
             heard=self.hosts_heard,
         )
         self.every(HOSTS_SECONDS, "hosts", self.hosts.look)
 
     def folders(self) -> list[str]:
         """Return the folders of the models and of the current weights, which hosts have to have too; in a thread."""
-        models = (self.config.rollout, *self.config.auxiliary.values())
         weights = "" if self.live.weights.in_memory_only else self.live.weights.path
-        return [path for path in (*(m.engine.model_path for m in models), weights) if path]
+        return [path for path in (*(m.model_path for m in self.config.models.values()), weights) if path]
 
     def send(self, to: Any, message: Any) -> None:
         """Send to an actor here, or to a process of another host."""
@@ -209,7 +210,7 @@ class Coordinator(BaseActor):
             epoch=session.lease.epoch, pid=os.getpid(), host=self.host, version=VERSION,
             open_batches=list(self.live.batches),
         )
-        self.live.record(ev.SystemConfigured(config=self.config.recorded), started)
+        self.live.record(ev.SystemConfigured(config=self.config.masked()), started)
         if session.lease.copied_from:
             self.log.warning("the log is a copy of %s: its open leases are left to that", session.lease.copied_from)
             self.handlers.leases.leave()

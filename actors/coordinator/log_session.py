@@ -21,12 +21,12 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from trinity_es.actors.config.schema import StoreConfig
 from trinity_es.actors.coordinator.live_state import LiveState, Loaded
 from trinity_es.actors.coordinator.log_end_checks import Witnesses
 from trinity_es.actors.coordinator.log_reader import Reader, Watch
 from trinity_es.actors.coordinator.log_writer import LogWriter, Undone, UnitOfWork, is_of_content
 from trinity_es.actors.coordinator.ports import TimerHost
-from trinity_es.actors.settings import StoreSettings
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import Fenced, LogError, LogNotFound, LogRewound, LogUnavailable, NotALog
 from trinity_es.events.store.checks.log_end import Claim, Mark, Memory, claims_of, rewound
@@ -101,7 +101,7 @@ class LogSession:
     watch: Watch
 
     def __init__(
-        self, host: SessionHost, store: StoreSettings, owner: dict[str, Any], *, queue_capacity: int,
+        self, host: SessionHost, store: StoreConfig, owner: dict[str, Any], *, queue_capacity: int,
         memory: Memory | None, known: Sequence[Claim], told: Iterable[str],
     ) -> None:
         """`owner`: who takes the lease (pid, host, admin). `memory`: what this host knows of the log. `known`: what the

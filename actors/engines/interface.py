@@ -8,16 +8,45 @@ A runner finds its engine class by the name in its config (`"module:Class"`), bu
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
-from trinity_es.actors.settings import EngineConfig
 from trinity_es.events.errors import EngineError
 
 __all__ = [
-    "Completion", "Engine", "EngineConfig", "EngineLoad", "Generation", "ReceivesWeights", "Recording", "Sampling",
-    "ServesAdapters", "TellsLoad", "Tokenizer",
+    "Completion", "Engine", "EngineConfig", "EngineLoad", "Generation", "LoRASettings", "ReceivesWeights", "Recording",
+    "Sampling", "ServesAdapters", "TellsLoad", "Tokenizer",
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoRASettings:
+    """How many LoRA adapters engines serve at once, and of which rank at most."""
+
+    max_adapters: int
+    max_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How to build an engine. `options` go to the engine class as they are (AsyncEngineArgs for vLLM)."""
+
+    model_path: str
+    seed: int = 0
+    max_model_len: int | None = None
+    dtype: str = "auto"
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    server_args: dict[str, Any] = field(default_factory=dict)
+    """Options of the engine's own HTTP server (those of `vllm serve`)."""
+    initial_version: int = 0
+    """The model version that `model_path` is."""
+    weight_transfer: bool = False
+    """Be ready to join a group with the trainer (`sync_method: nccl`)."""
+    lora: LoRASettings | None = None
+    """None: it serves no adapters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,7 +81,7 @@ class Guardian(BaseActor):
         self.stopping = self.ending = False
         self.fenced = ""
         rollout = self.config.rollout
-        own = rollout.engine_num if rollout.servers is None else 0  # the coordinator says which servers there are
+        own = rollout.engine_num if rollout.engine_type != "http" else 0  # the coordinator says which servers there are
         host = self.config.host
         at = "" if host is None else f"@{host.name}"
         serves = host is not None or self.config.hosts.engines_on_head
@@ -92,8 +92,8 @@ class Guardian(BaseActor):
         """The current ones, of the rollout model: version, and where they lie."""
         for model, how in self.config.auxiliary.items() if serves else ():
             slots += [(f"{model}-{number}{at}", model, how) for number in range(how.engine_num)]
-            self.urls |= {f"{model}-{n}{at}": url for n, url in enumerate(how.servers.urls if how.servers else ())}
-        sizes = [(name, how.engine.tensor_parallel_size) for name, _, how in slots if name not in self.urls]
+            self.urls |= {f"{model}-{n}{at}": url for n, url in enumerate(how.servers.urls)}
+        sizes = [(name, how.tensor_parallel_size) for name, _, how in slots if name not in self.urls]
         self.first_place, self.places = placed(sizes), sum(size for _, size in sizes)
         folder, printed, leader = system.log_dir, printed_to(), "coordinator" if host is None else "host"
         self.logs = [f"{folder}/{name}.log" for name in ("guardian", leader, *(name for name, *_ in slots))]

@@ -20,9 +20,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from trinity_es.actors.config.hosts import HostsTlsConfig
 from trinity_es.actors.hosts.head_dialer import NO_TLS, HeadDialer
 from trinity_es.actors.hosts.sealed_stream import NotOurs, SealedStream
-from trinity_es.actors.settings import TlsSettings
 from trinity_es.events.software_version import VERSION
 
 __all__ = ["HeadSays", "ask_head", "digest_of", "facts", "serve_check"]
@@ -134,7 +134,7 @@ class HeadSays:
 
 
 async def ask_head(
-    where: tuple[str, int], key: bytes, hello: Mapping[str, Any], connect_seconds: float, tls: TlsSettings = NO_TLS
+    where: tuple[str, int], key: bytes, hello: Mapping[str, Any], connect_seconds: float, tls: HostsTlsConfig = NO_TLS
 ) -> HeadSays:
     """Ask the head that listens there. Raises NotOurs (another key), Refused, OSError, TimeoutError."""
     dialer = HeadDialer(lambda: [key], lambda: where, connect_seconds, tls)

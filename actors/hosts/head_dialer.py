@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from trinity_es.actors.config.hosts import HostsTlsConfig
 from trinity_es.actors.hosts.sealed_stream import SealedStream, open_to_head
 from trinity_es.actors.hosts.tls import begin_at_host
-from trinity_es.actors.settings import TlsSettings
 
 __all__ = ["HELLO_SECONDS", "NO_TLS", "HeadDialer", "Keys"]
 
 HELLO_SECONDS = 5.0
 """How long the other side may take to say who it is, or to take this one in."""
-NO_TLS = TlsSettings("", "", "")
+NO_TLS = HostsTlsConfig()
 
 Keys = Callable[[], Sequence[bytes]]
 """Gives the keys that hosts and head share now, the newest first; may read a file. Raises WrongKey."""
@@ -24,7 +24,7 @@ class HeadDialer:
     """See the module. May be used by several event loops."""
 
     def __init__(
-        self, keys: Keys, find: Callable[[], tuple[str, int] | None], timeout: float, tls: TlsSettings = NO_TLS
+        self, keys: Keys, find: Callable[[], tuple[str, int] | None], timeout: float, tls: HostsTlsConfig = NO_TLS
     ) -> None:
         """`find` returns where the head takes hosts in, None while nobody leads; like `keys` it may block."""
         self.keys, self.timeout = keys, timeout

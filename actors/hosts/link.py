@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trinity_es.actors.config.hosts import HostsTlsConfig
 from trinity_es.actors.hosts.check import serve_check
 from trinity_es.actors.hosts.folder_sender import FolderSender
 from trinity_es.actors.hosts.head_dialer import HELLO_SECONDS, NO_TLS, HeadDialer, Keys
 from trinity_es.actors.hosts.sealed_stream import Answer, NotOurs, Refused, SealedStream, accept
 from trinity_es.actors.hosts.tls import begin_at_head
-from trinity_es.actors.settings import TlsSettings
 from trinity_es.actors.strangers import most_strangers
 from trinity_es.events.errors import WrongKey
 from trinity_es.events.store.database.retry import Backoff
@@ -198,7 +198,7 @@ class HeadEnd:
         self, address: tuple[str, int], keys: Keys, timeout: float, *,
         hello: Callable[[Mapping[str, Any], str, Callable[[Admission], None]], None],
         take: Callable[[str, int, Items], None], gone: Callable[[str, int, str, float], None],
-        tls: TlsSettings = NO_TLS, facts: Callable[[], Mapping[str, Any]] = dict,
+        tls: HostsTlsConfig = NO_TLS, facts: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         """`facts()`, which may block: what is told to a host that asks and does not join."""
         self._facts = facts

@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import ssl
 
+from trinity_es.actors.config.hosts import HostsTlsConfig
 from trinity_es.actors.hosts.sealed_stream import MAGIC, MAGIC_TLS, NONCE, NotOurs
-from trinity_es.actors.settings import TlsSettings
 
 __all__ = ["begin_at_head", "begin_at_host"]
 
 
-async def begin_at_head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tls: TlsSettings) -> None:
+async def begin_at_head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tls: HostsTlsConfig) -> None:
     """Go on in TLS: the head's side. Nothing where there is no certificate. Raises NotOurs, OSError."""
     if not tls.cert:
         return
@@ -29,7 +29,7 @@ async def begin_at_head(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
 
 
 async def begin_at_host(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tls: TlsSettings, host: str
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tls: HostsTlsConfig, host: str
 ) -> None:
     """Go on in TLS: the host's side; `host` is the head's name or address. Raises NotOurs, OSError, EOFError."""
     if not tls.cert:
@@ -51,7 +51,7 @@ async def begin_at_host(
         raise NotOurs(f"the head does not go on in TLS: {_said(e)}") from e
 
 
-def _head_context(tls: TlsSettings) -> ssl.SSLContext:
+def _head_context(tls: HostsTlsConfig) -> ssl.SSLContext:
     """Return the head's side of TLS. Raises OSError."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -62,7 +62,7 @@ def _head_context(tls: TlsSettings) -> ssl.SSLContext:
     return context
 
 
-def _host_context(tls: TlsSettings) -> ssl.SSLContext:
+def _host_context(tls: HostsTlsConfig) -> ssl.SSLContext:
     """Return a host's side of TLS. Raises OSError."""
     try:
         context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=tls.ca or None)

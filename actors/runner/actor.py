@@ -64,12 +64,12 @@ class Runner(BaseActor):
         if os.getpgid(0) != os.getpid():
             os.setpgid(0, 0)  # engine and worker processes are ended with this one, as a group
         self.name, self.incarnation, self.config = message.name, message.incarnation, message.config
-        self.model, self.how = message.model, self.config.model(message.model)
+        self.model, self.how = message.model, self.config.models[message.model]
+        engine = self.config.engine_config(message.model)
         if message.url:
-            engine = self.how.engine
             options = {**engine.options, "url": message.url, "weights": message.weights}
-            self.how = replace(self.how, engine=replace(engine, options=options))
-        size = self.how.engine.tensor_parallel_size
+            engine = replace(engine, options=options)
+        size = engine.tensor_parallel_size
         # What an engine spawns imports the main module of who spawned it. Ours is the launcher's: a second of imports,
         # and the memory of it, in each of vLLM's processes, for nothing.
         sys.modules["__main__"] = ModuleType("__main__")
@@ -78,7 +78,7 @@ class Runner(BaseActor):
         self.open_log(self.config.system.log_dir, self.name)
         os.umask(self.config.umask)
         self.start_watch()
-        look_in(*self.config.code_path)
+        look_in(self.config.code_path, self.config.started_in)
         self.coordinator: Any = None
         self.epoch = 0
         self.state, self.reason = "started", ""
@@ -92,7 +92,7 @@ class Runner(BaseActor):
         self.units: dict[Key, messages.UnitAssignment] = {}
         """What it has, or keeps the outcome of."""
         self.given_up: int | None = None
-        self.engine_side = EngineThread(self, self.name, self.model, self.how, self.config, self.log)
+        self.engine_side = EngineThread(self, self.name, self.model, engine, self.config, self.log)
         self.beat()
         self.engine_side.start()
 

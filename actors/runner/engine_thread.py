@@ -24,8 +24,9 @@ from typing import Any, Concatenate, ParamSpec, Protocol, cast
 
 import orjson
 
+from trinity_es.actors.config.config import LaunchedConfig
 from trinity_es.actors.engines.http.remote import RemoteEngine, remote_models
-from trinity_es.actors.engines.interface import Engine, ReceivesWeights
+from trinity_es.actors.engines.interface import Engine, EngineConfig, ReceivesWeights
 from trinity_es.actors.messages import JoinGroup, LeaseChange, LoadAdapters, LoadWeights, UnitAssignment, UnitOutcome
 from trinity_es.actors.plugins import resolve
 from trinity_es.actors.rollout.engine_loop import UNIT, EngineLoop, as_runner
@@ -40,7 +41,6 @@ from trinity_es.actors.runner.outbox import Key
 from trinity_es.actors.runner.reporting import Reporter, runs_of
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.actors.serving.token_id_routes import engine_routes
-from trinity_es.actors.settings import ModelSettings, Settings
 from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.events.errors import DataError, EngineError, SyncError, TrinityError
 from trinity_es.events.secrets import SecretFile
@@ -94,10 +94,11 @@ class EngineThread:
     """
 
     def __init__(
-        self, owner: EngineOwner, name: str, model: str, how: ModelSettings, config: Settings,
+        self, owner: EngineOwner, name: str, model: str, engine: EngineConfig, config: LaunchedConfig,
         log: logging.Logger
     ) -> None:
-        self.owner, self.name, self.model, self.how, self.config, self.log = owner, name, model, how, config, log
+        self.owner, self.name, self.model, self.config, self.log = owner, name, model, config, log
+        self.how, self.engine_config = config.models[model], engine
         self.places = Places(config.explorer.max_concurrency)
         self.engine: Engine | None = None
         self.server: EngineServer | None = None
@@ -206,7 +207,7 @@ class EngineThread:
                 self.auxiliary = await self.loop.run_in_executor(None, remote_models, self.config.auxiliary, token)
                 self._update_auxiliary()
             cls = resolve(self.how.engine_class, {}, "engine")
-            self.engine = cls(self.how.engine)
+            self.engine = cls(self.engine_config)
             if self.model == "rollout":
                 self.places.watch(self.engine, lambda: self.tell(self.owner.announce), self.workers)
             await self.engine.start()
@@ -225,7 +226,7 @@ class EngineThread:
             clock=time.monotonic,
             registry={},  # clients send paths
             auxiliary=[AuxiliaryModel(name, engine, engine.defaults) for name, engine in self.auxiliary.items()],
-            defaults=self.config.rollout.rollout_args,
+            defaults=self.config.rollout.rollout_args(),
             concurrent_mode=self.config.explorer.concurrent_mode,
             timeout=self.config.explorer.max_timeout,
             workers=self.workers,
@@ -253,10 +254,10 @@ class EngineThread:
         try:
             server = EngineServer(
                 engine,
-                name=self.how.engine.model_path or "rollout" if self.model == "rollout" else self.model,
+                name=self.how.model_path or "rollout" if self.model == "rollout" else self.model,
                 token=engine_token(read_key()),
                 address=self.config.system.address,
-                defaults=self.how.rollout_args,
+                defaults=self.how.rollout_args(),
                 routes=engine_routes(engine, self.end_with_engine) if self.model != "rollout" else {},
                 on_dead=self.end_with_engine,
             )

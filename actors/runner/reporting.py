@@ -13,10 +13,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from trinity_es.actors.config.schema import StoreConfig
 from trinity_es.actors.message_sizes import LARGEST_RESULTS, grouped, outcome_size, pack_results, shortened
 from trinity_es.actors.messages import UnitAssignment, UnitOutcome
 from trinity_es.actors.rollout.result import UnitResult
-from trinity_es.actors.settings import StoreSettings
 from trinity_es.events.errors import LogUnavailable, TrinityError
 from trinity_es.events.experience import Experience
 from trinity_es.events.store.database.retry import Backoff, once, patiently
@@ -38,7 +38,7 @@ class Reporter:
     payloads: PayloadStore
 
     def __init__(
-        self, store: StoreSettings, report: Callable[[list[UnitOutcome]], None], log: logging.Logger
+        self, store: StoreConfig, report: Callable[[list[UnitOutcome]], None], log: logging.Logger
     ) -> None:
         """Report each part of a group with `report`."""
         self.store, self.report, self.log = store, report, log

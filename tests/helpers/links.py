@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from trinity_es.actors.config.hosts import HostsTlsConfig
 from trinity_es.actors.hosts.head_dialer import NO_TLS, HeadDialer
 from trinity_es.actors.hosts.link import Admission, HeadEnd, HostEnd
-from trinity_es.actors.settings import TlsSettings
 
 __all__ = ["HELLO", "KEY", "OTHER", "Heard", "Network", "Told", "joined", "network"]
 
@@ -115,7 +115,7 @@ def network(to: int) -> Iterator[Network]:
 class Heard:
     """A head that takes everybody in, or says why not, and what it heard."""
 
-    def __init__(self, keys: list[bytes], timeout: float = 5.0, tls: TlsSettings = NO_TLS) -> None:
+    def __init__(self, keys: list[bytes], timeout: float = 5.0, tls: HostsTlsConfig = NO_TLS) -> None:
         self.hellos: list[Mapping[str, Any]] = []
         self.items: list[tuple[str, Any]] = []
         self.gone: list[tuple[str, float]] = []
@@ -137,7 +137,7 @@ class Told:
     """A host, and what it was told."""
 
     def __init__(
-        self, port: int, keys: list[bytes] | None = None, timeout: float = 5.0, tls: TlsSettings = NO_TLS,
+        self, port: int, keys: list[bytes] | None = None, timeout: float = 5.0, tls: HostsTlsConfig = NO_TLS,
     ) -> None:
         self.ups: list[tuple[int, int]] = []
         self.items: list[tuple[str, Any]] = []

@@ -207,10 +207,10 @@ def test_what_is_no_number_is_refused_by_name(value: Any) -> None:
         validation.whole("step", value)
     with pytest.raises(DataError, match=r"^batch_id is "):
         require_batch_id(value)
-    with pytest.raises(DataError, match=r"^cursor is "):
+    with pytest.raises(DataError, match=r"^cursor: "):
         validation.cursors({"epoch": value})
 
 
 def test_so_many_runs_of_a_task_are_refused_with_the_bounds_that_there_are() -> None:
-    with pytest.raises(DataError, match="task 0: repeat_times is 100000000: a whole number from 1 to 1000000 is"):
+    with pytest.raises(DataError, match="task 0: repeat_times must be a whole number from 1 to 1000000, not 100000000"):
         check_tasks([{"workflow": "w", "repeat_times": 10**8}])

@@ -48,22 +48,25 @@ WALLS: dict[str, tuple[str, str | None]] = {
     "projections/reading": (
         "projections projections/tables projections/history projections/why projections/verify", None,
     ),
-    "actors": ("actors/commands", "actors.coordinator.live_state"),
+    "actors": ("actors/commands actors/config", "actors.coordinator.live_state"),
     "actors/commands": ("actors", "actors.coordinator.live_state"),
-    "actors/coordinator": ("actors actors/commands actors/coordinator/*", "actors.rollout.workflow_runner"),
+    "actors/config": ("actors actors/engines", "actors.coordinator.live_state"),
+    "actors/coordinator": (
+        "actors actors/commands actors/config actors/coordinator/*", "actors.rollout.workflow_runner",
+    ),
     "actors/coordinator/decisions": ("actors actors/commands", "actors.coordinator.live_state"),
-    "actors/hosts": ("actors actors/engines", "actors.coordinator.live_state"),
+    "actors/hosts": ("actors actors/config actors/engines", "actors.coordinator.live_state"),
     "actors/coordinator/fleet": (
-        "actors actors/commands actors/coordinator actors/coordinator/decisions actors/hosts",
+        "actors actors/commands actors/config actors/coordinator actors/coordinator/decisions actors/hosts",
         "actors.coordinator.handlers.batches",
     ),
     "actors/coordinator/delivery": ("actors actors/commands actors/coordinator", "actors.coordinator.fleet.lifecycle"),
     "actors/coordinator/handlers": (
-        "actors actors/commands actors/coordinator actors/coordinator/*", "actors.engines.interface",
+        "actors actors/commands actors/config actors/coordinator actors/coordinator/*", "actors.engines.interface",
     ),
     "actors/engines": ("actors", "actors.rollout.model"),
     "actors/engines/vllm": ("actors actors/engines", "actors.engines.http.engine"),
-    "actors/engines/http": ("actors actors/engines actors/engines/vllm", "actors.rollout.model"),
+    "actors/engines/http": ("actors actors/config actors/engines actors/engines/vllm", "actors.rollout.model"),
     "actors/rollout/conversation": ("actors actors/engines", "actors.rollout.model"),
     "actors/rollout/workers": (
         "actors actors/engines actors/engines/* actors/rollout actors/rollout/conversation",
@@ -74,7 +77,7 @@ WALLS: dict[str, tuple[str, str | None]] = {
         "actors actors/engines actors/engines/* actors/rollout actors/rollout/*", "actors.runner.actor",
     ),
     "actors/runner": (
-        "actors actors/engines actors/engines/* actors/rollout actors/rollout/* actors/serving",
+        "actors actors/config actors/engines actors/engines/* actors/rollout actors/rollout/* actors/serving",
         "actors.coordinator.decisions.batches",
     ),
     "actors/guardian": ("actors actors/engines actors/coordinator actors/hosts actors/runner", "actors.rollout.model"),

@@ -12,9 +12,9 @@ import pyarrow.parquet
 import pytest
 
 from trinity_es import AsyncSimpleWorkflow, Experience, SimpleWorkflow, SingleTurnWorkflow
+from trinity_es.actors.config.buffer import TasksetConfig
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
-from trinity_es.config.buffer import TasksetConfig
 from trinity_es.events.errors import TasksetError
 from trinity_es.events.values import Task
 from trinity_es.tasksets.taskset import Taskset

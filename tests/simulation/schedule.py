@@ -11,8 +11,8 @@ from tests.simulation import doubles
 from tests.simulation.invariants import Invariants
 from tests.simulation.trainer import BatchPlan, Trainer
 from tests.simulation.world import MessageFault, Violation, World
+from trinity_es.actors.config.config import LaunchedConfig
 from trinity_es.actors.messages import Retire
-from trinity_es.actors.settings import Settings
 
 PATIENCE = 1500.0
 """Virtual seconds after the last fault in which every batch has to be finalized: a hang is waited out, a process that
@@ -122,12 +122,12 @@ def _fault(rng: Random) -> Fault:
 
 # --- running ----------------------------------------------------------------------------------------------------------
 @functools.cache
-def _settings() -> Settings:
+def _launched() -> LaunchedConfig:
     """What actors get, with timeouts that make a schedule short."""
     from trinity_es.config.config import Config
     from trinity_es.system import launch
 
-    made = launch.settings(Config.from_dict({
+    made = launch.launched(Config.from_dict({
         "project": "sim", "name": "sim", "checkpoint_root_dir": "/nowhere", "mode": "explore",
         "model": {"model_path": "none"},
         "explorer": {"rollout_model": {"engine_type": "scripted"}, "max_timeout": 6.0,
@@ -136,18 +136,19 @@ def _settings() -> Settings:
         "system": {"heartbeat_timeout": 6.0, "hang_timeout": 20.0, "restarts": 40, "restart_pause": 0.2},
         "store": {"retry_for": 4.0},
     }, folder="/"))
-    return replace(made, memory="", recorded={}, code_path=[])  # a file of the host: there is none here
+    return made.model_copy(update={"memory": ""})  # a file of the host: there is none here
 
 
-def config_of(schedule: Schedule) -> Settings:
-    made = _settings()
+def config_of(schedule: Schedule) -> LaunchedConfig:
+    made = _launched()
     explorer = made.explorer
-    over = replace(explorer.over_rollout, return_partial_tasks=schedule.seed % 2 == 0)
-    explorer = replace(
-        explorer, max_concurrency=schedule.places, max_retry_times=schedule.attempts - 1,
-        max_repeat_times_per_runner=schedule.runs_per_unit, over_rollout=over,
-    )
-    return replace(made, explorer=explorer, rollout=replace(made.rollout, engine_num=schedule.runners))
+    over = explorer.over_rollout.model_copy(update={"return_partial_tasks": schedule.seed % 2 == 0})
+    explorer = explorer.model_copy(update={
+        "max_concurrency": schedule.places, "max_retry_times": schedule.attempts - 1,
+        "max_repeat_times_per_runner": schedule.runs_per_unit, "over_rollout": over,
+        "rollout_model": made.rollout.model_copy(update={"engine_num": schedule.runners}),
+    })
+    return made.model_copy(update={"explorer": explorer})
 
 
 def run(schedule: Schedule, *, tracing: bool = False) -> Run:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.simulation.store import Store
+from trinity_es.actors.config.config import LaunchedConfig
 from trinity_es.actors.messages import Heartbeat, StartCoordinator, StartRunner
-from trinity_es.actors.settings import Settings
 
 EPOCH = 1_700_000_000.0
 """Unix seconds at the beginning."""
@@ -81,7 +81,7 @@ class MessageFault:
 class World:
     """One run. `invariants` and `trainer` are put in by schedule.py, `spawn_actor` by doubles.py."""
 
-    def __init__(self, seed: int, config: Settings, *, tracing: bool = False) -> None:
+    def __init__(self, seed: int, config: LaunchedConfig, *, tracing: bool = False) -> None:
         self.rng = random.Random(seed)
         self.seed, self.config = seed, config
         self.now = 0.0

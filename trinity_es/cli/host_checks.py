@@ -17,11 +17,11 @@ from typing import Any
 
 from sqlalchemy import Connection, text
 
+from trinity_es.actors.config.hosts import HostsTlsConfig
 from trinity_es.actors.engines.devices import counted
 from trinity_es.actors.hosts.check import HeadSays, ask_head, digest_of, facts
 from trinity_es.actors.hosts.head_dialer import NO_TLS
 from trinity_es.actors.hosts.sealed_stream import NotOurs, Refused
-from trinity_es.actors.settings import TlsSettings
 from trinity_es.actors.system_key import HostKeys, key_place, read_key
 from trinity_es.cli.findings import Finding
 from trinity_es.config.config import Config
@@ -150,7 +150,7 @@ def _head(url: str, name: str, config: Config | None, key_file: str) -> Iterator
         return
     host, _, port = where.rpartition(":")
     hello = {"name": name, "life": "it only asks", "pid": os.getpid(), "build": VERSION, "places": counted()}
-    tls = NO_TLS if config is None else TlsSettings(config.hosts.tls.cert, config.hosts.tls.key, config.hosts.tls.ca)
+    tls = NO_TLS if config is None else config.hosts.tls
     try:
         says = _asked((host.strip("[]"), int(port)), keys, hello, tls)
     except Refused as e:
@@ -187,7 +187,7 @@ def _head(url: str, name: str, config: Config | None, key_file: str) -> Iterator
         yield folder_finding(folder, theirs)
 
 
-def _asked(where: tuple[str, int], keys: Sequence[bytes], hello: Mapping[str, Any], tls: TlsSettings) -> HeadSays:
+def _asked(where: tuple[str, int], keys: Sequence[bytes], hello: Mapping[str, Any], tls: HostsTlsConfig) -> HeadSays:
     """Ask the head with each key in its turn, as a host does. Raises what `ask_head` does with the last one."""
     for key in keys[:-1]:
         with suppress(NotOurs):

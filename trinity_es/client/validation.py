@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from trinity_es.actors.commands import Cursor
+from trinity_es.actors.commands.fields import read_fields
+from trinity_es.actors.config.buffer import FormatConfig
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.engines.sampling import merged
 from trinity_es.actors.plugins import look_in
-from trinity_es.config.buffer import FormatConfig
 from trinity_es.config.config import Config
 from trinity_es.events.errors import DataError, TaskNotSerializable, TrinityError
 from trinity_es.events.secrets import SecretFile, unmarked
@@ -74,17 +75,15 @@ def _unwrapped(task: Task) -> Task:
 
 
 def whole(name: str, value: Any, least: int = 0) -> int:
-    """Return a whole number of at least `least`. Raises DataError; True and False are no numbers."""
+    """Return a whole number of at least `least`, and less than 2**31: what a column holds in every database. Raises
+    DataError; True and False are no numbers.
+    """
     try:
         found = operator.index(value)  # takes numpy's integers, and no text
     except TypeError:
-        raise DataError(f"{name} is {shown(value)}: a whole number is expected") from None
-    if isinstance(value, bool | np.bool_):
-        raise DataError(f"{name} is {shown(value)}: a whole number is expected")
-    if found < least:
-        raise DataError(f"{name} is {shown(found)}: {least} or more is expected")
-    if abs(found) >= 2**31:  # what a column of a read model can hold in every database
-        raise DataError(f"{name} is too large: less than 2**31 is expected")
+        found = least - 1
+    if isinstance(value, bool | np.bool_) or not least <= found < 2**31:
+        raise DataError(f"{name} is {shown(value)}: a whole number from {least} to {2**31 - 1} is expected")
     return found
 
 
@@ -130,15 +129,6 @@ def mapping(name: str, value: Any) -> dict[Any, Any]:
 
 
 def cursors(given: Any) -> list[Cursor]:
-    """Return what was given as `cursor`. Raises DataError."""
-    if given is None:
-        return []
-    several = [given] if isinstance(given, Mapping) else given
-    if not isinstance(several, Sequence) or any(
-        not isinstance(c, Mapping) or set(c) != {"taskset", "epoch", "offset"} for c in several
-    ):
-        raise DataError(
-            f"cursor is {shown(given)}: a mapping with the keys taskset, epoch and offset is expected, or a list of "
-            "such"
-        )
-    return [Cursor(**c) for c in several]
+    """Return what was given as `cursor`: a mapping, or a list of such. Raises DataError."""
+    several = [given] if isinstance(given, Mapping) else listed("cursor", () if given is None else given, "mappings")
+    return [read_fields(Cursor, "cursor", dict(c) if isinstance(c, Mapping) else c) for c in several]

@@ -4,7 +4,7 @@
 which every default is filled in, every path is absolute and every `${oc.env:NAME}` resolved, or one `ConfigError` that
 lists all problems, a line each.
 An unknown key is refused, with the nearest known one. `check()` looks at what can only be seen on the machine: files,
-and names that must be importable. What keys mean is said once, in `trinity_es.config.schema`; docs/CONFIG.md is printed
+and names that must be importable. What keys mean is said once, in `trinity_es.actors.config`; docs/CONFIG.md is printed
 from it (`python -m trinity_es.config.config_docs > docs/CONFIG.md`).
 
 **Relative paths are relative to the folder of the config file**, wherever the command is run, also those given with
@@ -25,71 +25,38 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from pydantic import Field, ValidationError, ValidationInfo, model_validator
+from pydantic import ValidationError, ValidationInfo, model_validator
 from pydantic_core import ErrorDetails
 from sqlalchemy.engine import make_url
 
+from trinity_es.actors.config.buffer import SCORER, TasksetConfig
+from trinity_es.actors.config.config import RunConfig
+from trinity_es.actors.config.schema import ENGINES, MONITORS, RolloutModelConfig
+from trinity_es.actors.config.section import Section
+from trinity_es.actors.error_lines import Path_, dotted
 from trinity_es.actors.plugins import lacking, load, look_in, way_out
 from trinity_es.config.arguments import call_problems, reward_problems, workflow_problems
-from trinity_es.config.buffer import SCORER, BufferConfig, TasksetConfig
-from trinity_es.config.error_lines import Path_, config_error, dotted, explain
-from trinity_es.config.hosts import HostsConfig
+from trinity_es.config.error_lines import config_error, explain
 from trinity_es.config.interpolation import converted, escaped, resolved
-from trinity_es.config.schema import (
-    ENGINES,
-    MONITORS,
-    ExplorerConfig,
-    ModelConfig,
-    MonitorConfig,
-    StoreConfig,
-    SynchronizerConfig,
-    SystemConfig,
-    TrainerConfig,
-)
-from trinity_es.config.section import FileName, Positive, Section
 from trinity_es.config.yaml_file import apply_overrides, read_yaml
 from trinity_es.environments.verifiers_tasks import tasks_file
 from trinity_es.events.errors import ConfigError, DataError, UnknownWorkflow
-from trinity_es.events.secrets import marked, mask
-from trinity_es.events.store.database.urls import file_of, file_url, masked
+from trinity_es.events.store.database.urls import file_of, file_url
 
 __all__ = ["Config", "load_config"]
 
-_Files = TypeVar("_Files", bound=Section)
+_Section = TypeVar("_Section", bound=Section)
+_Model = TypeVar("_Model", bound=RolloutModelConfig)
+_TASKSETS = ("tasksets", "eval_tasksets")
 
 RENAMED = {"explorer.places": "it is explorer.max_concurrency now"}
 """Keys of earlier releases, and what stands in their place."""
 
 
-class Config(Section):
-    """The whole config. Build it with `load_config`, `Config.from_dict`, or by keyword."""
-
-    project: FileName = "trinity"
-    """Name of the project; with `name` it makes the run's folders."""
-    name: FileName = "run"
-    """Name of the run."""
-    mode: Literal["both", "explore", "train", "bench", "serve"] = "both"
-    """`both`: explorer and trainer; `explore`: the trainer connects from elsewhere; `train`: the other half of that;
-    `bench`: evals of checkpoints, no experience pipeline; `serve`: an OpenAI-compatible proxy, no scheduler."""
-    checkpoint_root_dir: str = "checkpoints"
-    """Folder of the checkpoints: they lie in `<checkpoint_root_dir>/<project>/<name>`."""
-    run_dir: str = Field(default="", json_schema_extra={"shown": "the store's folder, or runs/<project>/<name>"})
-    """Folder of the run's files: `metrics.jsonl`, `outputs/`, `tensorboard/`."""
-    total_steps: Positive | None = None
-    """Steps to run; null: until the tasksets end."""
-    code_path: str = Field(default="", json_schema_extra={"shown": "the config file's folder"})
-    """Folder in which modules of yours are looked for (`module:Class`), besides the working directory."""
-    model: ModelConfig = Field(default_factory=ModelConfig)
-    explorer: ExplorerConfig = Field(default_factory=ExplorerConfig)
-    buffer: BufferConfig = Field(default_factory=BufferConfig)
-    synchronizer: SynchronizerConfig = Field(default_factory=SynchronizerConfig)
-    monitor: MonitorConfig = Field(default_factory=MonitorConfig)
-    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
-    store: StoreConfig = Field(default_factory=StoreConfig)
-    system: SystemConfig = Field(default_factory=SystemConfig)
-    hosts: HostsConfig = Field(default_factory=HostsConfig)
+class Config(RunConfig):
+    """The whole config, with absolute paths. Build it with `load_config`, `Config.from_dict`, or by keyword."""
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, folder: str | Path | None = None, source: str = "config") -> Config:
@@ -102,28 +69,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _resolve(self, info: ValidationInfo) -> Self:
+        """Make every path absolute, and fill in those that follow from others."""
         folder = Path((info.context or {}).get("folder") or Path.cwd())
-        model = self.model.model_copy(update={"model_path": _model_path(self.model.model_path, folder)})
-        rollout = self.explorer.rollout_model
-        servers = rollout.servers
-        rollout = rollout.model_copy(update={
-            "model_path": _model_path(rollout.model_path, folder) if rollout.model_path else model.model_path,
-            "servers": servers.model_copy(update={"file": servers.file and _absolute(servers.file, folder)}),
-        })
-        auxiliary = [
-            m.model_copy(update={"model_path": _model_path(m.model_path, folder) or model.model_path})
-            for m in self.explorer.auxiliary_models
-        ]
-        inputs = self.buffer.explorer_input
-        inputs = inputs.model_copy(update={
-            group: [t.model_copy(update={"path": _absolute(t.path, folder)}) if t.kind == "file" else t
-                    for t in getattr(inputs, group)]
-            for group in ("tasksets", "eval_tasksets")
-        })
-        run = folder / "runs" / self.project / self.name
-        # A benchmark begins again with the first weights: it has a log of its own.
-        beside = run / "bench" if self.mode == "bench" else run
-        if self.hosts.address and self.synchronizer.sync_method == "nccl":
+        explorer, inputs, hosts, rollout = self.explorer, self.buffer.explorer_input, self.hosts, self.rollout
+        if hosts.address and self.synchronizer.sync_method == "nccl":
             raise ValueError(
                 "hosts.address is set, and synchronizer.sync_method is nccl: no group is made with engines of other "
                 "hosts. Set it to memory, or to checkpoint: hosts pull from the head what they can't read"
@@ -134,40 +83,47 @@ class Config(Section):
                 "join no group, they load weights from a folder. Set it to checkpoint, or, where the servers are on "
                 "the trainer's host, to memory"
             )
+        run = folder / "runs" / self.project / self.name
+        # A benchmark begins again with the first weights: it has a log of its own.
+        beside = run / "bench" if self.mode == "bench" else run
         url = make_url(self.store.url or file_url(beside / "log.sqlite"))
         if url.get_backend_name() == "sqlite":
-            if self.hosts.address:
+            if hosts.address:
                 raise ValueError(
                     "hosts.address is set, and the store is a SQLite file, which is one host's: its locks and its "
                     "write-ahead log do not reach over a network. Give store.url of a PostgreSQL database"
                 )
             file = _absolute(str(url.database), folder)
             url, beside = make_url(file_url(file)), Path(file).parent
-        log_dir = self.system.log_dir or str(beside / "logs")
-        key, shared, pulled = self.system.key_file, self.hosts.key_file, self.hosts.weights_dir
-        proxy_tls, hosts_tls = (_absolute_files(tls, folder) for tls in (self.explorer.proxy_tls, self.hosts.tls))
+        default = _model_path(self.model.model_path, folder)
+
+        def placed(model: _Model) -> _Model:
+            path = _model_path(model.model_path, folder) or default
+            return _with(model, model_path=path, servers=_absolute_in(model.servers, folder, "file"))
+
+        system = _absolute_in(self.system, folder, "log_dir", "key_file")
         self.__dict__.update(  # the one place that writes to a frozen config: before anybody has it
-            model=model,
+            model=_with(self.model, model_path=default),
             run_dir=_absolute(self.run_dir or str(beside), folder),
             checkpoint_root_dir=_absolute(self.checkpoint_root_dir, folder),
             code_path=_absolute(self.code_path or ".", folder),
-            explorer=self.explorer.model_copy(
-                update={"rollout_model": rollout, "auxiliary_models": auxiliary, "proxy_tls": proxy_tls}),
-            buffer=self.buffer.model_copy(update={"explorer_input": inputs}),
-            store=self.store.model_copy(update={"url": url.render_as_string(hide_password=False)}),
-            system=self.system.model_copy(update={
-                "log_dir": _absolute(log_dir, folder), "key_file": key and _absolute(key, folder),
-            }),
-            hosts=self.hosts.model_copy(update={
-                "key_file": shared and _absolute(shared, folder), "tls": hosts_tls,
-                "weights_dir": pulled and _absolute(pulled, folder),
-            }),
+            explorer=_with(
+                explorer, rollout_model=placed(rollout), auxiliary_models=[*map(placed, explorer.auxiliary_models)],
+                proxy_tls=_absolute_in(explorer.proxy_tls, folder, "cert", "key"),
+            ),
+            buffer=_with(self.buffer, explorer_input=_with(inputs, **{
+                group: [_absolute_in(t, folder, "path") if t.kind == "file" else t for t in getattr(inputs, group)]
+                for group in _TASKSETS
+            })),
+            store=_with(self.store, url=url.render_as_string(hide_password=False)),
+            system=_with(system, log_dir=system.log_dir or _absolute(str(beside / "logs"), folder)),
+            hosts=_with(_absolute_in(hosts, folder, "key_file", "weights_dir"),
+                        tls=_absolute_in(hosts.tls, folder, "cert", "key", "ca")),
         )
         return self
 
     @property
     def checkpoint_dir(self) -> Path:
-        """The folder of this run's checkpoints."""
         return Path(self.checkpoint_root_dir) / self.project / self.name
 
     @property
@@ -178,14 +134,8 @@ class Config(Section):
         return "give another `store.url` (or `--set store.url=...`), for this config names its own"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON, from which `from_dict` makes an equal config. Holds every secret; see `masked`."""
-        return dict(escaped(marked(self.model_dump(by_alias=True))))
-
-    def masked(self) -> dict[str, Any]:
-        """Plain JSON with `***` for every secret (see `events.secrets`): what may be shown and recorded."""
-        data: dict[str, Any] = mask(marked(self.model_dump(by_alias=True)))
-        data["store"]["url"] = masked(self.store.url)
-        return data
+        """Return plain JSON, from which `from_dict` makes an equal config. It holds every secret; see `masked`."""
+        return dict(escaped(self.plain()))
 
     def check(self) -> None:
         """Look at what a config names on this machine: model, tasksets, and names to import.
@@ -203,10 +153,9 @@ class Config(Section):
 
         problems: list[str] = []
         workflows: list[str] = []
-        rollout = self.explorer.rollout_model
-        auxiliary = self.explorer.auxiliary_models
-        models = {"explorer.rollout_model": rollout}
-        models |= {f"explorer.auxiliary_models[{i}]": m for i, m in enumerate(auxiliary)}
+        inputs, pipeline, queue = self.buffer.explorer_input, self.buffer.pipeline, self.buffer.queue
+        models = {"explorer.rollout_model": self.rollout}
+        models |= {f"explorer.auxiliary_models[{i}]": m for i, m in enumerate(self.explorer.auxiliary_models)}
         if any(m.engine_type in ("vllm", "http") and not m.model_path for m in models.values()):
             problems.append("model.model_path is not set: give a folder or a hub id (or engine_type: scripted)")
         paths = {m.model_path: f"{key}.model_path" for key, m in models.items()}
@@ -215,39 +164,38 @@ class Config(Section):
         if self.trainer.trainer_class is not None:
             folders = (self.checkpoint_dir, *self.checkpoint_dir.parents)
             problems += [f"checkpoint_root_dir: {path} is a file: name a folder" for path in folders if path.is_file()]
-        if self.hosts.address:
-            problems += _unreadable({"hosts.tls.cert": self.hosts.tls.cert, "hosts.tls.key": self.hosts.tls.key})
-        if self.mode == "serve":
-            tls = self.explorer.proxy_tls
-            problems += _unreadable({"explorer.proxy_tls.cert": tls.cert, "explorer.proxy_tls.key": tls.key})
+        for key, tls, used in (("hosts.tls", self.hosts.tls, self.hosts.address),
+                               ("explorer.proxy_tls", self.explorer.proxy_tls, self.mode == "serve")):
+            problems += [f"{key}.{name}: {path} can't be read: give a file that this user may read"
+                         for name, path in (("cert", tls.cert), ("key", tls.key))
+                         if used and path and not os.access(path, os.R_OK)]
         with self._importing():
-            for group in ("tasksets", "eval_tasksets"):
-                for i, taskset in enumerate(getattr(self.buffer.explorer_input, group)):
-                    key = f"buffer.explorer_input.{group}[{i}]"
-                    problems += _taskset_problem(key, taskset)
-                    unknown = _import_problem(f"{key}.workflow", taskset.workflow, WORKFLOWS.names())
-                    wrong = _import_problem(f"{key}.reward_fn", taskset.reward_fn, REWARD_FUNCTIONS.names())
-                    if not (unknown or wrong) and (missing := missing_package(taskset.workflow, taskset.reward_fn)):
-                        wrong = [f"{key}: {missing}"]
-                    rows = taskset.format  # where they name their own, the arguments are those'
-                    workflow = None if unknown or rows.workflow_key else WORKFLOWS.get(taskset.workflow)
-                    own = SCORER if taskset.kind == "reasoning_gym" else getattr(workflow, "default_reward", None)
-                    if not (wrong or rows.reward_fn_key) and (reward := taskset.reward_fn or own):
-                        found = REWARD_FUNCTIONS.get(reward)
-                        wrong = reward_problems(f"{key}.reward_fn_args", found, taskset.reward_fn_args)
-                    wrong += workflow_problems(f"{key}.workflow_args", workflow, taskset.workflow_args, _import_problem)
-                    workflows += unknown
-                    problems += wrong
-            for i, operator in enumerate(self.buffer.pipeline.operators):
-                key, entry = f"buffer.pipeline.operators[{i}]", operator.model_dump()
-                problems += _build_problem(key, "name", operator.name, OPERATORS, partial(Pipeline, [entry]))
-            for i, output in enumerate(self.buffer.pipeline.outputs):
-                key, entry = f"buffer.pipeline.outputs[{i}]", output.model_dump()
-                build = partial(build_outputs, [entry], self.run_dir)
-                problems += _build_problem(key, "name", output.name, OUTPUTS, build)
-            queue = self.buffer.queue
-            problems += _build_problem("buffer.queue", "priority_fn", queue.priority_fn, PRIORITIES,
-                                       partial(priority_of, queue.priority_fn, queue.priority_fn_args))
+            for key, taskset in ((f"buffer.explorer_input.{group}[{i}]", taskset) for group in _TASKSETS
+                                 for i, taskset in enumerate(getattr(inputs, group))):
+                problems += _taskset_problem(key, taskset)
+                unknown = _import_problem(f"{key}.workflow", taskset.workflow, WORKFLOWS.names())
+                wrong = _import_problem(f"{key}.reward_fn", taskset.reward_fn, REWARD_FUNCTIONS.names())
+                if not (unknown or wrong) and (missing := missing_package(taskset.workflow, taskset.reward_fn)):
+                    wrong = [f"{key}: {missing}"]
+                rows = taskset.format  # where they name their own, the arguments are those'
+                workflow = None if unknown or rows.workflow_key else WORKFLOWS.get(taskset.workflow)
+                own = SCORER if taskset.kind == "reasoning_gym" else getattr(workflow, "default_reward", None)
+                if not (wrong or rows.reward_fn_key) and (reward := taskset.reward_fn or own):
+                    found = REWARD_FUNCTIONS.get(reward)
+                    wrong = reward_problems(f"{key}.reward_fn_args", found, taskset.reward_fn_args)
+                wrong += workflow_problems(f"{key}.workflow_args", workflow, taskset.workflow_args, _import_problem)
+                workflows += unknown
+                problems += wrong
+            built: list[tuple[str, str, str, Iterable[str], Callable[[], Any]]] = [
+                *((f"buffer.pipeline.operators[{i}]", "name", one.name, OPERATORS,
+                   partial(Pipeline, [one.model_dump()])) for i, one in enumerate(pipeline.operators)),
+                *((f"buffer.pipeline.outputs[{i}]", "name", one.name, OUTPUTS,
+                   partial(build_outputs, [one.model_dump()], self.run_dir)) for i, one in enumerate(pipeline.outputs)),
+                ("buffer.queue", "priority_fn", queue.priority_fn, PRIORITIES,
+                 partial(priority_of, queue.priority_fn, queue.priority_fn_args)),
+            ]
+            for key, leaf, name, registered, build in built:
+                problems += _import_problem(f"{key}.{leaf}", name, registered) or _told_by(build, key)
             for name in self.monitor.monitor_type:
                 problems += _import_problem("monitor.monitor_type", name, MONITORS)
             unbuilt = _import_problem("trainer.class", self.trainer.trainer_class)
@@ -306,15 +254,7 @@ def _import_problem(key: str, name: str | None, registered: Iterable[str] = ()) 
     return [f"{key}: {name}: {missing}"] if missing else []
 
 
-def _build_problem(
-    key: str, leaf: str, name: str, registered: Iterable[str], build: Callable[[], Any]
-) -> list[str]:
-    """Return what is wrong with the name `<key>.<leaf>`, or else with what it builds."""
-    return _import_problem(f"{key}.{leaf}", name, registered) or _told_by(build, key)
-
-
 def _told_by(build: Callable[[], Any], key: str) -> list[str]:
-    """Return what is wrong with what this builds."""
     try:
         build()
     except (ConfigError, DataError) as e:
@@ -326,15 +266,13 @@ def _absolute(path: str, folder: Path) -> str:
     return os.path.normpath(folder.absolute() / Path(path).expanduser())
 
 
-def _unreadable(files: Mapping[str, str]) -> list[str]:
-    """Return what is wrong with the files that these keys name."""
-    return [f"{key}: {path} can't be read: give a file that this user may read" for key, path in files.items()
-            if path and not os.access(path, os.R_OK)]
+def _with(section: _Section, **changes: Any) -> _Section:
+    return section.model_copy(update=changes)
 
 
-def _absolute_files(section: _Files, folder: Path) -> _Files:
-    """Return a section whose every key is a file, or empty, with absolute paths."""
-    return section.model_copy(update={k: v and _absolute(v, folder) for k, v in section})
+def _absolute_in(section: _Section, folder: Path, *keys: str) -> _Section:
+    """Return a section in which the paths under these keys are absolute; an empty one stays."""
+    return _with(section, **{key: path and _absolute(path, folder) for key in keys for path in [getattr(section, key)]})
 
 
 def _model_path(path: str, folder: Path) -> str:

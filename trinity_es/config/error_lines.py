@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,21 +12,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from trinity_es.actors.error_lines import Path_, dotted, error_path, quoted, sentence, written
 from trinity_es.events.errors import ConfigError, TrinityError
-from trinity_es.events.secrets import MASK, Secret, is_secret_key
 
-__all__ = ["Path_", "config_error", "dotted", "explain", "key_table"]
-
-
-Path_ = tuple[str | int, ...]
-"""Where in the config: keys, and indices of lists."""
-
-
-_EXPECTED = {
-    "int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number",
-    "finite_number": "a finite number", "bool_type": "true or false", "string_type": "text", "list_type": "a list",
-    "dict_type": "a mapping of keys", "model_type": "a mapping of keys",
-}
+__all__ = ["config_error", "explain", "key_table"]
 
 
 def config_error(problems: Sequence[str], cls: type[TrinityError] = ConfigError) -> TrinityError:
@@ -37,14 +25,6 @@ def config_error(problems: Sequence[str], cls: type[TrinityError] = ConfigError)
     """
     text = problems[0] if len(problems) == 1 else f"{len(problems)} problems:\n" + "\n".join(f"- {p}" for p in problems)
     return cls(text, problems=list(problems))
-
-
-def dotted(path: Path_, *, any_index: bool = False) -> str:
-    """Write `("a", 0, "b")` as `a[0].b`, or as `a[].b`."""
-    text = ""
-    for piece in path:
-        text += (f"[{'' if any_index else piece}]") if isinstance(piece, int) else f".{piece}"
-    return text.removeprefix(".")
 
 
 def explain(
@@ -64,14 +44,15 @@ def explain(
     problems = []
     left = dict(unexpanded)
     for error in errors:
-        path = tuple(p for p in error["loc"] if isinstance(p, int) or p != "[key]")
+        path = error_path(error)
         if error["type"] == "extra_forbidden":
             left = {at: line for at, line in left.items() if at[: len(path)] != path}
             for at in dict.fromkeys(_answered(path, error["input"], foreign)) or [path]:
                 problems.append(f"{where(at)}: unknown key {dotted(at)}{_pointer(at, known, foreign)}")
         elif path not in unexpanded:
-            told = foreign_values.get((dotted(path, any_index=True), _text(error["input"], str)))
-            problems.append(f"{where(path)}: {_line(error, path, *as_text(path))}" + (f"; {told}" if told else ""))
+            told = foreign_values.get((dotted(path, any_index=True), written(error["input"], str)))
+            said = sentence(error, "the config", *as_text(path))
+            problems.append(f"{where(path)}: {said}" + (f"; {told}" if told else ""))
     return config_error([*left.values(), *problems])
 
 
@@ -92,26 +73,6 @@ def _answered(path: Path_, value: Any, foreign: Mapping[str, str]) -> Iterator[P
         yield path
 
 
-def _line(error: ErrorDetails, path: Path_, written: str, as_text: str) -> str:
-    kind, key, value = error["type"], dotted(path) or "the config", error["input"]
-    if isinstance(value, Secret) and kind == "value_error":  # a validator that quotes it
-        return f"{key} {str(error['ctx']['error']).replace(repr(str(value)), MASK)}"
-    if isinstance(value, Secret) or (path and is_secret_key(str(path[-1])) and isinstance(value, str | int | float)):
-        value = MASK
-    if kind == "missing":
-        return f"{key} is required"
-    if kind == "string_type" and isinstance(value, int | float) and 0 < len(written) <= 80:
-        return f"{key} must be text, not {written}; in quotes it is: {as_text}"
-    if kind in _EXPECTED:
-        return f"{key} must be {_EXPECTED[kind]}, not {quoted(value)}"
-    if kind == "literal_error":
-        return f"{key} must be one of {error['ctx']['expected'].replace(' or ', ', ')}, not {quoted(value)}"
-    if kind == "value_error":
-        return f"{key} {error['ctx']['error']}"
-    message = re.sub("^(Input|String|Value) should ", "must ", error["msg"])
-    return f"{key} {message}, not {quoted(value)}"
-
-
 def _pointer(path: Path_, known: list[str], foreign: Mapping[str, str]) -> str:
     asked = dotted(path, any_index=True)
     if asked in foreign:
@@ -126,26 +87,6 @@ def _pointer(path: Path_, known: list[str], foreign: Mapping[str, str]) -> str:
         return f"; did you mean {elsewhere[0]}?"
     nearest = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.0)
     return f"; the nearest known key is {prefix}{nearest[0]}"
-
-
-def _text(value: Any, form: Callable[[Any], str]) -> str:
-    try:
-        return form(value)
-    except ValueError:  # Python writes no number of more than 4,300 digits
-        return "a whole number of more than 4,300 digits"
-
-
-def quoted(value: Any) -> str:
-    if value is None:
-        return "nothing (null)"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, Mapping):
-        return "a mapping of keys"
-    if isinstance(value, list | tuple):
-        return "a list"
-    text = re.sub(r"://[^/@]*@", "://***@", _text(value, repr))  # a database URL, with its password, in the wrong place
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def key_table(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str, str]]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from trinity_es.config.error_lines import Path_
+from trinity_es.actors.error_lines import Path_
 from trinity_es.events.secrets import Secret, is_reference, is_secret_key, marked_text
 
 __all__ = ["converted", "escaped", "resolved"]
@@ -29,32 +29,42 @@ class _Refused(Exception):
     """Why an interpolation can't be resolved, as the rest of a sentence that begins with the key."""
 
 
-def resolved(value: Any, path: Path_ = ()) -> tuple[Any, dict[Path_, str], set[Path_]]:
+def resolved(value: Any) -> tuple[Any, dict[Path_, str], set[Path_]]:
     """Return a config's data with its texts resolved, what is wrong at which path, and the paths of resolved texts.
 
     A text for which a variable with the name of a secret was read is a `Secret`.
     """
-    if isinstance(value, Secret) or is_reference(value) or marked_text(value) is not None:
-        return value, {}, set()
-    if isinstance(value, str):
+    problems: dict[Path_, str] = {}
+    texts: set[Path_] = set()
+
+    def one(value: Any, path: Path_) -> Any:
+        if _kept(value):
+            return value
+        if isinstance(value, Mapping):
+            return {key: one(inner, (*path, key)) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [one(inner, (*path, i)) for i, inner in enumerate(value)]
+        if not isinstance(value, str):
+            return value
         try:
             found, varies = _read(value, quotable=not (path and is_secret_key(str(path[-1]))))
         except _Refused as e:
-            return value, {path: str(e)}, set()
-        return found, {}, {path} if varies else set()
-    if not isinstance(value, Mapping | list):
-        return value, {}, set()
-    items = value.items() if isinstance(value, Mapping) else enumerate(value)
-    inner = {key: resolved(one, (*path, key)) for key, one in items}
-    problems = {at: problem for _, wrong, _ in inner.values() for at, problem in wrong.items()}
-    texts = {at for _, _, paths in inner.values() for at in paths}
-    data = {key: one for key, (one, _, _) in inner.items()}
-    return data if isinstance(value, Mapping) else list(data.values()), problems, texts
+            problems[path] = str(e)
+            return value
+        if varies:
+            texts.add(path)
+        return found
+
+    return one(value, ()), problems, texts
+
+
+def _kept(value: Any) -> bool:
+    return isinstance(value, Secret) or is_reference(value) or marked_text(value) is not None
 
 
 def escaped(value: Any) -> Any:
     """Return data from which `resolved` makes this again."""
-    if isinstance(value, Secret) or is_reference(value) or marked_text(value) is not None:
+    if _kept(value):
         return value
     if isinstance(value, Mapping):
         return {key: escaped(one) for key, one in value.items()}

@@ -21,12 +21,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
+from trinity_es.actors.config.config import HostIdentity
 from trinity_es.actors.engines.devices import lacking, visible
 from trinity_es.actors.hosts.folder_files import FolderName
 from trinity_es.actors.hosts.folder_puller import FolderPuller, pulled_dir
 from trinity_es.actors.hosts.head_dialer import HeadDialer
 from trinity_es.actors.messages import HostLeaves
-from trinity_es.actors.settings import HostSettings, TlsSettings
 from trinity_es.actors.system_key import KEY_VARIABLE, HostKeys
 from trinity_es.client.connection import Connection, system_gone
 from trinity_es.config.config import Config
@@ -229,8 +229,7 @@ class HostRun:
         if config.hosts.weights_dir:  # where several hosts may have theirs, also of other machines
             folder = Path(config.hosts.weights_dir) / f"models-{socket.gethostname()}-{self._name}"
         keys = HostKeys(config.hosts.key_file or ("" if os.environ.get(KEY_VARIABLE) else key_file(config)))
-        tls = TlsSettings(**config.hosts.tls.model_dump())
-        dialer = HeadDialer(keys, lambda: (address.strip("[]"), int(port)), config.hosts.timeout, tls)
+        dialer = HeadDialer(keys, lambda: (address.strip("[]"), int(port)), config.hosts.timeout, config.hosts.tls)
         puller = FolderPuller(folder, {"name": self._name, "build": VERSION}, dialer)
         return asyncio.run(self._unless_it_leaves(puller.pull(name, None, lambda text: None)))
 
@@ -271,7 +270,7 @@ class HostRun:
     def _lived(self, config: Config, payloads: PayloadStore) -> str:
         self._life = uuid.uuid4().hex
         self._pulls_into = pulled_dir(config.hosts.weights_dir, config.store.url, config.system.log_dir)
-        admin = launch_host(config, HostSettings(self._name, self._life))
+        admin = launch_host(config, HostIdentity(name=self._name, life=self._life))
         self._tell(f"the actor system of host {self._name} is up (pid {admin['pid']}), its engines are loading; "
                    f"host.log in {config.system.log_dir} tells when the head takes it in, or why not")
         try:

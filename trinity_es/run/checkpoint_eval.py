@@ -36,9 +36,6 @@ class BenchRow:
     problem: str | None = None
     """Why it was not evaluated, or not on every taskset."""
 
-    def as_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "rewards": self.rewards, "metrics": self.metrics, "problem": self.problem}
-
 
 def batch_id_of(step: int, taskset: str) -> str:
     return f"{step}/bench/{taskset}"

@@ -41,7 +41,6 @@ class Checkpoints:
         return self.folder / f"global_step_{step}"
 
     def steps(self) -> list[int]:
-        """Return the steps that have a checkpoint, in order."""
         names = [p.name.rsplit("_", 1)[1] for p in self.folder.glob("global_step_*") if p.is_dir()]
         return sorted(int(name) for name in names if name.isdecimal())
 

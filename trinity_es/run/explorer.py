@@ -215,7 +215,6 @@ class Explorer(RunProcess):
         self.unrecorded = [source for source in self.unrecorded if source not in sources]
 
     async def _generate(self) -> None:
-        """Finalize the steps, in order."""
         standing = self.standing
         while not (standing.ended and standing.generated >= standing.submitted):
             await standing.until(lambda: standing.submitted > standing.generated or standing.ended)
@@ -261,7 +260,6 @@ class Explorer(RunProcess):
 
     # --- a trainer in another process -------------------------------------------------------------------------------
     async def _take(self, log: Log, stream: str, event: ev.Event) -> None:
-        """Take note of what the trainer did."""
         match event:
             case ev.BatchTrained():
                 self._note_trained(max(self.standing.trained, event.step))
@@ -292,7 +290,6 @@ class Explorer(RunProcess):
             await asyncio.sleep(POLL_SECONDS)
 
     def _unable(self, version: int) -> set[str]:
-        """Return the runners that could not load these weights."""
         events = (r.event for r in self.rollouts.client.log.read(types=["WeightsFailed"], after=self.position))
         return {e.runner for e in events if isinstance(e, ev.WeightsFailed) and e.version == version}
 
@@ -320,7 +317,6 @@ class Explorer(RunProcess):
                          submitted=self.standing.evals)
 
     async def _submit_evals(self, done: int) -> None:
-        """Submit the evals that belong to these weights."""
         for batch_id in self._evals_due(done):
             await self._submit_eval(batch_id)
 

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from trinity_es.actors import plugins
+from trinity_es.actors.config.buffer import TasksetConfig
 from trinity_es.client.coordinator import RolloutCoordinator
 from trinity_es.client.teardown import end_system
-from trinity_es.config.buffer import TasksetConfig
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, LogNotFound, NotRunning, TasksetError
 from trinity_es.events.vocabulary import TasksetSource
@@ -146,7 +146,6 @@ class RunProcess:
         return tasksets
 
     def _stand_at(self, point: ResumePoint) -> None:
-        """Begin where the log says that the run is."""
         self._point = point
         self.resumed = bool(point.submitted or point.evals)
         self.version = point.version
@@ -160,7 +159,6 @@ class RunProcess:
                            evals=point.evals)
 
     def _is_left(self) -> bool:
-        """Return True if anything of this part is left to do."""
         raise NotImplementedError
 
     @property
@@ -172,7 +170,6 @@ class RunProcess:
         return {name: Cursor(*at) for name, at in self._point.cursors.get(step, {}).items()}
 
     def has_more(self, step: int, cursors: Mapping[str, Cursor]) -> bool:
-        """Return True if a step comes after this one and its cursors."""
         if self.config.total_steps is not None and step >= self.config.total_steps:
             return False
         least = self.config.buffer.batch_size if self.config.buffer.explorer_input.drop_last else 1
@@ -306,7 +303,6 @@ class RunProcess:
         return trainer
 
     def require_system(self) -> None:
-        """Raise NotRunning when the actor system is gone for good."""
         if running_system.find(self.config) is None and keeper_lock.running(self.config) is None:
             raise NotRunning("the actor system is gone: start the explorer again, which goes on with the run")
 
@@ -326,13 +322,11 @@ class RunProcess:
             await self._weights.save(self.rollouts, self.trainer, self.standing.trained)
 
     async def get_weight(self, name: str) -> np.ndarray[Any, Any]:
-        """See RolloutClient.get_weight."""
         return await self.rollouts.get_weight(name)
 
     async def setup_weight_sync_group(
         self, master_address: str, master_port: int, state_dict_meta: Sequence[Any] | None = None
     ) -> dict[str, Any]:
-        """See RolloutClient.setup_weight_sync_group."""
         return await self.rollouts.setup_weight_sync_group(master_address, master_port, state_dict_meta)
 
     def release(self) -> None:

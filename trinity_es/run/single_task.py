@@ -20,15 +20,15 @@ from typing import Any
 import orjson
 
 from trinity_es.actors.addresses import past_proxies
+from trinity_es.actors.config.buffer import TasksetConfig
+from trinity_es.actors.config.schema import RolloutModelConfig
 from trinity_es.actors.engines.devices import place
+from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.plugins import look_in, resolve
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
 from trinity_es.actors.serving.engine_server import EngineServer
-from trinity_es.actors.settings import EngineConfig
 from trinity_es.client.validation import encode_tasks
-from trinity_es.config.buffer import TasksetConfig
 from trinity_es.config.config import Config
-from trinity_es.config.schema import RolloutModelConfig
 from trinity_es.events.errors import ConfigError, TasksetError
 from trinity_es.events.experience import Experience
 from trinity_es.events.private_files import make_private_folder

@@ -53,7 +53,6 @@ class SyncPolicy:
         return self._multiple(step - 1 - self.offset) if self.style == "fixed" else max(0, step - self.inflight)
 
     def publishes(self, step: int) -> bool:
-        """Return True if the weights of this step are published, if the trainer does not say."""
         return step % self.interval == 0
 
     def generated_before(self, version: int) -> int:

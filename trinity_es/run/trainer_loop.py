@@ -160,7 +160,6 @@ class TrainerProcess(RunProcess):
         return self.standing.trained
 
     async def _take(self, log: Log, stream: str, event: ev.Event) -> None:
-        """Take note of what the explorer did."""
         match event:
             case ev.BatchSubmitted(batch_type="eval"):
                 self.standing.note(evals={event.batch_id: False})

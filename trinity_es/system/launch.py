@@ -12,16 +12,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import text as sql
 
-from trinity_es.actors.settings import HostSettings, ModelSettings, ServersSettings, Settings, settings_from
+from trinity_es.actors.config.config import HostIdentity, LaunchedConfig
 from trinity_es.actors.system_key import FILE_VARIABLE, KEY_VARIABLE, HostKeys, make_key, read_key
 from trinity_es.config.config import Config
-from trinity_es.config.schema import RolloutModelConfig
 from trinity_es.events.atomic_file import whole_file
 from trinity_es.events.errors import AlreadyRunning, ConfigError, StartupError
 from trinity_es.events.private_files import create_private, make_private_folder, open_private
@@ -34,46 +32,21 @@ from trinity_es.projections.tables.runner_history import last_incarnation
 from trinity_es.system import leftovers, remembered_log_end
 from trinity_es.system.running_system import find_head, joined_file, key_file, note_file, output_file
 
-__all__ = ["connections_needed", "launch", "launch_host", "settings"]
+__all__ = ["connections_needed", "launch", "launch_host", "launched"]
 
 _LAUNCH_SECONDS = 60.0
 _LET_GO_SECONDS = 3.0
 """How long the database may take to see that a coordinator of this host has ended."""
 
 
-def settings(config: Config, owner: Mapping[str, Any] | None = None) -> Settings:
-    """Return what the processes read of a config, with what they would have to look up in a higher room."""
-    rollout = _model(config.explorer.rollout_model)
-    in_group = config.synchronizer.sync_method == "nccl"
-    return settings_from({
-        **config.model_dump(),
-        "recorded": config.masked(),
-        "memory": remembered_log_end.folder(config),
-        "rollout": replace(rollout, engine=replace(rollout.engine, weight_transfer=in_group)),
-        "auxiliary": {m.name: _model(m) for m in config.explorer.auxiliary_models},
-        "code_path": [config.code_path, os.getcwd()],
-        "workflows": _workflows(config),
-        "owner": owner,
+def launched(
+    config: Config, owner: Mapping[str, Any] | None = None, host: HostIdentity | None = None
+) -> LaunchedConfig:
+    """Return the config as the system's processes get it, with what they would have to look up in a higher room."""
+    return LaunchedConfig.model_validate({
+        **dict(config), "memory": remembered_log_end.folder(config), "started_in": os.getcwd(), "owner": owner,
+        "host": host,
     })
-
-
-def _model(model: RolloutModelConfig) -> ModelSettings:
-    servers = None
-    if model.engine_type == "http":
-        given = model.servers
-        servers = ServersSettings(
-            given.urls, given.file, given.command, given.poll_interval, given.drain_timeout
-        )
-    return ModelSettings(
-        model.engine_num, model.engine_type, model.engine_class, model.engine_config(), model.rollout_args(), servers
-    )
-
-
-def _workflows(config: Config) -> list[str]:
-    """Return the user's own workflows that the config names, which runners import before they are asked for."""
-    tasksets = config.buffer.explorer_input
-    named = (t.workflow for t in [*tasksets.tasksets, *tasksets.eval_tasksets])
-    return sorted({name for name in named if ":" in name and not name.startswith("trinity_es.")})
 
 
 def _reserve(config: Config) -> socket.socket:
@@ -96,7 +69,7 @@ def _reserve(config: Config) -> socket.socket:
     return reserved
 
 
-def launch_host(config: Config, host: HostSettings) -> dict[str, Any]:
+def launch_host(config: Config, host: HostIdentity) -> dict[str, Any]:
     """Start the system of a host that joins, which ends with this process; returns its admin, as `find_head` does.
 
     Raises StartupError, with what its processes said; WrongKey, LogError.
@@ -114,7 +87,7 @@ def launch_host(config: Config, host: HostSettings) -> dict[str, Any]:
     admin_file = log_dir / "admin.json"
     admin_file.unlink(missing_ok=True)
     code = _run_launcher(config, log_dir, {
-        "config": asdict(replace(settings(config, owner), host=host)),
+        "config": launched(config, owner, host).plain(),
         "first_incarnation": incarnation,
         "known": [claim_to_dict(Claim(Mark(end.generation, end.position, end.hash), "who joined"))],
         "admin_file": str(admin_file),
@@ -154,7 +127,7 @@ def launch(
     finally:
         log.close()
     code = _run_launcher(config, log_dir, {
-        "config": asdict(settings(config, owner)),
+        "config": launched(config, owner).plain(),
         "first_incarnation": incarnation,
         "known": [claim_to_dict(Claim(Mark(end.generation, end.position, end.hash), "who started the system"))],
     })

@@ -18,7 +18,7 @@ from typing import IO, Any, Protocol
 
 import orjson
 
-from trinity_es.config.buffer import TasksetConfig
+from trinity_es.actors.config.buffer import TasksetConfig
 from trinity_es.environments.verifiers_tasks import made_tasks
 from trinity_es.events.errors import TasksetError
 from trinity_es.events.private_files import require_regular
@@ -103,7 +103,6 @@ class _Unchanged:
         return [(s.st_size, s.st_mtime_ns) for s in (os.stat(file) for file in self._files)]
 
     def require(self) -> None:
-        """Require the files as they were opened. Raises TasksetError."""
         try:
             same = self._look() == self._identity
         except OSError:
@@ -212,15 +211,28 @@ def _pyarrow(file: Path) -> Any:
 class _Columns:
     """Rows in groups, each of which ends before a row."""
 
-    _ends: list[int]
+    def __init__(self, config: TasksetConfig, files: Sequence[Path]) -> None:
+        self._unchanged = _Unchanged(config, files)
+        self._ends: list[int] = []
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def _group(self, row: int) -> tuple[int, int]:
-        """Return the group of a row, and its place there."""
-        group = bisect.bisect_right(self._ends, row)
-        return group, row - (self._ends[group - 1] if group else 0)
+    def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        self._unchanged.require()
+        found: dict[int, dict[str, Any]] = {}
+        for row in sorted(set(rows)):  # a group is read once, whatever the order
+            group = bisect.bisect_right(self._ends, row)
+            reader, table = self._group(group)
+            found[row] = reader.row(table, row - (self._ends[group - 1] if group else 0), row)
+        return [dict(found[row]) for row in rows]
+
+    def _add(self, reader: TableRows, table: Any) -> None:
+        reader.check(table, len(self))
+        self._ends.append(len(self) + table.num_rows)
+
+    def _group(self, number: int) -> tuple[TableRows, Any]:
+        raise NotImplementedError
 
 
 class _Parquet(_Columns):
@@ -230,29 +242,21 @@ class _Parquet(_Columns):
         arrow = _pyarrow(file)
         import pyarrow.parquet as parquet
 
-        self._file, self._unchanged = file, _Unchanged(config, [file])
+        super().__init__(config, [file])
         try:
             self._parquet = parquet.ParquetFile(file)
         except arrow.ArrowException as e:
             raise TasksetError(f"{file} is no parquet file ({e})", file=str(file)) from e
         self._rows = TableRows(file, self._parquet.schema_arrow, config)
-        meta = self._parquet.metadata
-        self._ends: list[int] = []
-        for group in range(meta.num_row_groups):
-            self._rows.check(self._parquet.read_row_group(group), len(self))
-            self._ends.append(len(self) + meta.row_group(group).num_rows)
+        for group in range(self._parquet.metadata.num_row_groups):
+            self._add(self._rows, self._parquet.read_row_group(group))
         self.revision = _sha256([file])
         self._held: tuple[int, Any] | None = None
 
-    def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        self._unchanged.require()
-        found: dict[int, dict[str, Any]] = {}
-        for row in sorted(set(rows)):  # a group is read once, whatever the order
-            group, at = self._group(row)
-            if self._held is None or self._held[0] != group:
-                self._held = (group, self._parquet.read_row_group(group))
-            found[row] = self._rows.row(self._held[1], at, row)
-        return [dict(found[row]) for row in rows]
+    def _group(self, number: int) -> tuple[TableRows, Any]:
+        if self._held is None or self._held[0] != number:
+            self._held = number, self._parquet.read_row_group(number)
+        return self._rows, self._held[1]
 
 
 def _dataset(config: TasksetConfig, folder: Path) -> _Arrow:
@@ -291,30 +295,21 @@ class _Arrow(_Columns):
                 f"{folder} was saved with an order beside its rows (by an old `datasets`): call `flatten_indices()` "
                 "and save it again", file=str(folder),
             )
-        self._folder = folder
         files = [folder / str(named["filename"]) for named in state.get("_data_files", [])]
         if not files:
             raise TasksetError(f"{folder}/state.json names no data files", file=str(folder))
-        self._unchanged = _Unchanged(config, files)
+        super().__init__(config, files)
         self._batches: list[tuple[TableRows, Any]] = []
-        self._ends: list[int] = []
         for file in files:
             try:
                 with arrow.ipc.open_stream(arrow.memory_map(str(file))) as stream:
                     rows = TableRows(folder, stream.schema, config)
                     for batch in stream:
-                        rows.check(batch, len(self))
+                        self._add(rows, batch)
                         self._batches.append((rows, batch))
-                        self._ends.append(len(self) + batch.num_rows)
             except arrow.ArrowException as e:
                 raise TasksetError(f"{file} is no Arrow stream ({e})", file=str(file)) from e
         self.revision = _sha256(files)
 
-    def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        self._unchanged.require()
-        out = []
-        for row in rows:
-            group, at = self._group(row)
-            rows_of, batch = self._batches[group]
-            out.append(rows_of.row(batch, at, row))
-        return out
+    def _group(self, number: int) -> tuple[TableRows, Any]:
+        return self._batches[number]

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from trinity_es.config.buffer import SCORER, TasksetConfig
+from trinity_es.actors.config.buffer import SCORER, TasksetConfig
 from trinity_es.events.errors import DataError, TasksetError
 from trinity_es.tasksets import reasoning_gym
 
@@ -89,7 +89,6 @@ def _plain(value: Any) -> Any:
 
 
 def family_of(config: TasksetConfig) -> str:
-    """Return the family that a taskset's path names."""
     return config.path.partition(":")[2]
 
 

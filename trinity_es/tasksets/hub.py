@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trinity_es.config.buffer import TasksetConfig
+from trinity_es.actors.config.buffer import TasksetConfig
 from trinity_es.events.errors import TasksetError
 from trinity_es.tasksets.rows import CHECKED_ROWS, TableRows
 
@@ -174,7 +174,6 @@ def _errors() -> Any:
 
 
 def _cache() -> Any:
-    """Return the class of builders of what is in the cache."""
     return importlib.import_module("datasets.packaged_modules.cache.cache").Cache
 
 

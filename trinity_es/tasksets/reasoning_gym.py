@@ -63,7 +63,6 @@ def dataset(family: str, args: Mapping[str, Any]) -> Any:
 
 
 def installed_version() -> str:
-    """Return the version of reasoning-gym that is installed."""
     return importlib.metadata.version("reasoning-gym")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from trinity_es.config.buffer import FormatConfig, TasksetConfig
+from trinity_es.actors.config.buffer import FormatConfig, TasksetConfig
 from trinity_es.events.errors import DataError, TasksetError, UnknownWorkflow
 from trinity_es.events.json_values import with_single_keys
 from trinity_es.workflows.prompts import require_prompt_form
@@ -81,7 +81,6 @@ class RowCheck:
 
     @property
     def keys(self) -> tuple[str | None, ...]:
-        """Keys of the values that are checked."""
         return self._format.prompt_key, self._format.workflow_key, self._format.reward_fn_key
 
     def check(self, row: dict[str, Any], where: str, details: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trinity_es.config.buffer import TasksetConfig
+from trinity_es.actors.config.buffer import TasksetConfig
 from trinity_es.events.errors import ConfigError, TasksetError
 from trinity_es.tasksets.files import RowFile
 
@@ -181,7 +181,6 @@ def _require_enough(name: str, n: int, size: int) -> None:
 
 
 def _features(config: TasksetConfig, file: RowFile, keys: Sequence[str]) -> np.ndarray[Any, Any]:
-    """Return these numbers of every row: [rows, keys]."""
     found: list[list[float]] = []
     for first in range(0, len(file), ROWS_AT_ONCE):
         for row in file.read(range(first, min(first + ROWS_AT_ONCE, len(file)))):

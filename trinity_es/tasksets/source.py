@@ -11,8 +11,8 @@ from typing import Any
 
 import orjson
 
-from trinity_es.config.buffer import TasksetConfig
-from trinity_es.environments.verifiers_tasks import tasks_revision
+from trinity_es.actors.config.buffer import TasksetConfig
+from trinity_es.environments.verifiers_tasks import tasks_file, tasks_revision
 from trinity_es.events.errors import TasksetError
 from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.tasksets.files import RowFile, open_file
@@ -42,7 +42,7 @@ def open_source(
             rows = open_file(config)
             revision = rows.revision
         case "verifiers":
-            rows, revision = open_file(config), tasks_revision(config.workflow_args, config.file)
+            rows, revision = open_file(config), tasks_revision(config.workflow_args, tasks_file(config.workflow_args))
         case "hub":
             hub = HubRows(config, *((recorded.revision, recorded.subset) if recorded else ()))
             rows, revision, subset = hub, hub.revision, hub.subset

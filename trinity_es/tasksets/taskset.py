@@ -16,7 +16,7 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
-from trinity_es.config.buffer import TasksetConfig
+from trinity_es.actors.config.buffer import TasksetConfig
 from trinity_es.events.values import Task
 from trinity_es.events.vocabulary import TasksetSource
 from trinity_es.tasksets.files import RowFile
@@ -100,7 +100,6 @@ class Taskset:
         return self._tasks(list(range(len(self))))
 
     def task(self, row: int) -> Task:
-        """Return the task of one row, from 0."""
         return self._tasks([row])[0]
 
     def _ended(self, epoch: int) -> bool:

@@ -75,7 +75,6 @@ class AsyncMultipleChoiceWorkflow(AsyncSimpleWorkflow, MultipleChoiceWorkflow):
 
 
 def _gpqa(row: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Return question, choices and the number of the right one."""
     right = row["Correct Answer"].strip()
     choices = [right, *(row[f"Incorrect Answer {i}"].strip() for i in (1, 2, 3))]
     random.Random(row["Question"]).shuffle(choices)

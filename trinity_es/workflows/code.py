@@ -158,7 +158,6 @@ _Check = Callable[[_Judge, str], bool]
 
 
 def _checks(truth: Any) -> list[_Check]:
-    """Return the checks that a row's truth asks for. Raises DataError."""
     if isinstance(truth, str) and truth.lstrip()[:1] in ("[", "{"):
         with contextlib.suppress(ValueError):
             truth = json.loads(truth)
@@ -250,7 +249,6 @@ def _lines(value: Any) -> str:
 
 
 def _program(response: str) -> str:
-    """Return the program in a response."""
     blocks = re.findall(r"```([^\n`]*)\n(.*?)```", response, re.DOTALL)
     python = [text for name, text in blocks if name.strip().lower() in ("python", "py", "python3")]
     found: list[str] = python or [text for _, text in blocks] or [response]

@@ -61,7 +61,6 @@ def _guard(folder: str) -> None:
 
 
 def main() -> None:
-    """Run the solution, and its tests where there are some."""
     _, solution, *tests = sys.argv
     sources = []
     for path in (solution, *tests):

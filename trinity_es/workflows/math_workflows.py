@@ -82,7 +82,6 @@ class MathBoxedWorkflow(SimpleWorkflow):
             self.system_prompt = _BOXED_THINK if self.with_think else _BOXED
 
     def format_prompt(self) -> str:
-        """Return the prompt as plain text."""
         self.require_prompt()
         return plain_text(chat_of(self.task_desc, self.system_prompt)) + (self.reply_prefix or "")
 
@@ -118,7 +117,6 @@ class MathEvalWorkflow(SimpleWorkflow):
 
     @property
     def rollout_args(self) -> dict[str, Any]:
-        """The sampling of Qwen2.5-Math's evaluation."""
         return {"temperature": 0.6, "top_p": 0.8, "n": self.repeat_times}
 
     def format_messages(self) -> list[dict[str, Any]]:

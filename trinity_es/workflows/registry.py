@@ -46,7 +46,6 @@ class WorkflowRegistry:
         return path
 
     def get(self, name: str) -> type[Any]:
-        """Return the class of a registered name or "module:Class". Raises UnknownWorkflow."""
         return resolve(name, self.paths, self.what)
 
     def names(self) -> list[str]:

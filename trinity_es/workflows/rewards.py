@@ -35,8 +35,7 @@ from trinity_es.events.values import Task, class_path, task_to_dict
 from trinity_es.workflows.registry import REWARD_FUNCTIONS
 
 __all__ = [
-    "Reward", "RewardFn", "as_parts", "call_of", "has_trl_form", "keys_needed", "known_of", "reward_of", "rewarded",
-    "value_of",
+    "Reward", "RewardFn", "as_parts", "call_of", "has_trl_form", "keys_needed", "known_of", "rewarded", "value_of",
 ]
 
 _OF_TRL = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
@@ -64,18 +63,12 @@ class RewardFn(ABC):
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
-def reward_of(task: Task, workflow: Any = None) -> Reward:
-    """Return a task's reward; with a `workflow` it is called in its graders where it has a `grader_timeout`.
-
-    Raises WorkflowError where the task has none, and what building a class with its `reward_fn_args` raises.
-    """
-    return Reward(task, workflow)
-
-
 class Reward:
     """A task's reward, as every workflow calls it: by keyword, with all that is known of an answer.
 
-    It gives a number, parts that are added, or what is awaited for these.
+    It gives a number, parts that are added, or what is awaited for these. With a `workflow` it is called in its graders
+    where it has a `grader_timeout`. Raises WorkflowError where the task has none, and what building a class with its
+    `reward_fn_args` raises.
     """
 
     def __init__(self, task: Task, workflow: Any = None) -> None:
@@ -137,12 +130,10 @@ class _Form:
     """Those of `names` that have no default."""
 
     def of(self, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what it is given of this."""
         return {name: value for name, value in known.items()
                 if (self.whatever or name in self.names) and name not in self.set_already}
 
     def lacks(self, known: Collection[str]) -> list[str]:
-        """Return what it can't be called without, and is not known."""
         return [n for n in self.needed if n not in known and n not in self.set_already]
 
     @property
@@ -163,7 +154,6 @@ def keys_needed(workflow: Any, reward: Any, arguments: Mapping[str, Any]) -> lis
 
 
 def _require(reward: Any, lacks: Collection[str], there: Collection[str]) -> None:
-    """Raise WorkflowError where a reward lacks something; `there`: what it could have."""
     if lacks:
         raise WorkflowError(f"the reward {_named(reward)} needs {', '.join(lacks)}, and there is only "
                             f"{', '.join(dict.fromkeys(there))}: name it in reward_fn_args, or put it into the row")
@@ -175,20 +165,15 @@ def has_trl_form(reward: Any, arguments: Mapping[str, Any]) -> bool:
 
 
 def _form(found: Any, arguments: Mapping[str, Any]) -> _Form:
+    built = isinstance(found, type)  # later: that may be what is to be done where it can be killed
     try:
-        if isinstance(found, type):  # not built yet: that may be what is to be done where it can be killed
-            parameters = list(inspect.signature(found.__call__).parameters.values())[1:]
-        else:
-            parameters = list(inspect.signature(found).parameters.values())
+        parameters = list(inspect.signature(found.__call__ if built else found).parameters.values())[int(built) :]
     except (TypeError, ValueError):  # of a builtin
         return _Form(frozenset({"response", "prompt", "truth"}), False, frozenset())
-    kinds = [p.kind for p in parameters]
-    needed = tuple(p.name for p in parameters if p.default is p.empty
-                   and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL))
+    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     return _Form(
-        frozenset(p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)),
-        inspect.Parameter.VAR_KEYWORD in kinds, frozenset() if isinstance(found, type) else frozenset(arguments),
-        needed,
+        frozenset(p.name for p in named), any(p.kind is p.VAR_KEYWORD for p in parameters),
+        frozenset() if built else frozenset(arguments), tuple(p.name for p in named if p.default is p.empty),
     )
 
 
@@ -247,7 +232,7 @@ def rewarded(task: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, flo
 
     Raises GraderError for what is no number, WorkflowError for a number that is not finite.
     """
-    said = value_of(reward_of(Task(**task))(**known))
+    said = value_of(Reward(Task(**task))(**known))
     try:
         return as_parts(said, task["reward_fn"])
     except WorkflowError as e:
@@ -258,11 +243,11 @@ def rewarded(task: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, flo
 
 def value_of(said: Any) -> Any:
     """Return what a reward gave, awaited here where it is to be: for who has no loop."""
-    return asyncio.run(_value(said)) if inspect.isawaitable(said) else said
 
+    async def value() -> Any:
+        return await said
 
-async def _value(value: Awaitable[Any]) -> Any:
-    return await value
+    return asyncio.run(value()) if inspect.isawaitable(said) else said
 
 
 class _TRL:

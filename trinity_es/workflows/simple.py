@@ -17,7 +17,7 @@ from trinity_es.events.errors import WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
 from trinity_es.workflows.prompts import chat_of
-from trinity_es.workflows.rewards import RewardFn, as_parts, known_of, reward_of, value_of
+from trinity_es.workflows.rewards import Reward, RewardFn, as_parts, known_of, value_of
 from trinity_es.workflows.workflow import KNOWN, Workflow
 
 __all__ = ["AsyncSimpleWorkflow", "RewardFn", "SimpleWorkflow"]
@@ -48,7 +48,7 @@ class SimpleWorkflow(Workflow):
         self.format_args, self.reward_fn_args, self.raw_task = task.format_args, task.reward_fn_args, task.raw_task
         self.system_prompt, self.reply_prefix = (task.format_args.get(k) for k in ("system_prompt", "reply_prefix"))
         self.task_desc, self.truth = task.task_desc, task.truth
-        self.reward_fn: Any = reward_of(task, self)
+        self.reward_fn: Any = Reward(task, self)
 
     @property
     def rollout_args(self) -> dict[str, Any]:
@@ -56,7 +56,6 @@ class SimpleWorkflow(Workflow):
         return {**{k: v for k, v in self.task.rollout_args.items() if v is not None}, "n": self.repeat_times}
 
     def format_messages(self) -> list[dict[str, Any]]:
-        """System prompt, prompt, and the start of the answer where there is one."""
         self.require_prompt()
         return chat_of(self.task_desc, self.system_prompt, self.reply_prefix)
 
@@ -72,7 +71,6 @@ class SimpleWorkflow(Workflow):
         return self.reward_fn(**self._known(answer))
 
     def _known(self, answer: Experience) -> dict[str, Any]:
-        """Return what its reward may know of an answer, by keyword."""
         return {**known_of(answer), "prompt": self.task_desc, "truth": self.truth}
 
     def _rewarded(self, answers: list[Experience]) -> list[Experience]:

@@ -21,7 +21,7 @@ from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
 from trinity_es.workflows.prompts import chat_of
 from trinity_es.workflows.registry import WORKFLOWS, WorkflowRegistry
-from trinity_es.workflows.rewards import as_parts, call_of, known_of, reward_of, value_of
+from trinity_es.workflows.rewards import Reward, as_parts, call_of, known_of, value_of
 
 __all__ = ["KNOWN", "WORKFLOWS", "MultiTurnWorkflow", "SingleTurnWorkflow", "Workflow", "WorkflowRegistry"]
 
@@ -163,7 +163,7 @@ class Workflow:
 
     def _said(self, response: str, completion_ids: Sequence[int] | None) -> Any:
         ids = {} if completion_ids is None else {"completion_ids": completion_ids}
-        return reward_of(self.task, self)(response=response, prompt=self.task.task_desc, truth=self.task.truth, **ids)
+        return Reward(self.task, self)(response=response, prompt=self.task.task_desc, truth=self.task.truth, **ids)
 
     def grade(
         self, function: Callable[..., Any], *args: Any, timeout: float = GRADER_SECONDS, memory: int = GRADER_BYTES,

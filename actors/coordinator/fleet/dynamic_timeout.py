@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from trinity_es.actors.config.schema import ExplorerConfig
 from trinity_es.actors.coordinator.live_state import LiveState
-from trinity_es.actors.settings import ExplorerSettings
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchLifecycleState
 from trinity_es.projections.batch import BatchState
@@ -48,7 +48,7 @@ def measured(last: ev.PaceMeasured | None, batch: BatchState, **limits: Any) -> 
 class DynamicTimeout:
     """The timeout of attempts by what the live state says that attempts took, under this config."""
 
-    def __init__(self, explorer: ExplorerSettings, live: LiveState) -> None:
+    def __init__(self, explorer: ExplorerConfig, live: LiveState) -> None:
         dynamic = explorer.dynamic_timeout
         self._live, self._enabled = live, dynamic.enable
         self._limits: dict[str, Any] = {

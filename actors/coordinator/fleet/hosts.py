@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from trinity_es.actors.config.hosts import HostsConfig
 from trinity_es.actors.coordinator.decisions import hosts
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.hosts.check import facts
 from trinity_es.actors.hosts.link import Admission, HeadEnd, Items
 from trinity_es.actors.messages import HostDrained, HostLeaves, RunnerDied
-from trinity_es.actors.settings import HostsSettings
 from trinity_es.actors.system_key import HostKeys
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.software_version import VERSION
@@ -52,7 +52,7 @@ def far_lives(known: Hosts, lives: Lives) -> dict[str, int]:
 
 
 def listening(
-    settings: HostsSettings, post: Callable[[Callable[[], None]], None], fleet: Callable[[], HostFleet | None],
+    settings: HostsConfig, post: Callable[[Callable[[], None]], None], fleet: Callable[[], HostFleet | None],
     folders: Callable[[], list[str]],
 ) -> HeadEnd:
     """Return the end that listens for hosts; what it hears is done in the actor's loop. `folders`: those that hosts
@@ -82,7 +82,7 @@ class HostFleet:
     """See the module. Works only while the log is open; what comes meanwhile is said again."""
 
     def __init__(
-        self, settings: HostsSettings, registry: RunnerRegistry, end: HeadEnd, *, epoch: int,
+        self, settings: HostsConfig, registry: RunnerRegistry, end: HeadEnd, *, epoch: int,
         handle: Callable[[Any, Any], None], died: Callable[[RunnerDied], None],
         models: Mapping[str, str] = MappingProxyType({}), heard: Mapping[str, float] = MappingProxyType({}),
     ) -> None:

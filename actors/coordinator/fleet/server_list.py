@@ -14,7 +14,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from trinity_es.actors.settings import ServersSettings, checked_url
+from trinity_es.actors.addresses import checked_url
+from trinity_es.actors.config.schema import ServersConfig
 from trinity_es.events.private_files import require_regular
 
 __all__ = ["ServerList", "read_lines"]
@@ -45,7 +46,7 @@ def read_lines(text: str) -> tuple[list[str], list[str]]:
 class ServerList:
     """Reads the list; `tell` is called, in the thread, with what it says whenever all of it could be read."""
 
-    def __init__(self, settings: ServersSettings, tell: Callable[[list[str]], None]) -> None:
+    def __init__(self, settings: ServersConfig, tell: Callable[[list[str]], None]) -> None:
         self._settings, self._tell = settings, tell
         self.trouble = ""
         """What is wrong with the list as it was read last; empty: nothing."""

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from trinity_es.actors.config.schema import ServersConfig
 from trinity_es.actors.coordinator.decisions import batches, servers
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.fleet.server_list import ServerList
 from trinity_es.actors.messages import CancelUnits, Servers
-from trinity_es.actors.settings import ServersSettings
 from trinity_es.events.values import BatchId
 from trinity_es.projections.runner import RunnerLife, RunnerState, newest_life
 from trinity_es.projections.servers import leaving
@@ -34,7 +34,7 @@ class ServerFleet:
     """See the module. Without `settings` there are no such servers, and nothing is done."""
 
     def __init__(
-        self, settings: ServersSettings | None, registry: RunnerRegistry, guardian: Any, *, proxied: bool = False
+        self, settings: ServersConfig | None, registry: RunnerRegistry, guardian: Any, *, proxied: bool = False
     ) -> None:
         """`proxied`: proxies send requests to the runners."""
         self._settings, self._registry, self._guardian = settings, registry, guardian

@@ -17,6 +17,7 @@ from trinity_es.actors.commands import (
     RedoTasks,
     SubmitBatch,
 )
+from trinity_es.actors.config.config import LaunchedConfig
 from trinity_es.actors.coordinator.decisions import batches
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone, PipelineJob, PipelineThread
@@ -27,7 +28,6 @@ from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand, fingerprint
-from trinity_es.actors.settings import Settings
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import (
     CorruptPayload,
@@ -57,7 +57,7 @@ class BatchHandlers:
     """Handles what is asked of batches, and brings them to their end."""
 
     def __init__(
-        self, config: Settings, live: LiveState, dispatcher: Dispatcher, pipeline: PipelineThread,
+        self, config: LaunchedConfig, live: LiveState, dispatcher: Dispatcher, pipeline: PipelineThread,
         in_hand: RequestsInHand, outputs: Outputs,
         router: Responder, actor: TimerHost, *, dynamic_timeout: DynamicTimeout,
     ) -> None:

@@ -22,11 +22,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from trinity_es.actors.commands import CommandRequest, PayloadPart, TakeExperiences, TakenExperiences
+from trinity_es.actors.config.buffer import QueueConfig
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
 from trinity_es.actors.plugins import build
-from trinity_es.actors.settings import QueueSettings
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, PayloadNotFound, PipelineError, TakeTimeout
 from trinity_es.events.store.log import EventLog
@@ -172,7 +172,7 @@ class ExperienceQueue:
     """The coordinator's side: who waits, and what they get."""
 
     def __init__(
-        self, config: QueueSettings, live: LiveState, router: Responder, actor: TimerHost, clock: Callable[[],
+        self, config: QueueConfig, live: LiveState, router: Responder, actor: TimerHost, clock: Callable[[],
         float]
     ) -> None:
         """`config` is `buffer.queue`; `clock` gives unix seconds."""

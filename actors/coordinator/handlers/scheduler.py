@@ -24,6 +24,7 @@ from trinity_es.actors.commands import (
     StoreProgress,
     TakeResults,
 )
+from trinity_es.actors.config.config import LaunchedConfig
 from trinity_es.actors.coordinator.decisions import scheduled_batches
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
@@ -31,7 +32,6 @@ from trinity_es.actors.coordinator.handlers.request_reads import given_tasks
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
-from trinity_es.actors.settings import Settings
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId, sort_batch_id
 from trinity_es.projections.batch import BatchState
@@ -56,7 +56,7 @@ class SchedulerHandlers:
     """Handles what schedulers ask."""
 
     def __init__(
-        self, config: Settings, live: LiveState, dispatcher: Dispatcher, dynamic_timeout: DynamicTimeout,
+        self, config: LaunchedConfig, live: LiveState, dispatcher: Dispatcher, dynamic_timeout: DynamicTimeout,
         router: Responder, actor: TimerHost
     ) -> None:
         self._explorer, self._live, self._dispatcher = config.explorer, live, dispatcher

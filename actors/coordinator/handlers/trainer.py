@@ -12,11 +12,11 @@ from trinity_es.actors.commands import (
     ResumedTrainer,
     ResumeTrainer,
 )
+from trinity_es.actors.config.config import LaunchedConfig
 from trinity_es.actors.coordinator.delivery.retention import Retention
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
-from trinity_es.actors.settings import Settings
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound, DataError, PayloadNotFound
 from trinity_es.events.store.log import EventLog, Recorded
@@ -31,7 +31,7 @@ class TrainerHandlers:
     """Handles what a trainer asks after its batches were delivered."""
 
     def __init__(
-        self, config: Settings, live: LiveState, router: Responder, actor: TimerHost, retention: Retention,
+        self, config: LaunchedConfig, live: LiveState, router: Responder, actor: TimerHost, retention: Retention,
         returned: Callable[[int], None],
     ) -> None:
         """Call `returned` with the step of a trainer that is back: what it took for later ones can be taken again."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from trinity_es.actors.commands import CommandRequest, GetStatus
+from trinity_es.actors.config.config import LaunchedConfig
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineThread
 from trinity_es.actors.coordinator.delivery.retention import Retention
@@ -30,7 +31,6 @@ from trinity_es.actors.coordinator.handlers.trainer import TrainerHandlers
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
-from trinity_es.actors.settings import Settings
 from trinity_es.events.store.checks.log_end import Mark
 from trinity_es.events.values import sort_batch_id
 from trinity_es.projections.adapters import current_adapters
@@ -42,7 +42,7 @@ class Handlers:
     """The runners (`fleet`), and the handlers of every command; the router has them all."""
 
     def __init__(
-        self, config: Settings, live: LiveState, pipeline: PipelineThread, retention: Retention, outputs: Outputs,
+        self, config: LaunchedConfig, live: LiveState, pipeline: PipelineThread, retention: Retention, outputs: Outputs,
         actor: TimerHost, *, guardian: Any, in_hand: RequestsInHand, releases: Releases,
         end: Callable[[], Mark | None] = lambda: None, alive: Iterable[str] = (), epoch: int = 0,
         trouble: Callable[[], str | None] = lambda: None, refuses: Callable[[], bool] = lambda: False,
@@ -61,11 +61,11 @@ class Handlers:
         if config.mode == "serve":
             rolling = Rolling(config.explorer.min_running_model_num, self.routes.take_out, alive)
         dispatcher = Dispatcher(registry, dynamic_timeout.timeout, end)
-        lora = config.rollout.engine.lora
+        lora = config.rollout.lora
         most = 0 if lora is None else lora.max_adapters
-        of_others = config.rollout.servers is not None
+        of_others = config.rollout.engine_type == "http"
         weights = WeightLoading(registry, rolling)
-        models = {"rollout", config.rollout.engine.model_path, *config.auxiliary}
+        models = {"rollout", config.rollout.model_path, *config.auxiliary}
         self.fleet = RunnerLifecycle(registry, weights, dispatcher, most, servers=of_others, models=models)
         self.leases = LeaseFleet(registry, actor, releases)
         self.queue = ExperienceQueue(config.buffer.queue, live, router, actor, registry.clock)
@@ -78,7 +78,8 @@ class Handlers:
         self.loads = LoadHandlers(self.fleet.weights, self.fleet.adapters, router, actor)
         guardian_of = lambda name: guardian if (fleet := hosts()) is None else fleet.guardian_of(name, guardian)  # noqa: E731
         self.runners = RunnerHandlers(router, registry, actor, guardian_of)
-        self.servers = ServerFleet(config.rollout.servers, registry, guardian, proxied=config.mode == "serve")
+        settings = config.rollout.servers if of_others else None
+        self.servers = ServerFleet(settings, registry, guardian, proxied=config.mode == "serve")
         self.live, self.outputs, self.hosts = live, outputs, hosts
         self.epoch, self.trouble, self.refuses = epoch, trouble, refuses
         kinds = (

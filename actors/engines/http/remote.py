@@ -20,11 +20,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trinity_es.actors import load_balancing
+from trinity_es.actors.config.schema import RolloutModelConfig
 from trinity_es.actors.engines.http.client import http_client, largest_answer, up_to
 from trinity_es.actors.engines.interface import Completion, Sampling, Tokenizer
 from trinity_es.actors.openai_clients import Endpoint
 from trinity_es.actors.plugins import resolve
-from trinity_es.actors.settings import ModelSettings
 from trinity_es.events.errors import ConfigError, EngineError, SyncError, WorkflowError, error_from_dict
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ def _answered(answer: httpx.Response, model: str, name: str) -> dict[str, Any] |
     raise EngineError(f"{name} of the auxiliary model {model!r} answered {answer.status_code}: {answer.text[:200]}")
 
 
-def remote_models(auxiliary: Mapping[str, ModelSettings], token: str) -> dict[str, RemoteEngine]:
+def remote_models(auxiliary: Mapping[str, RolloutModelConfig], token: str) -> dict[str, RemoteEngine]:
     """Return a RemoteEngine for each auxiliary model of a config, in its order.
 
     Loads their tokenizers, which may take a while. Raises what that raises, and ConfigError for an engine class that
@@ -239,7 +239,7 @@ def remote_models(auxiliary: Mapping[str, ModelSettings], token: str) -> dict[st
                 "load_tokenizer(config), for the processes that ask it"
             )
         found[name] = RemoteEngine(
-            name, cls.load_tokenizer(how.engine), token=token, defaults=how.rollout_args,
-            max_model_len=how.engine.max_model_len,
+            name, cls.load_tokenizer(how.engine_config()), token=token, defaults=how.rollout_args(),
+            max_model_len=how.max_model_len,
         )
     return found

@@ -23,8 +23,8 @@ from functools import partial
 from typing import Any
 
 from trinity_es.actors.engines.adapters import AdapterFiles, checked_adapter, require_same
+from trinity_es.actors.engines.interface import LoRASettings
 from trinity_es.actors.engines.vllm.weights import short
-from trinity_es.actors.settings import LoRASettings
 from trinity_es.events.errors import EngineError, SyncError
 
 __all__ = ["AdapterServing", "ServedAdapter", "lora_arguments"]

@@ -34,7 +34,7 @@ from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.projections.runner import RunnerLife, RunnerState
 from trinity_es.projections.tables.read_models import projectors
-from trinity_es.system.launch import settings
+from trinity_es.system.launch import launched
 
 
 class Place(Timers):
@@ -42,7 +42,7 @@ class Place(Timers):
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        config = settings(scripted(folder))
+        config = launched(scripted(folder))
         url = f"sqlite:///{folder / 'log.sqlite'}"
         self.log = EventLog.open(url, create=True, durability="process", projectors=projectors())
         self.sent: list[tuple[Any, Any]] = []

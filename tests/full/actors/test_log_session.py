@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from tests.helpers.timers import Timers
+from trinity_es.actors.config.schema import StoreConfig
 from trinity_es.actors.coordinator.log_session import LogSession, Phase
 from trinity_es.actors.coordinator.log_writer import UnitOfWork
-from trinity_es.actors.settings import StoreSettings
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogRewound, LogUnavailable
 from trinity_es.events.store.log import EventLog, Lease
@@ -34,7 +34,7 @@ class Host(Timers):
         """What opening the store raises."""
         self.fenced_by: Lease | None = None
         self.session = LogSession(
-            self, StoreSettings(url, "process", 0.0, None), {"pid": 1, "host": "here", "admin": {}},
+            self, StoreConfig(url=url, durability="process", retry_for=0.001), {"pid": 1, "host": "here", "admin": {}},
             queue_capacity=100, memory=None, known=(), told=(),
         )
 

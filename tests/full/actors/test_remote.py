@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -12,6 +11,7 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
+from trinity_es.actors.config.schema import RolloutModelConfig
 from trinity_es.actors.engines.http.remote import AGAIN_SECONDS, RemoteEngine, remote_models
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
 from trinity_es.actors.load_balancing import REPORT_SECONDS, SLACK_REQUESTS
@@ -19,7 +19,6 @@ from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.actors.serving.token_id_routes import engine_routes
-from trinity_es.actors.settings import ModelSettings
 from trinity_es.events.errors import ConfigError, EngineError, SyncError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
@@ -288,8 +287,6 @@ async def test_p15_a_judge_samples_by_its_own_config_and_not_by_the_tasks(host: 
 
 
 def test_p15_an_engine_class_without_a_tokenizer_of_its_own_says_what_it_needs() -> None:
-    how = ModelSettings(1, "m:C", "builtins:object", EngineConfig(model_path=""), {})
     with pytest.raises(ConfigError, match="load_tokenizer"):
-        remote_models({"judge": how}, "t")
-    how = dataclasses.replace(how, engine_class="trinity_es.testing:ScriptedEngine")
-    assert list(remote_models({"judge": how}, "t")) == ["judge"]
+        remote_models({"judge": RolloutModelConfig(engine_type="builtins:object")}, "t")
+    assert list(remote_models({"judge": RolloutModelConfig(engine_type="scripted")}, "t")) == ["judge"]

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.engines import Live, SharedEngine
-from trinity_es.actors.engines.interface import EngineConfig
-from trinity_es.actors.settings import LoRASettings
+from trinity_es.actors.engines.interface import EngineConfig, LoRASettings
 
 
 @pytest.fixture(scope="package")

@@ -23,12 +23,12 @@ import pytest_asyncio
 from tests.helpers.client_packages import LETTERS, environment
 from tests.helpers.endpoint import serving, until
 from tests.helpers.of_the_day import ALL, OTHERS, by_turns
+from trinity_es.actors.config.buffer import TasksetConfig
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
-from trinity_es.config.buffer import TasksetConfig
 from trinity_es.environments.installed import Installed, find, remove
-from trinity_es.environments.verifiers_tasks import made_tasks
+from trinity_es.environments.verifiers_tasks import made_tasks, tasks_file
 from trinity_es.events.errors import EngineError, TasksetError
 from trinity_es.events.values import Task
 from trinity_es.events.vocabulary import TasksetSource
@@ -246,7 +246,7 @@ async def test_a_run_that_goes_on_reads_the_tasks_that_it_began_with_or_says_why
 
     source = taskset(EIGHT).source
     assert source is not None
-    digest = hashlib.sha256(taskset(EIGHT).config.file.read_bytes()).hexdigest()
+    digest = hashlib.sha256(tasks_file(taskset(EIGHT).config.workflow_args).read_bytes()).hexdigest()
     assert (source.path, source.revision, source.rows) == ("verifiers:letters-env", f"0.3 sha256:{digest}", ROWS)
     assert taskset(EIGHT, source).source == source
     for other in (replace(source, revision=f"0.2 sha256:{digest}"), taskset(THREE).source):

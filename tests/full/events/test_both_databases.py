@@ -299,6 +299,6 @@ def test_the_last_event_of_a_type_is_found_at_the_end_of_its_stream(postgres: Ca
 def test_numbers_that_a_column_can_not_hold_are_refused_where_they_are_given() -> None:
     """A version or a step of the trainer; SQLite would take it, and the log could never move to PostgreSQL."""
     for number in (2**31, -(2**31), 10**400):
-        with pytest.raises(DataError, match=r"version is (too large|-2147483648: 0 or more is expected)"):
+        with pytest.raises(DataError, match=r"version is .*: a whole number from 0 to 2147483647 is expected"):
             whole("version", number)
     assert whole("version", 2**31 - 1) == 2**31 - 1

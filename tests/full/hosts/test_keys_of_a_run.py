@@ -13,9 +13,9 @@ import pytest
 
 from tests.helpers.certificates import Authority
 from tests.helpers.hosts import Head, KeyFile, has_settled, head_of, host_joins, log_of, ready
+from trinity_es.actors.config.hosts import HostsTlsConfig
 from trinity_es.actors.hosts.sealed_stream import Refused, open_to_head
 from trinity_es.actors.hosts.tls import begin_at_host
-from trinity_es.actors.settings import TlsSettings
 from trinity_es.events import vocabulary as ev
 from trinity_es.testing import wait_until
 
@@ -70,7 +70,7 @@ def test_the_key_is_replaced_in_a_batch_and_nothing_is_lost(postgres: Callable[[
             assert secret not in log_of(head)
 
 
-def says(head: Head, key: str, tls: TlsSettings, **more: Any) -> None:
+def says(head: Head, key: str, tls: HostsTlsConfig, **more: Any) -> None:
     """Say to the head what a host says that wants to join. Raises what it answers."""
     hello = {"name": "x", "life": "1", "pid": 7, "places": {}, **more}
 
@@ -98,5 +98,5 @@ def test_hosts_speak_tls_and_another_build_is_refused(postgres: Callable[[], str
         head.finish(1, 64)
         assert head.ran_on(1)["b"] > 0
         with pytest.raises(Refused, match=r"0\.0\.0"):
-            says(head, key.path.read_text().strip(), TlsSettings(**tls), build="0.0.0")
+            says(head, key.path.read_text().strip(), HostsTlsConfig(**tls), build="0.0.0")
         assert "host x is not taken in" in log_of(head)

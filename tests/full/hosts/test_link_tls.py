@@ -10,21 +10,21 @@ import pytest
 
 from tests.helpers.certificates import Authority, Files
 from tests.helpers.links import KEY, OTHER, Heard, joined, network
+from trinity_es.actors.config.hosts import HostsTlsConfig
 from trinity_es.actors.hosts import sealed_stream
 from trinity_es.actors.hosts.head_dialer import NO_TLS
-from trinity_es.actors.settings import TlsSettings
 from trinity_es.testing import wait_until
 
 PROMPT = "what is asked is nobody else's affair"
 
 
-def of_head(files: Files) -> TlsSettings:
-    return TlsSettings(str(files.cert), str(files.key), "")
+def of_head(files: Files) -> HostsTlsConfig:
+    return HostsTlsConfig(cert=str(files.cert), key=str(files.key))
 
 
-def of_host(ca: Path) -> TlsSettings:
+def of_host(ca: Path) -> HostsTlsConfig:
     """The config is the run's, whose certificate lies on the head alone."""
-    return TlsSettings("/nowhere/cert.pem", "/nowhere/key.pem", str(ca))
+    return HostsTlsConfig(cert="/nowhere/cert.pem", key="/nowhere/key.pem", ca=str(ca))
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from typing import Any
 
 from reasoning_gym.factory import DATASETS
 
-from trinity_es.config.buffer import TasksetConfig
+from trinity_es.actors.config.buffer import TasksetConfig
 from trinity_es.events.errors import TrinityError
 from trinity_es.events.values import Task, task_from_dict, task_to_dict
 from trinity_es.tasksets.reasoning_gym import dataset
 from trinity_es.tasksets.taskset import Taskset
-from trinity_es.workflows.rewards import reward_of
+from trinity_es.workflows.rewards import Reward
 
 ROWS = 3
 
@@ -22,7 +22,7 @@ def scored(task: Task, response: str) -> float | str:
     """What a run of this task would get for a response, after the task has travelled to a runner."""
     there = task_from_dict(json.loads(json.dumps(task_to_dict(task))))
     try:
-        return float(reward_of(there)(response=response, prompt=there.task_desc, truth=there.truth))
+        return float(Reward(there)(response=response, prompt=there.task_desc, truth=there.truth))
     except Exception as e:  # a scorer's own
         return type(e).__name__
 

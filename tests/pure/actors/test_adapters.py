@@ -17,11 +17,10 @@ from trinity_es.actors.coordinator.decisions import adapters as decisions
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
 from trinity_es.actors.coordinator.handlers.serve_routes import _route
 from trinity_es.actors.engines.adapters import checked_adapter
-from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
+from trinity_es.actors.engines.interface import Completion, EngineConfig, LoRASettings, Sampling
 from trinity_es.actors.engines.vllm.adapters import AdapterServing, lora_arguments
 from trinity_es.actors.messages import AdaptersLoadResult
 from trinity_es.actors.rollout.model import Model
-from trinity_es.actors.settings import LoRASettings
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import EngineError, SyncError, WorkflowError
 from trinity_es.projections.adapters import Adapters, current_adapters, evolve_adapters

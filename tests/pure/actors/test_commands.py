@@ -85,13 +85,13 @@ def plain(value: Any) -> bool:
 @pytest.mark.parametrize("command", EXAMPLES, ids=lambda command: command.name)
 def test_a_field_too_many_and_one_too_few_are_named(command: Command[Any]) -> None:
     sent = encode(command)
-    with pytest.raises(DataError, match=f"a key of request '{command.name}' is 'more'"):
+    with pytest.raises(DataError, match=f"request '{command.name}': unknown key 'more'"):
         decode(command.name, sent | {"more": 1})
-    with pytest.raises(DataError, match=f"request '{command.name}' is"):
+    with pytest.raises(DataError, match=f"request '{command.name}': it must be a mapping of keys"):
         decode(command.name, None)
     may_be_absent = {"method", "again", "return_partial", "sources"}
     for name in sent.keys() - may_be_absent:
-        with pytest.raises(DataError, match=f"request '{command.name}' has no {name}"):
+        with pytest.raises(DataError, match=f"request '{command.name}': {name} is required"):
             decode(command.name, {key: value for key, value in sent.items() if key != name})
     decode(command.name, {key: value for key, value in sent.items() if key not in may_be_absent})
 
@@ -104,24 +104,26 @@ def test_an_unknown_command_is_refused_by_name(name: Any) -> None:
 
 
 WRONG: list[tuple[str, str, Any, str]] = [
-    ("submit", "cursor", [{"taskset": "t", "epoch": 0}], r"cursor\[0\] has no offset"),
-    ("submit", "cursor", [{"taskset": "t", "epoch": 0, "offset": -1}], r"cursor\[0\]\.offset is -1"),
-    ("submit", "cursor", [{"taskset": "t" * 401, "epoch": 0, "offset": 0}], r"cursor\[0\]\.taskset is"),
-    ("submit", "batch_type", "collect", "'train' or 'eval'"),
-    ("submit", "tasks", Parcel(None, "../../etc/passwd"), "tasks is"),
-    ("finalize", "timeout", float("nan"), "timeout is nan"),
-    ("acknowledge", "metrics", {"a\0": 1.0}, "a name in metrics"),
-    ("acknowledge", "metrics", {"a": float("inf")}, r"metrics\['a'\] is inf"),
-    ("acknowledge", "step", True, "step is True"),
-    ("sync_adapter", "adapter", "a/b", "adapter is 'a/b'"),
-    ("sync_adapter", "adapter", "a" * 101, "adapter is"),
-    ("acknowledge", "step", 10**5000, "step is a int"),
+    ("submit", "cursor", [{"taskset": "t", "epoch": 0}], r"cursor\[0\]\.offset is required"),
+    ("submit", "cursor", [{"taskset": "t", "epoch": 0, "offset": -1}],
+     r"cursor\[0\]\.offset must be greater than or equal to 0, not -1"),
+    ("submit", "cursor", [{"taskset": "t" * 401, "epoch": 0, "offset": 0}],
+     r"cursor\[0\]\.taskset must have at most 400 characters"),
+    ("submit", "batch_type", "collect", "batch_type must be one of 'train', 'eval', not 'collect'"),
+    ("submit", "tasks", Parcel(None, "../../etc/passwd"), "tasks must be JSON, or the digest"),
+    ("finalize", "timeout", float("nan"), "timeout must be a finite number, not nan"),
+    ("acknowledge", "metrics", {"a\0": 1.0}, "metrics.* must be text without NUL"),
+    ("acknowledge", "metrics", {"a": float("inf")}, "metrics.a must be a finite number, not inf"),
+    ("acknowledge", "step", True, "step must be a whole number, not true"),
+    ("sync_adapter", "adapter", "a/b", "adapter must match .*, not 'a/b'"),
+    ("sync_adapter", "adapter", "a" * 101, "adapter must match"),
+    ("acknowledge", "step", 10**5000, "step must be less than .*, not a whole number of more than 4,300 digits"),
     ("record_answers", "answers", [encode(commands.RecordAnswers(answers=[ANSWER]))["answers"][0] | {"payload": {}}],
-     r"answers\[0\]\.payload has no digest"),
-    ("runner_states", "names", "a", "names is 'a': a list"),
-    ("pause", "batches", [1.5], "batch_id is 1.5"),
-    ("sync_weights", "method", None, "method is None"),
-    ("join_weight_group", "port", 65_536, "port is 65536"),
+     r"answers\[0\]\.payload\.digest is required"),
+    ("runner_states", "names", "a", "names must be a list, not 'a'"),
+    ("pause", "batches", [1.5], r"batches\[0\] is wrong: batch_id is 1.5"),
+    ("sync_weights", "method", None, "method must be text, not nothing"),
+    ("join_weight_group", "port", 65_536, "port must be less than 65536, not 65536"),
 ]
 
 
@@ -148,13 +150,13 @@ def test_a_user_s_classes_do_not_travel() -> None:
     sent = encode(commands.PollBatch(batch_id=Colour.RED, at_least=Whole(3), seconds=0.0, resume=False))
     assert (sent["batch_id"], sent["at_least"]) == ("red", 3)
     assert plain(sent)
-    with pytest.raises(DataError, match=r"abort: reason is object: a text"):
+    with pytest.raises(DataError, match=r"abort: reason must be text, not <object"):
         encode(commands.AbortBatch(batch_id=1, reason=object(), keep_partial_results=False))  # type: ignore[arg-type]  # as users do
     endless: list[Any] = []
     endless.append(endless)
-    with pytest.raises(DataError, match="nested too deeply"):
+    with pytest.raises(DataError, match=r"pause: batches\[0\] is wrong"):
         encode(commands.PauseBatches(batches=endless))
-    with pytest.raises(DataError, match="reason: x is object"):
+    with pytest.raises(DataError, match="reason must be text, not Own"):
         encode(commands.AbortBatch(batch_id=1, reason=Own(object()), keep_partial_results=False))  # type: ignore[arg-type]  # as above
 
 

@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trinity_es.actors.addresses import checked_url
+from trinity_es.actors.config.schema import ServersConfig
 from trinity_es.actors.coordinator.decisions import servers
 from trinity_es.actors.coordinator.fleet import server_list
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
@@ -20,7 +22,6 @@ from trinity_es.actors.coordinator.fleet.server_list import ServerList, read_lin
 from trinity_es.actors.coordinator.fleet.servers import ServerFleet
 from trinity_es.actors.coordinator.units_in_flight import UnitsInFlight
 from trinity_es.actors.engines.http.restart_command import run_command
-from trinity_es.actors.settings import ServersSettings, checked_url
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, DataError
@@ -146,9 +147,8 @@ def test_one_that_proxies_ask_has_all_of_its_time() -> None:
     assert servers.is_drained(0, 10.0, timeout=10.0, asked=True)
 
 
-def settings_of(**changes: Any) -> ServersSettings:
-    return ServersSettings(**{
-        "urls": [], "file": "", "command": "", "poll_interval": 1.0, "drain_timeout": 10.0, **changes})
+def settings_of(**changes: Any) -> ServersConfig:
+    return ServersConfig(**{"poll_interval": 1.0, "drain_timeout": 10.0, **changes})
 
 
 class Leaving:

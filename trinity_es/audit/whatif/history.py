@@ -246,7 +246,7 @@ def _config(log: Log, first: int) -> dict[str, Any]:
         raise DataError(f"{log.url} holds no config of the run (SystemConfigured): its settings are not known")
     explorer = found["explorer"]
     if [key for key in NEEDED if key not in explorer]:
-        from trinity_es.config.schema import ExplorerConfig  # it costs a tenth of a second, and is seldom needed
+        from trinity_es.actors.config.schema import ExplorerConfig  # it costs a tenth of a second, and is seldom needed
 
         explorer = ExplorerConfig().model_dump(mode="json", by_alias=True)  # what this run's config had not yet
         for key, value in found["explorer"].items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,7 +59,7 @@ def run_benchmark(settings: Config, as_json: bool) -> None:
     finally:
         explorer.release()
     if as_json:
-        print_json({"log": where, "checkpoints": [row.as_dict() for row in rows]})
+        print_json({"log": where, "checkpoints": [asdict(row) for row in rows]})
     else:
         _show(rows, names, where)
     if any(row.problem for row in rows):

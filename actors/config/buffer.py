@@ -1,4 +1,4 @@
-"""The section `buffer` of the config: tasksets, the pipeline and the queue. See `trinity_es.config.schema`."""
+"""The section `buffer` of the config: tasksets, the pipeline and the queue. See `schema.py`."""
 
 from __future__ import annotations
 
@@ -8,21 +8,14 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from trinity_es.actors.config.section import Args, FileName, ImportName, Positive, Section
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.engines.sampling import merged
-from trinity_es.config.section import Args, FileName, ImportName, Positive, Section
-from trinity_es.environments.verifiers_tasks import PREFIX, tasks_file
 from trinity_es.events.errors import DataError
 
 __all__ = [
-    "SCORER",
-    "BufferConfig",
-    "DataSelectorConfig",
-    "ExplorerInputConfig",
-    "FormatConfig",
-    "OperatorConfig",
-    "PipelineConfig",
-    "TasksetConfig",
+    "SCORER", "BufferConfig", "DataSelectorConfig", "ExplorerInputConfig", "FormatConfig", "OperatorConfig",
+    "PipelineConfig", "QueueConfig", "TasksetConfig",
 ]
 
 SCORER = "trinity_es.tasksets.reasoning_gym:Score"
@@ -132,10 +125,10 @@ class TasksetConfig(Section):
     def _environments_own(cls, data: Any) -> Any:
         """Have the tasks of an environment played by it."""
         path = data.get("path") if isinstance(data, dict) else None
-        if not isinstance(path, str) or not path.startswith(PREFIX):
+        if not isinstance(path, str) or not path.startswith("verifiers:"):
             return data
         args = data.get("workflow_args") or {}
-        own = {"env": path.removeprefix(PREFIX)}
+        own = {"env": path.removeprefix("verifiers:")}
         return {"workflow": "verifiers", **data, "workflow_args": {**own, **args} if isinstance(args, dict) else args}
 
     @field_validator("rollout_args")
@@ -145,14 +138,10 @@ class TasksetConfig(Section):
         return args
 
     @model_validator(mode="after")
-    def _one_order(self) -> Self:
-        if self.shuffle and self.data_selector is not None:
-            raise ValueError("has shuffle and data_selector: keep one (data_selector: {selector_type: shuffle})")
-        return self
-
-    @model_validator(mode="after")
     def _keys_fit(self) -> Self:
         kind, rest = self.kind, self.path.partition(":")[2]
+        if self.shuffle and self.data_selector is not None:
+            raise ValueError("has shuffle and data_selector: keep one (data_selector: {selector_type: shuffle})")
         if kind == "hub" and not re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", rest):
             raise ValueError(f"has the path {self.path!r}: write a dataset of the hub as hub:owner/name")
         if kind == "hub" and self.split is None:
@@ -178,12 +167,7 @@ class TasksetConfig(Section):
 
     @property
     def file(self) -> Path:
-        """The file to read: `path`, or in it, where it is a folder, what `split` names; for a dataset a folder.
-
-        Raises ConfigError for the tasks of an environment that is not installed.
-        """
-        if self.kind == "verifiers":
-            return tasks_file(self.workflow_args)
+        """The file to read: `path`, or in it, where it is a folder, what `split` names; for a dataset a folder."""
         path = Path(self.path)
         if self.split is None or not path.is_dir() or (path / "state.json").is_file():
             return path
@@ -207,16 +191,12 @@ class ExplorerInputConfig(Section):
     they are a step."""
 
     @model_validator(mode="after")
-    def _names_differ(self) -> Self:
+    def _fits(self) -> Self:
         for group in (self.tasksets, self.eval_tasksets):
             names = [t.name for t in group]
             twice = next((n for n in names if names.count(n) > 1), None)
             if twice is not None:
                 raise ValueError(f"has two tasksets with the name {twice!r}: rename one")
-        return self
-
-    @model_validator(mode="after")
-    def _orders_fit(self) -> Self:
         others = (t.name for t in self.eval_tasksets if (s := t.data_selector) and s.selector_type != "sequential")
         if (chosen := next(others, None)) is not None:
             raise ValueError(f"has an eval taskset {chosen!r} with a data_selector: an eval plays every row once")

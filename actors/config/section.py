@@ -13,7 +13,7 @@ from trinity_es.events.errors import DataError
 from trinity_es.events.secrets import Secret, unmarked
 from trinity_es.events.values import require_finite
 
-__all__ = ["Args", "ClassPath", "FileName", "ImportName", "Positive", "Seconds", "Section", "Text"]
+__all__ = ["Args", "ClassPath", "FileName", "ImportName", "Positive", "Seconds", "Section", "Text", "matching"]
 
 
 def _plain(value: dict[str, Any]) -> dict[str, Any]:
@@ -31,31 +31,24 @@ def _text(value: Any, checked: Callable[[Any], str]) -> str:
     return Secret(checked(value)) if isinstance(value, Secret) else checked(value)
 
 
-def _file_name(value: str) -> str:
-    if not re.fullmatch(r"\w[\w.\- ]*", value):
-        raise ValueError(f"must be usable as a folder name (letters, digits, _ - .), not {value!r}")
-    return value
+def matching(pattern: str, what: str) -> AfterValidator:
+    """Return what refuses a text that is not all of this form; `what` says what it must be."""
 
+    def check(value: str) -> str:
+        if not re.fullmatch(pattern, value):
+            raise ValueError(f"must be {what}, not {value!r}")
+        return value
 
-def _importable(value: str) -> str:
-    if not re.fullmatch(r"[\w.]+(:[\w.]+)?", value):
-        raise ValueError(f"must be a registered name or \"module:Class\", not {value!r}")
-    return value
-
-
-def _class_path(value: str) -> str:
-    if not re.fullmatch(r"[\w.]+:[\w.]+", value):
-        raise ValueError(f"must be \"module:name\", not {value!r}")
-    return value
+    return AfterValidator(check)
 
 
 Args = Annotated[dict[str, Any], AfterValidator(_plain)]
 """Arguments that are handed on as they are: plain JSON values."""
 Text = Annotated[str, WrapValidator(_text)]
 """A text that stays a secret where a secret was put into it."""
-FileName = Annotated[str, AfterValidator(_file_name)]
-ImportName = Annotated[str, AfterValidator(_importable)]
-ClassPath = Annotated[str, AfterValidator(_class_path)]
+FileName = Annotated[str, matching(r"\w[\w.\- ]*", "usable as a folder name (letters, digits, _ - .)")]
+ImportName = Annotated[str, matching(r"[\w.]+(:[\w.]+)?", 'a registered name or "module:Class"')]
+ClassPath = Annotated[str, matching(r"[\w.]+:[\w.]+", '"module:name"')]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 

@@ -1,12 +1,11 @@
 """The sections of the config: every key, its type, its default, its bounds, and what it means.
 
-The docstring under a field is its line in docs/CONFIG.md. A key stands here only if code uses it. `Config`, which puts
-the sections together and makes paths absolute, is in `trinity_es.config.config`; the section `buffer` in `buffer.py`.
+The docstring under a field is its line in docs/CONFIG.md. A key stands here only if code uses it. `buffer.py` and
+`hosts.py` have their sections, `config.py` puts them together; `trinity_es.config` reads files.
 """
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -14,14 +13,25 @@ from pydantic_core import PydanticKnownError
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from trinity_es.actors.addresses import is_loopback
-from trinity_es.actors.settings import EngineConfig, LoRASettings, checked_url
-from trinity_es.config.section import Args, ClassPath, FileName, ImportName, Positive, Seconds, Section, Text
-from trinity_es.config.tls import TlsConfig
+from trinity_es.actors.addresses import checked_url, is_loopback
+from trinity_es.actors.config.hosts import TlsConfig
+from trinity_es.actors.config.section import (
+    Args,
+    ClassPath,
+    FileName,
+    ImportName,
+    Positive,
+    Seconds,
+    Section,
+    Text,
+    matching,
+)
+from trinity_es.actors.engines.interface import EngineConfig, LoRASettings
 
 __all__ = [
-    "ENGINES", "MONITORS", "ExplorerConfig", "ModelConfig", "MonitorConfig", "OverRolloutConfig",
-    "RolloutModelConfig", "ServersConfig", "StoreConfig", "SynchronizerConfig", "SystemConfig", "TrainerConfig",
+    "ENGINES", "MONITORS", "AuxiliaryModelConfig", "ExplorerConfig", "ModelConfig", "MonitorConfig",
+    "OverRolloutConfig", "RolloutModelConfig", "ServersConfig", "StoreConfig", "SynchronizerConfig", "SystemConfig",
+    "TrainerConfig",
 ]
 
 ENGINES = {
@@ -30,16 +40,7 @@ ENGINES = {
     "scripted": "trinity_es.testing:ScriptedEngine",
 }
 """Engines by the name that a config gives; your own is named "module:Class" there."""
-
-
-def _engine(value: str) -> str:
-    if value not in ENGINES and not re.fullmatch(r"[\w.]+:[\w.]+", value):
-        raise ValueError(f"must be one of {', '.join(ENGINES)}, \"module:Class\", not {value!r}")
-    return value
-
-
-def _retained(value: Any) -> Any:
-    return None if value == "keep" else value  # what logs of the first release hold
+_ENGINE = matching(rf"{'|'.join(ENGINES)}|[\w.]+:[\w.]+", f'one of {", ".join(ENGINES)}, "module:Class"')
 
 
 def _concurrency(value: Any) -> Any:
@@ -147,7 +148,7 @@ class ServersConfig(Section):
 class RolloutModelConfig(Section):
     """The engines that generate."""
 
-    engine_type: Annotated[str, AfterValidator(_engine)] = "vllm"
+    engine_type: Annotated[str, _ENGINE] = "vllm"
     """`vllm`, `http` (vLLM servers that others run: see `servers`), `scripted` (completions from `script`, no GPU), or
     the `module:Class` of an engine of yours."""
     model_path: str = Field(default="", json_schema_extra={"shown": "model.model_path"})
@@ -213,7 +214,6 @@ class RolloutModelConfig(Section):
 
     @property
     def engine_class(self) -> str:
-        """The engine's class as "module:Class"."""
         return ENGINES.get(self.engine_type, self.engine_type)
 
     def engine_config(self, initial_version: int = 0) -> EngineConfig:
@@ -226,14 +226,13 @@ class RolloutModelConfig(Section):
             options = self.servers.model_dump(include={
                 "key_variable", "restart_command", "restart_after", "restart_timeout",
             })
+        lora = self.lora
         return EngineConfig(
             model_path=self.model_path, seed=self.seed, max_model_len=self.max_model_len, dtype=self.dtype,
             gpu_memory_utilization=self.gpu_memory_utilization, tensor_parallel_size=self.tensor_parallel_size,
-            enforce_eager=self.enforce_eager, initial_version=initial_version,
-            options=dict(options), server_args=dict(self.server_args),
-            lora=None if self.lora is None else LoRASettings(
-                max_adapters=self.lora.max_adapters, max_rank=self.lora.max_rank
-            ),
+            enforce_eager=self.enforce_eager, initial_version=initial_version, options=dict(options),
+            server_args=dict(self.server_args),
+            lora=None if lora is None else LoRASettings(max_adapters=lora.max_adapters, max_rank=lora.max_rank),
         )
 
     def rollout_args(self) -> dict[str, Any]:
@@ -316,20 +315,15 @@ class ExplorerConfig(Section):
 
     @property
     def engine_num(self) -> int:
-        """Engines of all models."""
         return self.rollout_model.engine_num + sum(m.engine_num for m in self.auxiliary_models)
 
     @model_validator(mode="after")
-    def _open_on_loopback_alone(self) -> Self:
+    def _fits(self) -> Self:
         if self.proxy_without_key and not is_loopback(self.listen_address):
             raise ValueError(
                 f"has proxy_without_key with listen_address {self.listen_address!r}, where others would be let in: "
                 "leave it on 127.0.0.1, or give clients the key that `trinity-es serve` prints"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _models_differ(self) -> Self:
         names = ["rollout", "runner", *(m.name for m in self.auxiliary_models)]  # runner-0 is of the rollout model
         twice = next((n for n in names if names.count(n) > 1), None)
         if twice is not None:
@@ -404,7 +398,8 @@ class StoreConfig(Section):
     (on PostgreSQL both are the same)."""
     retry_for: Seconds = 300.0
     """Seconds that a database which is away (it restarts, a lock is held) is waited for before callers get an error."""
-    retention: Annotated[int | None, BeforeValidator(_retained)] = Field(default=None, ge=1)
+    # "keep" is what logs of the first release hold
+    retention: Annotated[int | None, BeforeValidator(lambda v: None if v == "keep" else v)] = Field(default=None, ge=1)
     """Steps whose experiences are kept: those of a batch are deleted when so many later steps were acknowledged, its
     events stay. At least the steps between two checkpoints of the trainer, which starts again from one. null: nothing
     is deleted."""

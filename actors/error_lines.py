@@ -1,0 +1,83 @@
+"""Pydantic's errors as sentences: which value is wrong, and what it must be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic_core import ErrorDetails
+
+from trinity_es.events.secrets import MASK, Secret, is_secret_key
+
+__all__ = ["Path_", "dotted", "error_path", "quoted", "sentence", "written"]
+
+Path_ = tuple[str | int, ...]
+"""Where in the config: keys, and indices of lists."""
+_EXPECTED = {
+    "int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number",
+    "finite_number": "a finite number", "bool_type": "true or false", "string_type": "text", "list_type": "a list",
+    "dict_type": "a mapping of keys", "model_type": "a mapping of keys", "dataclass_type": "a mapping of keys",
+}
+
+
+def dotted(path: Path_, *, any_index: bool = False) -> str:
+    """Write `("a", 0, "b")` as `a[0].b`, or as `a[].b`."""
+    text = ""
+    for piece in path:
+        name = f"[{'' if any_index else piece}]" if isinstance(piece, int) else f".{piece}"
+        text += name if name.isprintable() else repr(name)
+    return text.removeprefix(".")
+
+
+def error_path(error: ErrorDetails) -> Path_:
+    """Return where the wrong value, or the wrong key, is."""
+    return tuple(piece for piece in error["loc"] if piece != "[key]")
+
+
+def sentence(error: ErrorDetails, whole: str, shown: str = "", as_text: str = "") -> str:
+    """Return what is wrong. `whole`: what the outermost value is called; `shown`: the value as it was written, and
+    `as_text` how to write it where it is to be text.
+    """
+    path = error_path(error)
+    kind, key, value = error["type"], dotted(path) or whole, error["input"]
+    if isinstance(value, Secret) and kind == "value_error":  # a validator that quotes it
+        return f"{key} {str(error['ctx']['error']).replace(repr(str(value)), MASK)}"
+    if isinstance(value, Secret) or (path and is_secret_key(str(path[-1])) and isinstance(value, str | int | float)):
+        value = MASK
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"unknown key {quoted(key)}"
+    if kind == "missing":
+        return f"{key} is required"
+    if kind == "string_type" and isinstance(value, int | float) and 0 < len(shown) <= 80:
+        return f"{key} must be text, not {shown}; in quotes it is: {as_text}"
+    if kind in _EXPECTED:
+        return f"{key} must be {_EXPECTED[kind]}, not {quoted(value)}"
+    if kind == "literal_error":
+        return f"{key} must be one of {error['ctx']['expected'].replace(' or ', ', ')}, not {quoted(value)}"
+    if kind == "value_error":
+        return f"{key} {error['ctx']['error']}"
+    message = re.sub(r"^\w+ should ", "must ", error["msg"])
+    return f"{key} {message}, not {quoted(value)}"
+
+
+def written(value: Any, form: Callable[[Any], str]) -> str:
+    """Return the value in this form, however large it is."""
+    try:
+        return form(value)
+    except Exception:  # Python writes no number of more than 4,300 digits; an object's own code may do anything
+        return "a whole number of more than 4,300 digits" if isinstance(value, int) else f"a {type(value).__name__}"
+
+
+def quoted(value: Any) -> str:
+    """Return a value as an error shows it."""
+    if value is None:
+        return "nothing (null)"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return "a mapping of keys"
+    if isinstance(value, list | tuple):
+        return "a list"
+    text = re.sub(r"://[^/@]*@", "://***@", written(value, repr))  # a database URL, with its password, misplaced
+    return text if len(text) <= 60 else f"{text[:57]}..."
