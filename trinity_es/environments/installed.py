@@ -79,8 +79,7 @@ def uv() -> str | None:
 def installed() -> list[Installed]:
     """Return the environments that are installed, by name."""
     read = ((file, json.loads(file.read_text())) for file in sorted(environments_folder().glob("*/environment.json")))
-    # One without a folder was made before each install had one: it is to be installed again.
-    return [Installed(**{**told, "folder": file.parent / told["folder"]}) for file, told in read if "folder" in told]
+    return [Installed(**{**told, "folder": file.parent / told["folder"]}) for file, told in read]
 
 
 def find(name: str) -> Installed:

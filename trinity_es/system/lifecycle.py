@@ -13,7 +13,7 @@ from typing import Any
 from trinity_es.actors.orphaned import owner_gone
 from trinity_es.config.config import Config
 from trinity_es.events.errors import StartupError
-from trinity_es.events.private_files import make_private_folder, open_private, take_lock, tighten
+from trinity_es.events.private_files import make_private_folder, open_private, take_lock
 from trinity_es.events.processes import process_start_time
 from trinity_es.events.store.checks.log_end import Claim
 from trinity_es.system import keeper_lock
@@ -48,7 +48,6 @@ def start(
     detach = owner is None and (config.system.detach if detach is None else detach)
     owner = owner or {"pid": os.getpid(), "started": process_start_time(os.getpid())}
     make_private_folder(log_dir)
-    tighten(*log_dir.glob("*.log"), *log_dir.glob("*.lock"))  # an older release's
     with _start_lock(log_dir / "start.lock"):  # two systems on one store would fence each other for ever
         last = last_known(config)
         if last is not None and owner_gone(last.get("owner")):
