@@ -32,7 +32,14 @@ from trinity_es.events.store.log import EventLog
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.projections.tables.runner_history import last_incarnation
 from trinity_es.system import leftovers, remembered_log_end
-from trinity_es.system.running_system import find_head, joined_file, key_file, note_file, output_file
+from trinity_es.system.running_system import (
+    find_head,
+    joined_file,
+    key_file,
+    output_file,
+    stop_keeper,
+    system_file,
+)
 
 __all__ = ["connections_needed", "launch", "launch_host", "settings"]
 
@@ -41,7 +48,9 @@ _LET_GO_SECONDS = 3.0
 """How long the database may take to see that a coordinator of this host has ended."""
 
 
-def settings(config: Config, owner: Mapping[str, Any] | None = None) -> Settings:
+def settings(
+    config: Config, owner: Mapping[str, Any] | None = None, keeper: Mapping[str, Any] | None = None
+) -> Settings:
     """Return what the processes read of a config, with what they would have to look up in a higher room."""
     rollout = _model(config.explorer.rollout_model)
     in_group = config.synchronizer.sync_method == "nccl"
@@ -54,6 +63,7 @@ def settings(config: Config, owner: Mapping[str, Any] | None = None) -> Settings
         "code_path": [config.code_path, os.getcwd()],
         "workflows": _workflows(config),
         "owner": owner,
+        "keeper": keeper,
     })
 
 
@@ -111,27 +121,25 @@ def launch_host(config: Config, host: HostSettings) -> dict[str, Any]:
     with EventLog.open(config.store.url, read_only=True) as log:
         incarnation, end = log.query(last_incarnation) + 1, log.head()
     owner = {"pid": os.getpid(), "started": process_start_time(os.getpid())}
-    admin_file = log_dir / "admin.json"
+    admin_file = joined_file(config.store.url, host.name)  # by it clients on this host find it
+    make_private_folder(admin_file.parent)
     admin_file.unlink(missing_ok=True)
     code = _run_launcher(config, log_dir, {
         "config": asdict(replace(settings(config, owner), host=host)),
         "first_incarnation": incarnation,
         "known": [claim_to_dict(Claim(Mark(end.generation, end.position, end.hash), "who joined"))],
-        "admin_file": str(admin_file),
+        "admin_file": str(admin_file), "told": {"key_file": key_file(config)},
     })
     if code != 0:
         leftovers.end_all_leftovers(config)
         raise StartupError(f"this host could not join (exit {code}):\n{_tail(config)}\nLogs are in {log_dir}")
-    admin: dict[str, Any] = {**json.loads(admin_file.read_text()), "key_file": key_file(config)}
-    place = joined_file(config.store.url, host.name)
-    make_private_folder(place.parent)
-    with whole_file(place) as file:  # by it clients on this host find it
-        file.write(json.dumps(admin).encode())
+    admin: dict[str, Any] = json.loads(admin_file.read_text())
     return admin
 
 
 def launch(
-    config: Config, log_dir: Path, create: bool, owner: Mapping[str, Any] | None, claims: Sequence[Claim]
+    config: Config, log_dir: Path, create: bool, owner: Mapping[str, Any] | None, keeper: Mapping[str, Any] | None,
+    claims: Sequence[Claim],
 ) -> dict[str, Any]:
     remembered_log_end.require(config, claims)
     running = find_head(config)
@@ -139,6 +147,7 @@ def launch(
         where = f"port {running['port']}, pid {running['pid']}"
         raise AlreadyRunning(f"an actor system runs on this store already ({where}): connect to it, or end it "
                              "with `trinity-es down`")
+    stop_keeper(config)  # of a system that is gone: this one takes its place
     if config.hosts.address:
         _require_no_other_head(config)
         if config.hosts.key_file:
@@ -154,7 +163,7 @@ def launch(
     finally:
         log.close()
     code = _run_launcher(config, log_dir, {
-        "config": asdict(settings(config, owner)),
+        "config": asdict(settings(config, owner, keeper)),
         "first_incarnation": incarnation,
         "known": [claim_to_dict(Claim(Mark(end.generation, end.position, end.hash), "who started the system"))],
     })
@@ -165,11 +174,8 @@ def launch(
         raise StartupError(
             f"the actor system {what} (exit {code}):\n{_tail(config)}\nLogs are in {log_dir}"
         )
-    noted = {key: value for key, value in admin.items() if key != "key_file"}
-    with contextlib.suppress(OSError):  # it is there for a database that does not answer, and not needed else
-        handle = open_private(note_file(config), os.O_WRONLY | os.O_TRUNC)
-        with os.fdopen(handle, "w") as note:
-            json.dump(noted, note)
+    with contextlib.suppress(OSError), whole_file(system_file(config)) as file:
+        file.write(json.dumps(admin).encode())
     return admin
 
 

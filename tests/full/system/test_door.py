@@ -25,7 +25,7 @@ from trinity_es.actors.system_key import KEY_VARIABLE
 from trinity_es.client import health, teardown
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import NotRunning, StartupError, VersionMismatch, WrongKey
-from trinity_es.system import keeper_lock, lifecycle, running_system
+from trinity_es.system import lifecycle, running_system
 from trinity_es.testing import SleepWorkflow, wait_until
 
 NewId = Callable[[], int]
@@ -332,7 +332,7 @@ def test_with_the_key_in_the_environment_no_file_is_made_and_a_restart_has_it_to
     try:
         client.wait_ready(60)
         assert not Path(running_system.key_file(config)).exists()
-        wait_until(lambda: keeper_lock.running(config), "the keeper")
+        wait_until(lambda: running_system.keeper(config), "the keeper")
         first = client._link.admin
         psutil.Process(first["pid"]).kill()
         works(client, 1)

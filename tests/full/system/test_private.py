@@ -15,7 +15,7 @@ import pytest
 from tests.helpers.systems import StartSystem, scripted, tasks
 from trinity_es.events.errors import AlreadyRunning, LogUnavailable, StartupError, SyncError
 from trinity_es.events.store.log import EventLog
-from trinity_es.system import leftovers, lifecycle, running_system
+from trinity_es.system import lifecycle
 from trinity_es.system.run_lock import RunLock
 from trinity_es.weights import shared_memory
 
@@ -98,22 +98,6 @@ def test_who_waits_for_a_lock_is_told_which_process_holds_it_and_waits_no_longer
     pid = hold(Path(file.name) if isinstance(file.name, str) else next(folder.glob("explorer*.lock")), held)
     with pytest.raises(AlreadyRunning, match=f"process {pid} "):
         RunLock(config, "explorer")
-
-
-def test_a_system_whose_keeper_can_not_hold_its_lock_does_not_start_and_says_who_does(
-    tmp_path: Path, held: list[subprocess.Popen[bytes]]
-) -> None:
-    config = scripted(tmp_path, system={"keeper": True})
-    lock = running_system.lock_file(config, "keeper")
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    pid = hold(lock, held)
-    try:
-        with pytest.raises(StartupError, match=f"process {pid} "):
-            lifecycle.start(config)
-        assert leftovers.leftovers(config) == []
-    finally:
-        leftovers.end_all_leftovers(config)
 
 
 def test_weights_are_not_written_into_a_folder_of_another_user(
