@@ -59,11 +59,12 @@ def write(path: Path, data: bytes, at: int, by: int) -> None:
 
 
 def said(path: Path) -> dict[str, list[tuple[object, ...]]]:
-    """Return all rows of all tables, and the definitions, in which white space is as good as any other."""
+    """Return all rows of all tables, the definitions (white space is as good as any other), what SQLite finds wrong."""
     with closing(sqlite3.connect(path)) as connection:
         rows = {"": [(kind, name, table, " ".join(sql.split()) if sql else sql) for kind, name, table, sql in
                      connection.execute("SELECT type, name, tbl_name, sql FROM sqlite_master")]}
-        for kind, name, _, _ in list(rows[""]):
+        rows["the database file"] = connection.execute("PRAGMA integrity_check").fetchall()
+        for kind, name, _, _ in rows[""]:
             if kind == "table":
                 rows[str(name)] = connection.execute(f"SELECT * FROM {name}").fetchall()
         return rows
