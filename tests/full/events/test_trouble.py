@@ -361,17 +361,6 @@ class TestAnAnswerThatIsLost:
 class TestALogThatLostWhatItHad:
     """Restored from a copy under a writer's feet; on PostgreSQL also a standby that was behind."""
 
-    def test_is_told_to_its_writer(self, open_log: Open) -> None:
-        log = open_log()
-        for i in range(4):
-            write(log, "a", i)
-        rewind(open_log(), 2)
-        for expected in (2, 4):  # whatever it believes
-            with pytest.raises(LogRewound, match="was at position 4 and is at 2"):
-                write(log, "a", expected, commit=f"new-{expected}")
-        assert not is_transient(LogRewound("x"))
-        assert log.head().position == 2
-
     def test_also_where_others_have_written_since(self, open_log: Open) -> None:
         log, other = open_log(), open_log()
         for i in range(4):
