@@ -31,8 +31,8 @@ from trinity_es.events.store.log import EventLog
 
 __all__ = [
     "came_true", "end", "ended_keeper", "find", "find_head", "is_up", "joined_file", "keeper", "key_file", "last_known",
-    "led_elsewhere", "lock_file", "none_runs", "output_file", "processes", "stop_keeper", "stopped", "system_file",
-    "wait_gone",
+    "leader", "led_elsewhere", "lock_file", "none_runs", "output_file", "processes", "stop_keeper", "stopped",
+    "system_file", "wait_gone",
 ]
 
 
@@ -78,7 +78,7 @@ def key_file(config: Config) -> str:
 def last_known(config: Config) -> dict[str, Any] | None:
     """Return the admin of the system that last had this store; None where there was none, or it ended in order."""
     try:
-        return within(_FIND_SECONDS, lambda: _admin_by_log(config))
+        return within(_FIND_SECONDS, lambda: leader(config)).get("admin") or None
     except LogUnavailable:
         admin = _noted(system_file(config))  # the database does not answer, but the system may
         if admin is None:
@@ -86,16 +86,14 @@ def last_known(config: Config) -> dict[str, Any] | None:
         return admin
 
 
-def _admin_by_log(config: Config) -> dict[str, Any] | None:
+def leader(config: Config) -> dict[str, Any]:
+    """Return what the coordinator that has the store's lease says of itself; {} where none has it."""
     try:
-        log = EventLog.open(config.store.url, read_only=True)
+        with EventLog.open(config.store.url, read_only=True) as log:
+            lease = log.read_lease("coordinator")
     except LogNotFound:
-        return None
-    try:
-        lease = log.read_lease("coordinator")
-    finally:
-        log.close()
-    return ((lease.owner or {}).get("admin") if lease is not None else None) or None
+        return {}
+    return lease.owner if lease is not None else {}
 
 
 def system_file(config: Config) -> Path:
@@ -113,17 +111,14 @@ def _noted(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def last_started(config: Config) -> dict[str, Any] | None:
-    """Return the same also of one that gave its lease back, as it does when it ends: as this machine noted it."""
-    return last_known(config) or _noted(system_file(config))
-
-
 def find(config: Config) -> dict[str, Any] | None:
     """Return the running system of this store, as `find_head` does.
 
     Where the run is led on another host: the system that joined it on this one, which passes on what is asked.
     """
-    return find_head(config) or _joined(config)
+    joined = joined_file(config.store.url, "*")
+    found = (_noted(path) for path in sorted(joined.parent.glob(joined.name)))
+    return find_head(config) or next((admin for admin in found if admin and _goes_on(admin)), None)
 
 
 def find_head(config: Config) -> dict[str, Any] | None:
@@ -146,12 +141,6 @@ def joined_file(url: str, name: str) -> Path:
     return folder / f"joined-{_digest(url)}-{name}.json"
 
 
-def _joined(config: Config) -> dict[str, Any] | None:
-    """Return the admin of a system that joined a run of this store on this machine; None where none lives."""
-    pattern = joined_file(config.store.url, "*")
-    return next((a for path in sorted(pattern.parent.glob(pattern.name)) if (a := _noted(path)) and _goes_on(a)), None)
-
-
 def led_elsewhere(config: Config) -> str:
     """Return who leads the run of this store now, as "pid 12 on gpu-1"; for who found nothing here (`find`) to ask.
 
@@ -160,22 +149,17 @@ def led_elsewhere(config: Config) -> str:
     """
     if parse_url(config.store.url).get_backend_name() == "sqlite":
         return ""
-    try:
-        with EventLog.open(config.store.url, read_only=True) as log:
-            lease = log.read_lease("coordinator")
-    except LogNotFound:
-        return ""
-    owner = (lease.owner or {}) if lease is not None else {}
+    owner = leader(config)
     return f"pid {owner.get('pid')} on {owner.get('host')}" if owner.get("hosts") and is_led(config.store.url) else ""
 
 
 def none_runs(config: Config) -> NotRunning:
     """Return the error for a store of which no system runs on this machine, with the way out."""
-    where, leader = config.masked()["store"]["url"], ""
+    where, other = config.masked()["store"]["url"], ""
     with contextlib.suppress(LogUnavailable):  # what is known is that nothing runs here
-        leader = within(_FIND_SECONDS, lambda: led_elsewhere(config))
-    if leader:
-        return NotRunning(f"the run of {where} is led by {leader}, and this machine takes no part in it: ask there, "
+        other = within(_FIND_SECONDS, lambda: led_elsewhere(config))
+    if other:
+        return NotRunning(f"the run of {where} is led by {other}, and this machine takes no part in it: ask there, "
                           "or on a host that does (`trinity-es join`)")
     return NotRunning(f"no actor system runs on {where}: start one with `trinity-es up`")
 
@@ -209,7 +193,7 @@ def stopped(config: Config) -> dict[str, Any]:
     `kept`: pid of the keeper that starts it again, or None; `ends`: why what is left of it ends instead, or "".
     """
     kept, ends = keeper(config), ""
-    admin = last_started(config)
+    admin = last_known(config) or _noted(system_file(config))  # it gives the lease back when it ends
     if admin is not None and (kept is not None or process_lives(admin["pid"], admin["started"])):
         ends = owner_gone(admin.get("owner"))
     return {"kept": None if ends else kept, "ends": ends}
