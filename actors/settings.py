@@ -239,8 +239,6 @@ class Settings:
     """None: this is the head."""
     owner: dict[str, Any] | None = None
     """The process with which the system ends: `pid`, `started`."""
-    keeper: dict[str, Any] | None = None
-    """The process that starts the system again: `pid`, `started`."""
     umask: int = 0o077
     """That of the user who started the system."""
 

@@ -63,7 +63,6 @@ class Guardian(BaseActor):
             "guardian_started": process_start_time(os.getpid()),
             "protocol": PROTOCOL,
             "owner": self.config.owner,
-            "keeper": self.config.keeper,
         }
         self.open_log(system.log_dir, "guardian")
         self.policy = Policy(

@@ -104,7 +104,7 @@ def _answers(config: Config, places: list[tuple[str, int]]) -> bool:
     return all(knock(host, port, key, KNOCK_SECONDS) is not None for host, port in places)
 
 
-def keep(config: Config, admin: dict[str, Any], policy: Policy) -> None:
+def keep(config: Config, admin: dict[str, Any], me: Mapping[str, Any], policy: Policy) -> None:
     """Watch the system and start it again, until this process is ended."""
     short = 0
     born = time.monotonic()
@@ -125,7 +125,7 @@ def keep(config: Config, admin: dict[str, Any], policy: Policy) -> None:
         pause = coordinator_pause(policy, short, random.random())
         _log.warning("%s; next start in %.1f s", why, pause)
         time.sleep(pause)
-        again = _start_again(config, admin, claims)
+        again = _start_again(config, admin, me, claims)
         if again is None:
             return
         admin, born = again, time.monotonic()
@@ -147,7 +147,9 @@ def _end(admin: dict[str, Any]) -> None:
     running_system.end(left)
 
 
-def _start_again(config: Config, admin: dict[str, Any], claims: Sequence[Claim]) -> dict[str, Any] | None:
+def _start_again(
+    config: Config, admin: dict[str, Any], me: Mapping[str, Any], claims: Sequence[Claim]
+) -> dict[str, Any] | None:
     """Start the system again, however often it takes; None: nobody needs it any more, or somebody else started it."""
     pauses = Backoff(1.0, 60.0)
     while True:
@@ -161,7 +163,7 @@ def _start_again(config: Config, admin: dict[str, Any], claims: Sequence[Claim])
                 return None
             end_leftovers(config)  # the admin may live, and then the system seems to run
             return lifecycle.start_here(
-                config, create=False, owner=admin.get("owner"), keeper=admin["keeper"], claims=claims)
+                config, create=False, owner=admin.get("owner"), keeper=me, claims=claims)
         except TrinityError as e:
             _log.error("not started: %s; once more in %.0f s", e, pause)
         except Exception:
@@ -184,7 +186,7 @@ def main() -> int:
     os.dup2(2, 1)
     if isinstance(outcome, Exception):
         return 1
-    keep(config, outcome, Policy())
+    keep(config, outcome, me, Policy())
     return 0
 
 

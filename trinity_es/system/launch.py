@@ -40,9 +40,7 @@ _LET_GO_SECONDS = 3.0
 """How long the database may take to see that a coordinator of this host has ended."""
 
 
-def settings(
-    config: Config, owner: Mapping[str, Any] | None = None, keeper: Mapping[str, Any] | None = None
-) -> Settings:
+def settings(config: Config, owner: Mapping[str, Any] | None = None) -> Settings:
     """Return what the processes read of a config, with what they would have to look up in a higher room."""
     rollout = _model(config.explorer.rollout_model)
     in_group = config.synchronizer.sync_method == "nccl"
@@ -55,7 +53,6 @@ def settings(
         "code_path": [config.code_path, os.getcwd()],
         "workflows": _workflows(config),
         "owner": owner,
-        "keeper": keeper,
     })
 
 
@@ -155,7 +152,7 @@ def launch(
     finally:
         log.close()
     code = _run_launcher(config, log_dir, {
-        "config": asdict(settings(config, owner, keeper)),
+        "config": asdict(settings(config, owner)),
         "first_incarnation": incarnation,
         "known": [claim_to_dict(Claim(Mark(end.generation, end.position, end.hash), "who started the system"))],
     })
@@ -167,7 +164,7 @@ def launch(
             f"the actor system {what} (exit {code}):\n{_tail(config)}\nLogs are in {log_dir}"
         )
     with contextlib.suppress(OSError), whole_file(running_system.system_file(config)) as file:
-        file.write(json.dumps(admin).encode())
+        file.write(json.dumps({**admin, "keeper": keeper}).encode())
     return admin
 
 
