@@ -83,7 +83,7 @@ def main(setup_path: str) -> int:
             heard = time.monotonic()
             if "admin_file" in setup:  # of a host that joins, whose system no lease names; its head may be away
                 if any(c["name"] == "coordinator" and c["state"] == "up" for c in answer.status.get("children", ())):
-                    Path(setup["admin_file"]).write_text(json.dumps(answer.status["admin"]))
+                    Path(setup["admin_file"]).write_text(json.dumps({**answer.status["admin"], **setup["told"]}))
                     return 0
             elif answer.coordinator is not None:
                 return 0

@@ -19,7 +19,7 @@ from trinity_es.events.processes import process_lives
 from trinity_es.events.store.database.database import Database
 from trinity_es.events.store.database.urls import parse_url
 
-__all__ = ["StoreWatch", "end_processes", "owner_gone", "store_gone"]
+__all__ = ["StoreWatch", "end_processes", "owner_gone", "printing_to", "store_gone"]
 
 LOOK_SECONDS = 5.0
 """Interval between two looks for the store."""
@@ -87,11 +87,20 @@ def end_processes(admin: int, runners: list[int]) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
     output = os.readlink("/proc/self/fd/1")
-    for entry in Path("/proc").iterdir() if Path(output).name.startswith("launch-") else ():
-        if entry.name.isdecimal() and int(entry.name) not in (os.getpid(), admin):
+    for pid in printing_to(output) if Path(output).name.startswith("launch-") else ():
+        if pid not in (os.getpid(), admin):
             with contextlib.suppress(OSError):
-                if os.readlink(entry / "fd" / "1") == output:
-                    os.kill(int(entry.name), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
         os.kill(admin, signal.SIGKILL)
     os._exit(0)
+
+
+def printing_to(output: str) -> list[int]:
+    """Return the processes of this user's whose standard output or error is this file (Linux)."""
+    found = set()
+    for link in (link for fd in (1, 2) for link in Path("/proc").glob(f"[0-9]*/fd/{fd}")):
+        with contextlib.suppress(OSError):  # it is gone, a zombie, or of another user
+            if os.readlink(link) == output:
+                found.add(int(link.parts[2]))
+    return sorted(found)

@@ -48,7 +48,7 @@ from trinity_es.client.teardown import end_system
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import AlreadyRunning, LogRewound, StartupError, TrinityError
 from trinity_es.events.experience import EID, Experience
-from trinity_es.system import keeper_lock, lifecycle, running_system
+from trinity_es.system import lifecycle, running_system
 from trinity_es.system.leftovers import leftovers
 
 SETTLE_SECONDS = 60.0
@@ -128,7 +128,7 @@ class Chaos:
     def up(self) -> None:
         """The one command for when everything died. A further fault may hit it; then it is given again."""
         with self.starting, contextlib.suppress(AlreadyRunning, StartupError):
-            if running_system.find(self.config) is None and keeper_lock.running(self.config) is None:
+            if running_system.find(self.config) is None and running_system.keeper(self.config) is None:
                 lifecycle.start(self.config)
                 self.account.commands += 1
 
@@ -297,7 +297,7 @@ class Chaos:
                 last = f"{type(e).__name__}: {e}"
                 with contextlib.suppress(AlreadyRunning, StartupError):
                     try:
-                        if running_system.find(self.config) is None and keeper_lock.running(self.config) is None:
+                        if running_system.find(self.config) is None and running_system.keeper(self.config) is None:
                             lifecycle.start(self.config)
                     except LogRewound:
                         return

@@ -14,7 +14,7 @@ import psutil
 from benchmarks.chaos_machine import Disk, Postgres, SteppedClock
 from trinity_es import Config
 from trinity_es.actors.rollout.workers import template_main as worker_template_main
-from trinity_es.system import keeper_lock, running_system
+from trinity_es.system import running_system
 from trinity_es.system.leftovers import leftovers
 
 __all__ = ["FROZEN_SECONDS", "KILLED", "Faults"]
@@ -89,7 +89,7 @@ class Faults:
         if kind == "everything":
             count = self.kill(everybody)
         elif kind == "all and keeper":
-            pid = keeper_lock.running(self.config)
+            pid = running_system.keeper(self.config)
             if pid is None:
                 return ""
             with contextlib.suppress(ProcessLookupError):
@@ -133,7 +133,7 @@ class Faults:
     def hang(self, kind: str) -> bool:
         """Stop a process and never continue it: somebody has to notice, and to end it."""
         found = self.processes().get(kind, [])
-        if not found or keeper_lock.running(self.config) is None:
+        if not found or running_system.keeper(self.config) is None:
             return False
         found[0].suspend()
         _, alive = psutil.wait_procs(found[:1], timeout=NOTICED_SECONDS)
@@ -144,7 +144,7 @@ class Faults:
 
     def freeze(self) -> bool:
         """Stop every process and the keeper, as a laptop that sleeps, and continue them all: nobody is to be ended."""
-        pid, found = keeper_lock.running(self.config), self.processes()
+        pid, found = running_system.keeper(self.config), self.processes()
         if pid is None or not found:
             return False
         workers = {p.pid for p in found.get("worker", [])}  # they come and go with the work

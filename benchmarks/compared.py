@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from trinity_es.system import keeper_lock
+from trinity_es.system import running_system
 
 __all__ = [
     "Databases", "Row", "Spread", "Watch", "about", "alternate", "beside_told", "coordinator_of", "databases",
@@ -122,7 +122,7 @@ def pids_of(client: Any) -> list[int]:
 
     A keeper whose system is stopped for longer than `system.heartbeat_timeout` ends it, and starts another.
     """
-    keeper = keeper_lock.running(client.config)
+    keeper = running_system.keeper(client.config)
     return [coordinator_of(client)] + ([] if keeper is None else [keeper])
 
 

@@ -31,7 +31,7 @@ from trinity_es.client.teardown import end_system
 from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.reading.resume_point import prompts_used
-from trinity_es.system import keeper_lock
+from trinity_es.system import running_system
 from trinity_es.system.leftovers import leftovers
 
 STEP_SECONDS = 30.0
@@ -71,7 +71,7 @@ def wait_for_step(config: Config, step: int, running: subprocess.Popen[str]) -> 
 
 def kill_all(config: Config, running: subprocess.Popen[str]) -> int:
     """kill -9 of everything at once; how many processes that were."""
-    kept = keeper_lock.running(config)
+    kept = running_system.keeper(config)
     everybody = {psutil.Process(running.pid), *psutil.Process(running.pid).children(recursive=True),
                  *leftovers(config), *([psutil.Process(kept)] if kept else [])}
     for process in everybody:

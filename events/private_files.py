@@ -1,7 +1,7 @@
 """Files and folders that are this user's alone, and the locks on them.
 
 flock needs no more than the right to read a file, and so do SQLite's own locks: whoever could read a log or a lock file
-could hold it. So what a run makes is of mode 0600, in folders of mode 0700, and older files are brought to that.
+could hold it. So what a run makes is of mode 0600, in folders of mode 0700.
 """
 
 from __future__ import annotations
@@ -19,16 +19,13 @@ from pathlib import Path
 
 from trinity_es.events.atomic_file import sync
 
-__all__ = ["create_private", "holder", "make_private_folder", "open_private", "require_regular", "take_lock",
-           "tighten"]
+__all__ = ["create_private", "holder", "make_private_folder", "open_private", "require_regular", "take_lock"]
 
 LOOK_SECONDS = 0.02
 """Interval between two tries for a lock."""
 
 TELL_SECONDS = 2.0
 """How long a lock is waited for before a word is said."""
-
-_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def make_private_folder(path: str | Path) -> None:
@@ -45,15 +42,6 @@ def make_private_folder(path: str | Path) -> None:
             sync(path.parent)
 
 
-def tighten(*paths: str | Path) -> None:
-    """Take the right to read and write these files from everybody else. What is not this user's own stays as it is."""
-    for path in paths:
-        with contextlib.suppress(OSError):
-            found = os.lstat(path)
-            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_mode & _OTHERS:
-                os.chmod(path, stat.S_IMODE(found.st_mode) & ~_OTHERS)
-
-
 def require_regular(path: str | Path) -> None:
     """Require a file that ends: a pipe is waited for without end, and /dev/zero has none. Raises OSError."""
     if not stat.S_ISREG(os.stat(path).st_mode):
@@ -62,7 +50,6 @@ def require_regular(path: str | Path) -> None:
 
 def open_private(path: str | Path, flags: int = os.O_RDWR) -> int:
     """Open a file for this user alone; it is made where there is none. Raises OSError."""
-    tighten(path)
     return os.open(path, flags | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 

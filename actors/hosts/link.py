@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from trinity_es.actors.config.hosts import HostsTlsConfig
-from trinity_es.actors.hosts.check import serve_check
 from trinity_es.actors.hosts.folder_sender import FolderSender
 from trinity_es.actors.hosts.head_dialer import HELLO_SECONDS, NO_TLS, HeadDialer, Keys
 from trinity_es.actors.hosts.sealed_stream import Answer, NotOurs, Refused, SealedStream, accept
@@ -292,7 +291,7 @@ class HeadEnd:
                 known = await asyncio.to_thread(self._facts)
                 with suppress(OSError):
                     await answer.take(refused=admission.refused, facts=dict(known))
-                    await serve_check(answer.stream())
+                    answer.stream().close()
                 return
             if admission.refused:
                 _log.warning("host %s is not taken in: %s", said.get("name"), admission.refused)

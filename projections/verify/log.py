@@ -32,13 +32,11 @@ from trinity_es.events.errors import (
     NotALog,
 )
 from trinity_es.events.store.checks.log_end import Claim, Memory, rewound
-from trinity_es.events.store.checks.sqlite_file import check_file, check_pages
-from trinity_es.events.store.checks.verify import Problems, raw_text
+from trinity_es.events.store.checks.verify import Problems, check_pages, raw_text
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.database import Database
-from trinity_es.events.store.database.file_identity import frames_in_use
 from trinity_es.events.store.database.retry import is_transient
-from trinity_es.events.store.database.urls import masked, parse_url
+from trinity_es.events.store.database.urls import file_of, masked
 from trinity_es.events.store.log import EventLog, Head, Projector, Recorded
 from trinity_es.events.values import BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import RESULT_FORMS, BatchState, batch_result, evolve
@@ -109,8 +107,6 @@ def verify_log(
     if that is not where the log says or beside it. Raises LogNotFound where there is nothing, NotALog for what never
     was one, and LogUnavailable where it can't be reached: there is no answer then.
     """
-    sqlite = parse_url(url).get_backend_name() == "sqlite"
-    in_use = frames_in_use(Path(parse_url(url).database or "").absolute()) if sqlite else {}
     try:
         log = EventLog.open(url, read_only=True)
     except (NotALog, LogCorrupt, LogTooNew) as e:
@@ -121,13 +117,13 @@ def verify_log(
         problem = f"{masked(url)} can't be read: {getattr(e, 'orig', e)}"
         return Verification(url=masked(url), problems=[problem, *_of_file(url)])
     with log:
-        return verify_open(log, url, progress, payload_progress, in_use, folder)
+        return verify_open(log, url, progress, payload_progress, folder)
 
 
 def _was_log(url: str) -> bool:
     """Return True if a file that can't be opened as a log was one: it speaks of its tables near its beginning."""
-    path = Path(parse_url(url).database or "")
-    if parse_url(url).get_backend_name() != "sqlite" or not path.is_file():
+    path = file_of(url)
+    if path is None or not path.is_file():
         return False
     with path.open("rb") as file:
         beginning = file.read(1024 * 1024)
@@ -136,28 +132,22 @@ def _was_log(url: str) -> bool:
 
 def _of_file(url: str) -> list[str]:
     """Return what there is to say of a file that can't be opened as a log."""
-    path = Path(parse_url(url).database or "").absolute()
-    if parse_url(url).get_backend_name() != "sqlite" or not path.is_file():
+    path = file_of(url)
+    if path is None or not path.is_file():
         return []
-    problems = check_file(path)[0]
-    try:
-        with closing(Database(url, read_only=True)) as database, database.engine.connect() as connection:
-            return problems + check_pages(connection)
-    except UNREADABLE:
-        return problems
+    with (suppress(*UNREADABLE), closing(Database(url, read_only=True)) as database,
+          database.engine.connect() as connection):
+        return check_pages(connection)
+    return []
 
 
 def verify_open(
     log: EventLog, url: str, progress: Progress | None = None, payload_progress: Progress | None = None,
-    in_use: dict[bytes, int] | None = None, folder: str = "",
+    folder: str = "",
 ) -> Verification:
     """Return the same for a log that is open; `url` is where its payloads are looked for."""
     found = Verification(url=log.url)
     claims = _remembered(log, url, folder)  # before the log is read, which may go on meanwhile
-    if log.dialect == "sqlite":
-        path = Path(parse_url(url).database or "").absolute()
-        problems, found.notes = check_file(path, in_use)
-        found.problems += problems
     with closing(_Fold(log, read_models.projectors())) as fold:
         found.problems += log.verify(progress, fold)
         found.problems += fold.problems.told()
@@ -183,8 +173,8 @@ def _remembered(log: EventLog, url: str, folder: str) -> list[Claim]:
         system = event.config.get("system", {}) if isinstance(event, ev.SystemConfigured) else {}
         folders += [str(Path(system["key_file"]).parent)] if system.get("key_file") else []
         folders += [system["log_dir"]] if system.get("log_dir") else []
-    if log.dialect == "sqlite":
-        folders.append(str(Path(parse_url(url).database or "").absolute().parent / "logs"))
+    if (file := file_of(url)) is not None:
+        folders.append(str(file.absolute().parent / "logs"))
     claims: list[Claim] = []
     with suppress(*UNREADABLE, LogError):
         for place in dict.fromkeys(folders):

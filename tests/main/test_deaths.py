@@ -30,7 +30,7 @@ from trinity_es import Task, Workflow
 from trinity_es.actors.rollout import workflow_runner
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.experience import Experience
-from trinity_es.system import keeper_lock, running_system
+from trinity_es.system import running_system
 from trinity_es.testing import SleepWorkflow, wait_until
 
 
@@ -167,7 +167,7 @@ def test_what_nobody_supervises_is_started_again_and_the_waiting_client_gets_its
     victims: Callable[[RolloutClient], list[psutil.Process]], start_system: StartSystem, tmp_path: Path
 ) -> None:
     client = start_system(system={"keeper": True})
-    wait_until(lambda: keeper_lock.running(client.config), "the keeper")
+    wait_until(lambda: running_system.keeper(client.config), "the keeper")
     count = tmp_path / "ran"
     client.submit_batch(batch_id=1, tasks=tasks(16, count, 0.5), batch_type="train")
     wait_until(lambda: client.batch(1).completed_task_count >= 8, "eight tasks to finish")

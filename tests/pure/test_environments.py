@@ -302,6 +302,13 @@ def test_what_is_no_package_or_no_folder_of_its_own_is_refused_before_anything_i
     assert sorted(p.name for p in folder.iterdir()) == ["gsm8k-v1", "unfinished"]
 
 
+def test_without_uv_an_install_says_how_to_get_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed, "uv", lambda: None)
+    with pytest.raises(ConfigError, match=r"pip install 'trinity-es\[environments\]'"):
+        installed.install("gsm8k-v1")
+    assert sorted(p.name for p in folder.iterdir()) == ["gsm8k-v1", "unfinished"]
+
+
 def test_an_install_that_fails_leaves_what_was_there_and_one_that_ends_keeps_the_last_for_who_reads_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

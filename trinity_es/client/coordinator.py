@@ -18,7 +18,7 @@ from trinity_es.config.config import Config
 from trinity_es.events.errors import AlreadyRunning, ConfigError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId
-from trinity_es.system import keeper_lock, lifecycle, running_system
+from trinity_es.system import lifecycle, running_system
 from trinity_es.weights.publisher import gpu_of
 
 __all__ = ["RolloutCoordinator"]
@@ -67,7 +67,7 @@ class RolloutCoordinator:
 
     def _open(self) -> None:
         if self._client is None:
-            if not keeper_lock.is_up(self.config):
+            if not running_system.is_up(self.config):
                 with contextlib.suppress(AlreadyRunning):  # somebody else was faster
                     lifecycle.start(self.config)
                     self._started = True
@@ -76,7 +76,7 @@ class RolloutCoordinator:
             except BaseException:
                 admin = running_system.find(self.config) if self._started else None
                 if admin is not None:  # nobody else knows of it
-                    keeper_lock.stop(self.config)
+                    running_system.stop_keeper(self.config)
                     lifecycle.stop(admin, lambda: None, timeout=0.0)
                 raise
 

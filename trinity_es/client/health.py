@@ -50,11 +50,11 @@ def facts(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     Raises WrongKey, and LogRewound where the system stands still because of it.
     """
     try:
-        from trinity_es.system import keeper_lock, running_system
+        from trinity_es.system import running_system
     except ImportError:  # a log is read also where thespian is not installed
         return None, {}
     if running_system.find(config) is None:
-        return None, keeper_lock.stopped(config)
+        return None, running_system.stopped(config)
     from trinity_es.client.rollout_client import connect  # all actors with it: only where there is somebody to ask
 
     try:
@@ -116,11 +116,11 @@ def look(config: Config) -> dict[str, Any]:
     `last_batch`: the one that ended last; `run`: the `trinity-es run` that the log holds; `killed`: the explorer and
     trainer that ended in the middle on this machine, by their pids. None, "" or {} where there is none.
     """
-    from trinity_es.system import keeper_lock, run_lock, running_system
+    from trinity_es.system import run_lock, running_system
 
     out: dict[str, Any] = {
-        "store": config.masked()["store"]["url"], "up": False, "keeper": keeper_lock.running(config),
-        "keeper_ended": keeper_lock.ended(config),
+        "store": config.masked()["store"]["url"], "up": False, "keeper": running_system.keeper(config),
+        "keeper_ended": running_system.ended_keeper(config),
         "coordinator": None, "weights_version": None, "runners": [], "hosts": [], "batches": [], "problems": [],
         "ends": "", "led_by": "", "last_batch": None, "run": None, "killed": run_lock.killed(config),
     }

@@ -12,7 +12,7 @@ from trinity_es.client.rollout_client import RolloutClient, connect
 from trinity_es.client.teardown import end_system
 from trinity_es.config.config import Config
 from trinity_es.events.errors import AlreadyRunning
-from trinity_es.system import keeper_lock, lifecycle
+from trinity_es.system import lifecycle, running_system
 from trinity_es.system.other_settings import require_same_settings
 
 __all__ = ["running"]
@@ -32,7 +32,7 @@ def running(config: Config, *, timeout: float | None = None) -> Iterator[Rollout
     began, where = time.monotonic(), config.masked()["store"]["url"]
     logs = config.system.log_dir
     tell(_log, f"starting the actor system of {where}; engines may take minutes to load (text logs in {logs})")
-    joined = keeper_lock.is_up(config)
+    joined = running_system.is_up(config)
     if not joined:
         try:
             lifecycle.start(config)

@@ -18,7 +18,7 @@ from trinity_es.events.errors import LogRewound, NotRunning, RunnerNotFound, Tri
 from trinity_es.events.store.checks.log_end import Claim
 from trinity_es.events.store.payloads.payloads import later, open_payloads
 from trinity_es.projections.reading.log_reader import Log, open_log
-from trinity_es.system import keeper_lock, lifecycle, remembered_log_end, running_system
+from trinity_es.system import lifecycle, remembered_log_end, running_system
 from trinity_es.system.leftovers import leftovers
 
 __all__ = ["SystemClient"]
@@ -50,7 +50,7 @@ class SystemClient:
                 remembered_log_end.require(self.config)
             else:
                 self._require_log()
-            if keeper_lock.stopped(self.config)["kept"] is None:
+            if running_system.stopped(self.config)["kept"] is None:
                 raise running_system.none_runs(self.config) if gone is None else system_gone(gone)
         return admin
 
@@ -167,7 +167,7 @@ class SystemClient:
             status = self.status(FACTS_SECONDS)
         except NotRunning:
             if running_system.find(self.config) is None:
-                return None, {"up": False, **keeper_lock.stopped(self.config)}
+                return None, {"up": False, **running_system.stopped(self.config)}
             return None, {"up": True}
         except (LogRewound, WrongKey):
             raise  # it is not the system that is silent
@@ -186,7 +186,7 @@ class SystemClient:
 
     def _end(self) -> int:
         """End the whole system. Returns how many processes had to be killed."""
-        keeper_lock.stop(self.config)
+        running_system.stop_keeper(self.config)
         with contextlib.suppress(TrinityError):  # it may be another one by now than the one that was joined
             self._link.where()
         family = leftovers(self.config)

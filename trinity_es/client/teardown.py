@@ -25,9 +25,8 @@ class Teardown:
 def end_system(config: Config) -> Teardown:
     """End the system of this store in order, then kill what is still there. Nothing happens where nothing runs."""
     from trinity_es.client.rollout_client import connect
-    from trinity_es.system import keeper_lock
 
-    keeper_lock.stop(config)  # or it would start the system again
+    running_system.stop_keeper(config)  # or it would start the system again
     ended = Teardown()
     try:
         if running_system.find(config) is not None:

@@ -42,7 +42,7 @@ class Installed:
     distribution: str
     """The package that it is, by its plain name."""
     packages: list[str]
-    """What it was installed from, as pip is told."""
+    """What it was installed from, as uv is told."""
     versions: dict[str, str]
     """Of the environment and of verifiers."""
     folder: Path
@@ -79,8 +79,7 @@ def uv() -> str | None:
 def installed() -> list[Installed]:
     """Return the environments that are installed, by name."""
     read = ((file, json.loads(file.read_text())) for file in sorted(environments_folder().glob("*/environment.json")))
-    # One without a folder was made before each install had one: it is to be installed again.
-    return [Installed(**{**told, "folder": file.parent / told["folder"]}) for file, told in read if "folder" in told]
+    return [Installed(**{**told, "folder": file.parent / told["folder"]}) for file, told in read]
 
 
 def find(name: str) -> Installed:
@@ -105,9 +104,11 @@ def install(
 
     `package` is a name (`name@version` for one version), a folder or a wheel; `name` what it is called here, the name
     of its package by default; `beside` further packages; `index` where else to look for packages; `python` the Python
-    to use, by default this one. Raises ConfigError with what uv or pip said.
+    to use, by default this one. Raises ConfigError with what uv said.
     """
     wanted, distribution = _requirement(package)
+    if uv() is None:
+        raise ConfigError("uv, which installs environments, is not here: pip install 'trinity-es[environments]'")
     called = _name(name or distribution)
     home = environments_folder() / called
     home.mkdir(parents=True, exist_ok=True)
@@ -155,14 +156,10 @@ def _filled(
     venv: Path, packages: Sequence[str], distribution: str, index: str | None, base: str, say: Callable[[str], None]
 ) -> dict[str, str]:
     """Make a venv with packages; return the versions of the environment and of verifiers there."""
-    tool, python = uv(), str(venv / "bin" / "python")
+    tool, python = uv() or "", str(venv / "bin" / "python")
     more = ["--extra-index-url", index] if index else []
-    if tool:
-        _run([tool, "venv", "--quiet", "--python", base, str(venv)], say)
-        _run([tool, "pip", "install", "--quiet", "--python", python, *more, *packages], say)
-    else:
-        _run([base, "-m", "venv", str(venv)], say)
-        _run([python, "-m", "pip", "install", "--quiet", *more, *packages], say)
+    _run([tool, "venv", "--quiet", "--python", base, str(venv)], say)
+    _run([tool, "pip", "install", "--quiet", "--python", python, *more, *packages], say)
     found: dict[str, str] = json.loads(_run([python, "-I", "-c", _VERSIONS, distribution, VERIFIERS_PACKAGE], say))
     return found
 
@@ -180,7 +177,7 @@ def _require_loads(made: Installed, say: Callable[[str], None]) -> None:
 
 
 def _requirement(package: str) -> tuple[str, str]:
-    """Return what pip is to be told, and the package's plain name. Raises ConfigError."""
+    """Return what uv is to be told, and the package's plain name. Raises ConfigError."""
     found = _distribution(package) if package else ""
     if package and Path(package).exists():
         return str(Path(package).absolute()), plain_name(found)

@@ -29,7 +29,7 @@ from trinity_es.events.store.database.leader_lock import is_led
 from trinity_es.events.store.database.retry import Backoff
 from trinity_es.events.store.database.urls import parse_url
 from trinity_es.hosts.join import HostRun, host_name
-from trinity_es.system import keeper_lock, lifecycle, running_system
+from trinity_es.system import lifecycle, running_system
 
 __all__ = ["Agent", "bundle_of", "down", "head_config", "start"]
 
@@ -157,7 +157,7 @@ class Agent:
                         return
                     if process_lives(known["pid"], known["started"]):
                         admin = known  # its keeper started it again
-                    elif keeper_lock.running(config) is None:
+                    elif running_system.keeper(config) is None:
                         break
 
 

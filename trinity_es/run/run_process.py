@@ -32,7 +32,7 @@ from trinity_es.run.run_progress import RunProgress
 from trinity_es.run.sync_policy import SyncPolicy
 from trinity_es.run.trainer import Trainer
 from trinity_es.run.wait_for_log import tell_trouble
-from trinity_es.system import keeper_lock, running_system
+from trinity_es.system import running_system
 from trinity_es.system.other_settings import require_same_settings
 from trinity_es.system.run_lock import Role, RunLock
 from trinity_es.tasksets.mix import Mix
@@ -266,7 +266,7 @@ class RunProcess:
 
     async def _system_up(self) -> None:
         """Do what comes before the system is connected to, or started where none runs."""
-        if not keeper_lock.is_up(self.config):
+        if not running_system.is_up(self.config):
             return
         try:
             await asyncio.to_thread(require_same_settings, self.config)
@@ -303,7 +303,8 @@ class RunProcess:
         return trainer
 
     def require_system(self) -> None:
-        if running_system.find(self.config) is None and keeper_lock.running(self.config) is None:
+        """Raise NotRunning when the actor system is gone for good."""
+        if running_system.find(self.config) is None and running_system.keeper(self.config) is None:
             raise NotRunning("the actor system is gone: start the explorer again, which goes on with the run")
 
     async def sync_weight(self, version: int | None = None) -> None:

@@ -1,15 +1,18 @@
-"""The keeper: a small process beside the actor system that starts it again when its guardian or its admin died.
+"""The keeper: the process that starts the actor system, and starts it again when its guardian or its admin died.
 
 Everything else is the guardian's to restart; the guardian and Thespian's admin above it have nobody. With either gone
-the whole system ends (children die with their parent), and this process, which is no actor, ends what is left and
-starts the system again on the same store, where it goes on. It does nothing else, and ends with an orderly `down`.
+the whole system ends (children die with their parent, the admin with its guardian), and this process, which is no
+actor, ends what is left and starts the system again on the same store, where it goes on. It does nothing else, and ends
+with an orderly `down`.
 
-One that is stopped or hangs is as good as gone: it knocks at both every few seconds (`frames.knock`, which the loop
-answers that handles messages), and ends the system when one has not answered for `system.heartbeat_timeout`. Where this
-process stood still itself, with the whole machine perhaps, everybody gets that time again.
+An admin or guardian that is stopped or hangs is as good as gone: the keeper knocks at both every few seconds
+(`frames.knock`, which the loop answers that handles messages), and ends the system when one has not answered for
+`system.heartbeat_timeout`. After the keeper stood still itself, with the whole machine perhaps, both get that time
+again.
 
-It holds a lock on a file of the store in the log folder, with its pid in it; its words are in `keeper.log`. The config
-comes on standard input, so that no password stands on a command line or in a file.
+`lifecycle.start` starts it with the config on standard input, so that no password stands on a command line or in a
+file, and reads the admin, or the error of the first start, from its standard output, as a pickle. Its words are in
+`keeper.log`.
 """
 
 from __future__ import annotations
@@ -18,13 +21,13 @@ import contextlib
 import json
 import logging
 import os
+import pickle
 import random
 import select
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from trinity_es.actors.frames import knock
@@ -34,12 +37,10 @@ from trinity_es.actors.system_key import read_key
 from trinity_es.actors.transport import listening
 from trinity_es.config.config import Config
 from trinity_es.events.errors import TrinityError, WrongKey
-from trinity_es.events.private_files import open_private, take_lock
 from trinity_es.events.processes import process_lives, process_start_time
 from trinity_es.events.store.checks.log_end import Claim
 from trinity_es.events.store.database.retry import Backoff
 from trinity_es.system import lifecycle, remembered_log_end, running_system
-from trinity_es.system.keeper_lock import LOCK_SECONDS, running
 from trinity_es.system.leftovers import end_leftovers
 
 __all__ = ["main"]
@@ -55,34 +56,28 @@ STOOD_STILL_SECONDS = 2.0
 _log = logging.getLogger("trinity_es.system.keeper")
 
 
-def _wait_for_end(
-    config: Config, processes: Mapping[str, tuple[int, object]], meanwhile: Callable[[], None],
-    owner: Mapping[str, Any] | None,
-) -> str:
-    """Wait until one of these, each a pid and its start, has ended, or has to be; then all are. Returns why.
+def _wait_for_end(config: Config, admin: Mapping[str, Any], meanwhile: Callable[[], None]) -> str:
+    """Wait until the system has ended, or had to be, or its owner has ended; returns why.
 
-    Or until the owner has ended: then nothing is done to them yet. `meanwhile` is called now and then.
+    `meanwhile` is called now and then.
     """
-    pids = {name: pid for name, (pid, _) in processes.items()}
-    with ExitStack() as stack:
-        handles: dict[str, int] = {}
-        for name, (pid, started) in processes.items():
-            try:
-                handles[name] = os.pidfd_open(pid)
-            except ProcessLookupError:
-                return f"{name} (pid {pid}) is gone"
-            stack.callback(os.close, handles[name])
-            if started is not None and not process_lives(pid, started):
-                return f"{name} (pid {pid}) is gone"
+    pids = {"the admin": admin["pid"], "the guardian": admin["guardian"]}
+    gone = f"the admin (pid {admin['pid']}) is gone, perhaps with its guardian"
+    try:
+        handle = os.pidfd_open(admin["pid"])
+    except ProcessLookupError:
+        return gone
+    try:
+        if not process_lives(admin["pid"], admin["started"]):
+            return gone
         places = {name: listening(pid) for name, pid in pids.items()}
         limit, heard = config.system.heartbeat_timeout, dict.fromkeys(pids, time.monotonic())
         while True:
             began = time.monotonic()
-            if select.select(list(handles.values()), [], [], min(KNOCK_SECONDS, limit / 4))[0]:
-                gone = next((name for name in pids if select.select([handles[name]], [], [], 0)[0]), "a process")
-                return f"{gone} (pid {pids.get(gone)}) is gone"
+            if select.select([handle], [], [], min(KNOCK_SECONDS, limit / 4))[0]:
+                return gone
             meanwhile()
-            if reason := owner_gone(owner):
+            if reason := owner_gone(admin.get("owner")):
                 return reason
             answers = {name: _answers(config, places[name]) for name in pids}
             now = time.monotonic()
@@ -91,11 +86,12 @@ def _wait_for_end(
             heard |= {name: now for name in pids if answers[name]}
             silent = next((name for name in pids if now - heard[name] > limit), None)
             if silent is not None:
-                for handle in handles.values():
-                    with contextlib.suppress(ProcessLookupError):
-                        signal.pidfd_send_signal(handle, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
                 seconds = now - heard[silent]
                 return f"{silent} (pid {pids[silent]}) gave no sign of life for {seconds:.0f} s and was ended"
+    finally:
+        os.close(handle)
 
 
 def _answers(config: Config, places: list[tuple[str, int]]) -> bool:
@@ -108,7 +104,7 @@ def _answers(config: Config, places: list[tuple[str, int]]) -> bool:
     return all(knock(host, port, key, KNOCK_SECONDS) is not None for host, port in places)
 
 
-def keep(config: Config, admin: dict[str, Any], policy: Policy) -> None:
+def keep(config: Config, admin: dict[str, Any], me: Mapping[str, Any], policy: Policy) -> None:
     """Watch the system and start it again, until this process is ended."""
     short = 0
     born = time.monotonic()
@@ -120,10 +116,7 @@ def keep(config: Config, admin: dict[str, Any], policy: Policy) -> None:
         claims[:] = {claim.mark.generation: claim for claim in both}.values()
 
     while True:
-        why = _wait_for_end(config, {
-            "the admin": (admin["pid"], admin["started"]),
-            "the guardian": (admin["guardian"], admin.get("guardian_started")),
-        }, remember, admin.get("owner"))
+        why = _wait_for_end(config, admin, remember)
         if reason := _over(config, admin):
             _log.warning("the system ends: %s", reason)
             _end(admin)
@@ -132,7 +125,7 @@ def keep(config: Config, admin: dict[str, Any], policy: Policy) -> None:
         pause = coordinator_pause(policy, short, random.random())
         _log.warning("%s; next start in %.1f s", why, pause)
         time.sleep(pause)
-        again = _start_again(config, admin, claims)
+        again = _start_again(config, admin, me, claims)
         if again is None:
             return
         admin, born = again, time.monotonic()
@@ -154,8 +147,10 @@ def _end(admin: dict[str, Any]) -> None:
     running_system.end(left)
 
 
-def _start_again(config: Config, admin: dict[str, Any], claims: Sequence[Claim]) -> dict[str, Any] | None:
-    """Start the system again, however often it takes; None where there is nothing to start it for any more."""
+def _start_again(
+    config: Config, admin: dict[str, Any], me: Mapping[str, Any], claims: Sequence[Claim]
+) -> dict[str, Any] | None:
+    """Start the system again, however often it takes; None: nobody needs it any more, or somebody else started it."""
     pauses = Backoff(1.0, 60.0)
     while True:
         pause = pauses.next(0.0)
@@ -165,12 +160,10 @@ def _start_again(config: Config, admin: dict[str, Any], claims: Sequence[Claim])
         try:
             found = running_system.find_head(config)
             if found is not None and found["pid"] != admin["pid"]:
-                return found  # somebody was faster
+                return None
             end_leftovers(config)  # the admin may live, and then the system seems to run
-            owner = admin.get("owner")
-            return lifecycle.start(
-                config, keeper=False, create=False, detach=owner is None, owner=owner, claims=claims
-            )
+            return lifecycle.start_here(
+                config, create=False, owner=admin.get("owner"), keeper=me, claims=claims)
         except TrinityError as e:
             _log.error("not started: %s; once more in %.0f s", e, pause)
         except Exception:
@@ -180,20 +173,20 @@ def _start_again(config: Config, admin: dict[str, Any], claims: Sequence[Claim])
 
 def main() -> int:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s %(message)s", level=logging.INFO, stream=sys.stderr)
-    given = json.load(sys.stdin.buffer)  # the admin too: it may be dead before this process could look for it
+    given = json.load(sys.stdin.buffer)
     config = Config.from_dict(given["config"], folder="/")
-    place = running_system.lock_file(config, "keeper")
-    with os.fdopen(open_private(place), "r+") as lock:
-        who = take_lock(lock.fileno(), seconds=LOCK_SECONDS)
-        if who is not None:
-            if running(config) is not None:
-                return 0  # another one keeps this system
-            _log.error("%s holds %s and is no keeper: end it, then start again", who, place)
-            return 1
-        lock.truncate(0)
-        lock.write(f"{os.getpid()} {process_start_time(os.getpid())}")
-        lock.flush()
-        keep(config, given["admin"], Policy())
+    me = {"pid": os.getpid(), "started": process_start_time(os.getpid())}
+    outcome: dict[str, Any] | Exception
+    try:
+        outcome = lifecycle.start_here(config, create=given["create"], owner=given["owner"], keeper=me)
+    except Exception as e:
+        outcome = e
+    with os.fdopen(os.dup(1), "wb") as answer:
+        answer.write(pickle.dumps(outcome))
+    os.dup2(2, 1)
+    if isinstance(outcome, Exception):
+        return 1
+    keep(config, outcome, me, Policy())
     return 0
 
 

@@ -29,8 +29,7 @@ from trinity_es.events.store.database.leader_lock import is_led
 from trinity_es.events.store.log import EventLog
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.projections.tables.runner_history import last_incarnation
-from trinity_es.system import leftovers, remembered_log_end
-from trinity_es.system.running_system import find_head, joined_file, key_file, note_file, output_file
+from trinity_es.system import leftovers, remembered_log_end, running_system
 
 __all__ = ["connections_needed", "launch", "launch_host", "launched"]
 
@@ -78,47 +77,46 @@ def launch_host(config: Config, host: HostIdentity) -> dict[str, Any]:
     make_private_folder(log_dir)
     leftovers.end_leftovers(config)
     if config.hosts.key_file or not os.environ.get(KEY_VARIABLE):
-        HostKeys(config.hosts.key_file or key_file(config))()
-    make_key(key_file(config))
-    read_key(key_file(config))
+        HostKeys(config.hosts.key_file or running_system.key_file(config))()
+    make_key(running_system.key_file(config))
+    read_key(running_system.key_file(config))
     with EventLog.open(config.store.url, read_only=True) as log:
         incarnation, end = log.query(last_incarnation) + 1, log.head()
     owner = {"pid": os.getpid(), "started": process_start_time(os.getpid())}
-    admin_file = log_dir / "admin.json"
+    admin_file = running_system.joined_file(config.store.url, host.name)  # by it clients on this host find it
+    make_private_folder(admin_file.parent)
     admin_file.unlink(missing_ok=True)
     code = _run_launcher(config, log_dir, {
         "config": launched(config, owner, host).plain(),
         "first_incarnation": incarnation,
         "known": [claim_to_dict(Claim(Mark(end.generation, end.position, end.hash), "who joined"))],
-        "admin_file": str(admin_file),
+        "admin_file": str(admin_file), "told": {"key_file": running_system.key_file(config)},
     })
     if code != 0:
         leftovers.end_all_leftovers(config)
         raise StartupError(f"this host could not join (exit {code}):\n{_tail(config)}\nLogs are in {log_dir}")
-    admin: dict[str, Any] = {**json.loads(admin_file.read_text()), "key_file": key_file(config)}
-    place = joined_file(config.store.url, host.name)
-    make_private_folder(place.parent)
-    with whole_file(place) as file:  # by it clients on this host find it
-        file.write(json.dumps(admin).encode())
+    admin: dict[str, Any] = json.loads(admin_file.read_text())
     return admin
 
 
 def launch(
-    config: Config, log_dir: Path, create: bool, owner: Mapping[str, Any] | None, claims: Sequence[Claim]
+    config: Config, log_dir: Path, create: bool, owner: Mapping[str, Any] | None, keeper: Mapping[str, Any] | None,
+    claims: Sequence[Claim],
 ) -> dict[str, Any]:
     remembered_log_end.require(config, claims)
-    running = find_head(config)
+    running = running_system.find_head(config)
     if running is not None:
         where = f"port {running['port']}, pid {running['pid']}"
         raise AlreadyRunning(f"an actor system runs on this store already ({where}): connect to it, or end it "
                              "with `trinity-es down`")
+    running_system.stop_keeper(config)  # of a system that is gone: this one takes its place
     if config.hosts.address:
         _require_no_other_head(config)
         if config.hosts.key_file:
             HostKeys(config.hosts.key_file)()
     leftovers.end_leftovers(config)
-    make_key(key_file(config))
-    read_key(key_file(config))  # so that a bad one is told here and not by the launcher's traceback
+    make_key(running_system.key_file(config))
+    read_key(running_system.key_file(config))  # so that a bad one is told here and not by the launcher's traceback
     log = EventLog.open(config.store.url, create=create, durability=config.store.durability, projectors=projectors())
     try:
         if log.dialect == "postgresql":
@@ -131,18 +129,15 @@ def launch(
         "first_incarnation": incarnation,
         "known": [claim_to_dict(Claim(Mark(end.generation, end.position, end.hash), "who started the system"))],
     })
-    admin = find_head(config)
+    admin = running_system.find_head(config)
     if code != 0 or admin is None:
         leftovers.end_all_leftovers(config)  # not its keeper, which may be who starts it
         what = "did not come up" if code else "died while it started"
         raise StartupError(
             f"the actor system {what} (exit {code}):\n{_tail(config)}\nLogs are in {log_dir}"
         )
-    noted = {key: value for key, value in admin.items() if key != "key_file"}
-    with contextlib.suppress(OSError):  # it is there for a database that does not answer, and not needed else
-        handle = open_private(note_file(config), os.O_WRONLY | os.O_TRUNC)
-        with os.fdopen(handle, "w") as note:
-            json.dump(noted, note)
+    with contextlib.suppress(OSError), whole_file(running_system.system_file(config)) as file:
+        file.write(json.dumps({**admin, "keeper": keeper}).encode())
     return admin
 
 
@@ -177,9 +172,7 @@ def _require_no_other_head(config: Config) -> None:
     deadline = time.monotonic() + _LET_GO_SECONDS
     while is_led(config.store.url):
         if time.monotonic() > deadline:
-            with EventLog.open(config.store.url, read_only=True) as log:
-                lease = log.read_lease("coordinator")
-            owner = (lease.owner or {}) if lease is not None else {}
+            owner = running_system.leader(config)
             raise AlreadyRunning(
                 f"the run of {config.masked()['store']['url']} is led by pid {owner.get('pid')} on {owner.get('host')}"
                 ": take part with `trinity-es join`, or wait to take over with `trinity-es up --standby`"
@@ -203,13 +196,13 @@ def _run_launcher(config: Config, log_dir: Path, setup: Mapping[str, Any]) -> in
     create_private(log_dir / "thespian.log")  # Thespian's own, which it would open for others to read
     env = {
         **os.environ,
-        FILE_VARIABLE: key_file(config),
+        FILE_VARIABLE: running_system.key_file(config),
         "THESPLOG_FILE": str(log_dir / "thespian.log"),
         "THESPLOG_FILE_MAXSIZE": str(1 << 20),
         # every start compiles every module anew where byte code is not kept: seconds each
         "PYTHONDONTWRITEBYTECODE": "",
     }
-    output = output_file(config)
+    output = running_system.output_file(config)
     try:
         with reserved, os.fdopen(open_private(output, os.O_WRONLY | os.O_APPEND), "ab") as out:
             launched = subprocess.run(
@@ -228,7 +221,8 @@ def _run_launcher(config: Config, log_dir: Path, setup: Mapping[str, Any]) -> in
 def _tail(config: Config, lines: int = 12) -> str:
     out: list[str] = []
     folder = Path(config.system.log_dir)
-    for path in (output_file(config), folder / "guardian.log", folder / "coordinator.log", folder / "host.log"):
+    names = ("guardian.log", "coordinator.log", "host.log")
+    for path in (running_system.output_file(config), *(folder / name for name in names)):
         if path.exists():
             out.extend(f"  {path.name}: {line}" for line in path.read_text(errors="replace").splitlines()[-lines:])
     return "\n".join(out)

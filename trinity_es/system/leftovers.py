@@ -6,11 +6,13 @@ behind, by the file that every process of a store's system prints to.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 
 import psutil
 
+from trinity_es.actors.orphaned import printing_to
 from trinity_es.config.config import Config
 from trinity_es.system import running_system
 
@@ -25,20 +27,13 @@ def leftovers(config: Config) -> list[psutil.Process]:
 
     Linux only.
     """
-    output = str(running_system.output_file(config).resolve())
-    found = [p for p in psutil.process_iter() if _writes_to(p.pid, output)]
     mine = {os.getpid(), *(p.pid for p in psutil.Process().parents())}
-    return [p for p in found if p.pid not in mine]
-
-
-def _writes_to(pid: int, path: str) -> bool:
-    for descriptor in (1, 2):
-        try:
-            if os.readlink(f"/proc/{pid}/fd/{descriptor}") == path:
-                return True  # a zombie has no descriptors
-        except OSError:  # gone, or of another user
-            return False
-    return False
+    found = []
+    for pid in printing_to(str(running_system.output_file(config).resolve())):
+        if pid not in mine:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(pid))
+    return found
 
 
 def end_leftovers(config: Config) -> int:
@@ -59,5 +54,3 @@ def end_all_leftovers(config: Config) -> int:
         killed += found
         quiet = 0 if found else quiet + 1
     return killed
-
-

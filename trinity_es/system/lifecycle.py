@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
+import pickle
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.orphaned import owner_gone
 from trinity_es.config.config import Config
 from trinity_es.events.errors import StartupError
-from trinity_es.events.private_files import make_private_folder, open_private, take_lock, tighten
+from trinity_es.events.private_files import make_private_folder, open_private, take_lock
 from trinity_es.events.processes import process_start_time
 from trinity_es.events.store.checks.log_end import Claim
-from trinity_es.system import keeper_lock
 from trinity_es.system.launch import launch
 from trinity_es.system.leftovers import end_all_leftovers
-from trinity_es.system.running_system import end, last_known, processes, wait_gone
+from trinity_es.system.running_system import end, processes, wait_gone
 from trinity_es.text import does
 
-__all__ = ["start", "stop", "wait_ready"]
+__all__ = ["start", "start_here", "stop", "wait_ready"]
 
 
 _log = logging.getLogger(__name__)
@@ -31,35 +33,69 @@ START_LOCK_SECONDS = 120.0
 
 
 def start(
-    config: Config, *, keeper: bool | None = None, detach: bool | None = None, create: bool = True,
-    owner: Mapping[str, Any] | None = None, claims: Sequence[Claim] = (),
+    config: Config, *, keeper: bool | None = None, detach: bool | None = None, create: bool = True
 ) -> dict[str, Any]:
     """Start the actor system of this store in a clean interpreter; returns when its coordinator has the lease.
 
     Engines go on loading: `wait_ready` waits for them. What an earlier life of it left, which may hold a GPU, is ended
-    first. It ends with this process, however that ends (or with `owner`: `pid`, `started`); with `detach` it stays up
-    until `trinity-es down`. `keeper` and `detach` override `system.keeper` and `system.detach`; without
-    `create` there must be a log: one that was deleted is not begun again, empty; `claims`: what its caller knows of
-    the log, besides this host's memory. Raises AlreadyRunning, LogNotFound, ConfigError, WrongKey, LogRewound,
-    StartupError (with the end of the log of what failed).
+    first. It ends with this process, however that ends; with `detach` it stays up until `trinity-es down`. `keeper` and
+    `detach` override `system.keeper` and `system.detach`; without `create` there must be a log. Raises AlreadyRunning,
+    LogNotFound, ConfigError, WrongKey, LogRewound, StartupError (with the end of the log of what failed).
     """
     config.check()
-    log_dir = Path(config.system.log_dir)
-    detach = owner is None and (config.system.detach if detach is None else detach)
-    owner = owner or {"pid": os.getpid(), "started": process_start_time(os.getpid())}
-    make_private_folder(log_dir)
-    tighten(*log_dir.glob("*.log"), *log_dir.glob("*.lock"))  # an older release's
-    with _start_lock(log_dir / "start.lock"):  # two systems on one store would fence each other for ever
-        last = last_known(config)
-        if last is not None and owner_gone(last.get("owner")):
-            keeper_lock.stop(config)  # of a system that ends just now
-        admin = launch(config, log_dir, create, None if detach else owner, claims)
+    make_private_folder(config.system.log_dir)
+    detach = config.system.detach if detach is None else detach
+    owner = None if detach else {"pid": os.getpid(), "started": process_start_time(os.getpid())}
     if config.system.keeper if keeper is None else keeper:
-        try:
-            keeper_lock.start(config, admin)
-        except StartupError:
-            end_all_leftovers(config)  # nobody would start it again
-            raise
+        return _start_kept(config, create, owner)
+    return start_here(config, create=create, owner=owner)
+
+
+def start_here(
+    config: Config, *, create: bool, owner: Mapping[str, Any] | None, keeper: Mapping[str, Any] | None = None,
+    claims: Sequence[Claim] = (),
+) -> dict[str, Any]:
+    """Start it as a child of this process, for `start` and for the `keeper`, which gives itself.
+
+    `owner`: the process that it ends with, if any; `claims`: what its caller knows of the log, besides this host's
+    memory. Without `create` a log that was deleted is not begun again, empty.
+    """
+    log_dir = Path(config.system.log_dir)
+    make_private_folder(log_dir)
+    with _start_lock(log_dir / "start.lock"):  # two systems on one store would fence each other for ever
+        return launch(config, log_dir, create, owner, keeper, claims)
+
+
+def _start_kept(config: Config, create: bool, owner: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Start it by a keeper, which stays, and starts it again when it died."""
+    words = Path(config.system.log_dir) / "keeper.log"
+    with os.fdopen(open_private(words, os.O_WRONLY | os.O_APPEND), "ab") as out:
+        before = out.seek(0, os.SEEK_END)  # what earlier ones said is not about this one
+        process = subprocess.Popen(
+            [sys.executable, "-m", "trinity_es.system.keeper"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=out, start_new_session=True,
+        )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+            pipe.write(json.dumps({"config": config.to_dict(), "create": create, "owner": owner}).encode())
+        with process.stdout as answer:
+            told = answer.read()
+    except BaseException:
+        process.kill()
+        end_all_leftovers(config)
+        raise
+    if not told:
+        process.wait()
+        end_all_leftovers(config)
+        said = words.read_bytes()[before:].decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+        raise StartupError(f"the keeper, which starts the system, did not come up: {said[0]} ({words})")
+    outcome = pickle.loads(told)
+    if isinstance(outcome, BaseException):
+        process.wait()
+        raise outcome
+    admin: dict[str, Any] = outcome
     return admin
 
 

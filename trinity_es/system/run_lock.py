@@ -12,11 +12,13 @@ from typing import IO, Any, Literal, get_args
 from trinity_es.config.config import Config
 from trinity_es.events.errors import AlreadyRunning
 from trinity_es.events.private_files import make_private_folder, open_private, take_lock
-from trinity_es.system import keeper_lock, running_system
+from trinity_es.system import running_system
 
 __all__ = ["Role", "RunLock", "hold", "killed"]
 
 Role = Literal["explorer", "trainer"]
+LOCK_SECONDS = 0.3
+"""How long a lock is tried for that only those who look whether it is held hold for a moment."""
 
 
 class RunLock:
@@ -29,7 +31,7 @@ class RunLock:
     def __init__(self, config: Config, role: Role) -> None:
         """Take it. Raises AlreadyRunning."""
         self._file = self._open(config, role)
-        who = take_lock(self._file.fileno(), seconds=keeper_lock.LOCK_SECONDS)
+        who = take_lock(self._file.fileno(), seconds=LOCK_SECONDS)
         self._file.seek(0)
         told = self._file.read().split()
         if who is None:
@@ -39,7 +41,7 @@ class RunLock:
             where, a = config.masked()["store"]["url"], "a" if role == "trainer" else "an"
             raise AlreadyRunning(f"{a} {role} runs on {where} already ({who}): wait for it, or end it")
         running = running_system.find(config)
-        kept = str(keeper_lock.running(config) or "no keeper")
+        kept = str(running_system.keeper(config) or "no keeper")
         self.owns_system = running is None or told[1:2] == [str(running["pid"])] or told[2:] == [kept]
         """Whether the actor system is here for its holder alone: it started it, or the dead one before it did, or the
         keeper of that one, after it had died too.
@@ -66,7 +68,7 @@ class RunLock:
 
     def write_system(self, config: Config, admin: dict[str, Any]) -> None:
         """Note that the holder started this system, and ends it."""
-        self._its_system = [str(admin["pid"]), str(keeper_lock.running(config) or "")]
+        self._its_system = [str(admin["pid"]), str(running_system.keeper(config) or "")]
         self.write(" ".join([str(os.getpid()), *self._its_system]))
 
     def write(self, text: str) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,8 +30,9 @@ from trinity_es.events.store.database.urls import parse_url
 from trinity_es.events.store.log import EventLog
 
 __all__ = [
-    "came_true", "end", "find", "find_head", "joined_file", "last_started", "led_elsewhere",
-    "output_file", "processes", "wait_gone",
+    "came_true", "end", "ended_keeper", "find", "find_head", "is_up", "joined_file", "keeper", "key_file", "last_known",
+    "leader", "led_elsewhere", "lock_file", "none_runs", "output_file", "processes", "stop_keeper", "stopped",
+    "system_file", "wait_gone",
 ]
 
 
@@ -45,9 +47,14 @@ def output_file(config: Config) -> Path:
     """Return where the processes of this store's system write what they print.
 
     It is their standard output, which children inherit: what is left of a system is found by it, even where titles
-    and environments were overwritten. So its name is this store's alone, also in a log folder that others share.
+    and environments were overwritten.
     """
-    return Path(config.system.log_dir) / f"launch-{_digest(config.store.url)}.log"
+    return _file(config, "launch", ".log")
+
+
+def _file(config: Config, what: str, suffix: str) -> Path:
+    """Return a file of this store's alone, also in a log folder that others share."""
+    return Path(config.system.log_dir) / f"{what}-{_digest(config.store.url)}{suffix}"
 
 
 def _digest(url: str) -> str:
@@ -59,9 +66,8 @@ def _digest(url: str) -> str:
 
 
 def lock_file(config: Config, role: str) -> Path:
-    """Return the lock of this store's keeper, explorer or trainer."""
-    beside = output_file(config)  # its name is this store's alone, also in a folder that others share
-    return beside.with_name(beside.name.replace("launch", role)).with_suffix(".lock")
+    """Return the lock of this store's explorer or trainer."""
+    return _file(config, role, ".lock")
 
 
 def key_file(config: Config) -> str:
@@ -72,42 +78,37 @@ def key_file(config: Config) -> str:
 def last_known(config: Config) -> dict[str, Any] | None:
     """Return the admin of the system that last had this store; None where there was none, or it ended in order."""
     try:
-        return within(_FIND_SECONDS, lambda: _admin_by_log(config))
+        return within(_FIND_SECONDS, lambda: leader(config)).get("admin") or None
     except LogUnavailable:
-        admin = _noted(config)  # the database does not answer, but the system may
+        admin = _noted(system_file(config))  # the database does not answer, but the system may
         if admin is None:
             raise
         return admin
 
 
-def _admin_by_log(config: Config) -> dict[str, Any] | None:
+def leader(config: Config) -> dict[str, Any]:
+    """Return what the coordinator that has the store's lease says of itself; {} where none has it."""
     try:
-        log = EventLog.open(config.store.url, read_only=True)
+        with EventLog.open(config.store.url, read_only=True) as log:
+            lease = log.read_lease("coordinator")
     except LogNotFound:
-        return None
+        return {}
+    return lease.owner if lease is not None else {}
+
+
+def system_file(config: Config) -> Path:
+    """Return where the system that this machine started last for this store is written down."""
+    return _file(config, "system", ".json")
+
+
+def _noted(path: Path) -> dict[str, Any] | None:
+    """Return the admin of the system that is written down there; None where there is none, or another user's word."""
     try:
-        lease = log.read_lease("coordinator")
-    finally:
-        log.close()
-    return ((lease.owner or {}).get("admin") if lease is not None else None) or None
-
-
-def note_file(config: Config) -> Path:
-    return output_file(config).with_suffix(".json")
-
-
-def _noted(config: Config) -> dict[str, Any] | None:
-    """Return the admin process that this machine started last for this store, as `launch` wrote it down."""
-    try:
-        noted = json.loads(note_file(config).read_bytes())
-        return noted if {"pid", "started", "port"} <= noted.keys() else None
+        noted = json.loads(path.read_bytes())
+        mine = path.stat().st_uid == os.geteuid() and {"pid", "started", "port"} <= noted.keys()
+        return noted if mine else None
     except (OSError, ValueError, AttributeError):
         return None
-
-
-def last_started(config: Config) -> dict[str, Any] | None:
-    """Return the same also of one that gave its lease back, as it does when it ends: as this machine noted it."""
-    return last_known(config) or _noted(config)
 
 
 def find(config: Config) -> dict[str, Any] | None:
@@ -115,7 +116,9 @@ def find(config: Config) -> dict[str, Any] | None:
 
     Where the run is led on another host: the system that joined it on this one, which passes on what is asked.
     """
-    return find_head(config) or _joined(config)
+    joined = joined_file(config.store.url, "*")
+    found = (_noted(path) for path in sorted(joined.parent.glob(joined.name)))
+    return find_head(config) or next((admin for admin in found if admin and _goes_on(admin)), None)
 
 
 def find_head(config: Config) -> dict[str, Any] | None:
@@ -125,28 +128,17 @@ def find_head(config: Config) -> dict[str, Any] | None:
     admin process, and the guardian's pid; `key_file`: where its key should be.
     """
     admin = last_known(config)
-    if not admin or not process_lives(admin["pid"], admin["started"]) or owner_gone(admin.get("owner")):
-        return None
-    return {**admin, "key_file": key_file(config)}
+    return {**admin, "key_file": key_file(config)} if admin and _goes_on(admin) else None
+
+
+def _goes_on(admin: dict[str, Any]) -> bool:
+    return process_lives(admin["pid"], admin["started"]) and not owner_gone(admin.get("owner"))
 
 
 def joined_file(url: str, name: str) -> Path:
     """Return where the system of this store that joined as this host, for this user, is written down."""
     folder = Path(tempfile.gettempdir()) / f"trinity-es-{os.geteuid()}"
     return folder / f"joined-{_digest(url)}-{name}.json"
-
-
-def _joined(config: Config) -> dict[str, Any] | None:
-    """Return the admin of a system that joined a run of this store on this machine; None where none lives."""
-    pattern = joined_file(config.store.url, "*")
-    for place in sorted(pattern.parent.glob(pattern.name)):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            if place.stat().st_uid != os.geteuid():
-                continue  # another user's word
-            admin: dict[str, Any] = json.loads(place.read_bytes())
-            if process_lives(admin["pid"], admin["started"]) and not owner_gone(admin.get("owner")):
-                return admin
-    return None
 
 
 def led_elsewhere(config: Config) -> str:
@@ -157,26 +149,66 @@ def led_elsewhere(config: Config) -> str:
     """
     if parse_url(config.store.url).get_backend_name() == "sqlite":
         return ""
-    try:
-        with EventLog.open(config.store.url, read_only=True) as log:
-            lease = log.read_lease("coordinator")
-    except LogNotFound:
-        return ""
-    owner = (lease.owner or {}) if lease is not None else {}
+    owner = leader(config)
     return f"pid {owner.get('pid')} on {owner.get('host')}" if owner.get("hosts") and is_led(config.store.url) else ""
 
 
 def none_runs(config: Config) -> NotRunning:
     """Return the error for a store of which no system runs on this machine, with the way out."""
-    where, leader = config.masked()["store"]["url"], ""
+    where, other = config.masked()["store"]["url"], ""
     with contextlib.suppress(LogUnavailable):  # what is known is that nothing runs here
-        leader = within(_FIND_SECONDS, lambda: led_elsewhere(config))
-    if leader:
-        return NotRunning(f"the run of {where} is led by {leader}, and this machine takes no part in it: ask there, "
+        other = within(_FIND_SECONDS, lambda: led_elsewhere(config))
+    if other:
+        return NotRunning(f"the run of {where} is led by {other}, and this machine takes no part in it: ask there, "
                           "or on a host that does (`trinity-es join`)")
     return NotRunning(f"no actor system runs on {where}: start one with `trinity-es up`")
 
 
+# --- the keeper -------------------------------------------------------------------------------------------------------
+def keeper(config: Config) -> int | None:
+    """Return the pid of the process that starts the system of this store again; None where none lives."""
+    pid, lives = _keeper(config)
+    return pid if lives else None
+
+
+def ended_keeper(config: Config) -> int | None:
+    """Return the pid of the last keeper, which runs no more; None where one runs, or the last system had none."""
+    pid, lives = _keeper(config)
+    return None if lives else pid
+
+
+def _keeper(config: Config) -> tuple[int | None, bool]:
+    told = (_noted(system_file(config)) or {}).get("keeper")
+    return (told["pid"], process_lives(told["pid"], told["started"])) if told else (None, False)
+
+
+def is_up(config: Config) -> bool:
+    """Return True if a system runs on the store, or its keeper starts it again just now: there is one to connect to."""
+    return find(config) is not None or stopped(config)["kept"] is not None
+
+
+def stopped(config: Config) -> dict[str, Any]:
+    """Return what becomes of a system that `find` does not find.
+
+    `kept`: pid of the keeper that starts it again, or None; `ends`: why what is left of it ends instead, or "".
+    """
+    kept, ends = keeper(config), ""
+    admin = last_known(config) or _noted(system_file(config))  # it gives the lease back when it ends
+    if admin is not None and (kept is not None or process_lives(admin["pid"], admin["started"])):
+        ends = owner_gone(admin.get("owner"))
+    return {"kept": None if ends else kept, "ends": ends}
+
+
+def stop_keeper(config: Config) -> None:
+    """End the keeper, so that the system may end, unless it is this process. Nothing happens where none runs."""
+    pid = keeper(config)
+    if pid is not None and pid != os.getpid():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        came_true(lambda: keeper(config) is None, 5.0)
+
+
+# --- its processes ----------------------------------------------------------------------------------------------------
 def processes(admin: dict[str, Any]) -> list[psutil.Process]:
     """Return every process of a running system: its admin, actors, engines and workers."""
     try:

@@ -35,10 +35,12 @@ __all__ = [
     "require_known", "rewound", "told_less",
 ]
 
-SLOT = 2048
-"""Bytes of one of the two places in a memory file: less than what a disk writes at once."""
+SIZE = 2048
+"""Bytes of a memory file, which are written at once: in one page."""
 MOST = 6
 """Maximum number of marks that a memory file keeps."""
+TRIES = 3
+"""How often a file is read that is not whole: somebody may be writing it."""
 HERE = "this host's memory"
 """Who says what stands in a memory file."""
 
@@ -187,17 +189,15 @@ def accepted(head: Head, lost: Sequence[Claim], generation: str, by: str, reason
 class Memory:
     """What this host knows of the log of one store: a file of mode 0600, beside the key.
 
-    Its writer is the coordinator, after every commit and before anybody is told of it. It is written in place, in one
-    of two slots by turns, each with a checksum: a write that is cut off leaves the other one. It is not flushed to the
-    disk: the end of any process takes nothing from it, a loss of power what the system had not written back, some
-    seconds. Then it knows less than the log, which is no fault.
+    Its writer is the coordinator, after every commit and before anybody is told of it. It is written in place, with a
+    checksum, for somebody may read it meanwhile. It is not flushed to the disk: the end of any process takes nothing
+    from it, a loss of power what the system had not written back. Then it knows less than the log, which is no fault.
     """
 
     def __init__(self, path: Path, url: str) -> None:
         """`path`: of the file, which need not exist; `url`: of the store, in which no password is shown."""
         self.path, self._url = path, url
-        self._fd, self._inode = -1, 0
-        self._number = 0
+        self._fd = -1
         self._lock = threading.Lock()
         self.key: tuple[Any, ...] = ()
         """Key of the store's identity, once its log was read (`EventLog.remembered`)."""
@@ -221,13 +221,13 @@ class Memory:
         its file is still there, or its database is another one by the memory's key.
         """
         own = _read(self.path)
-        found = [] if own is None else list(own[1])
+        found = [] if own is None else list(own[0])
         if not generation or any(claim.mark.generation == generation for claim in found):
             return found
         for path in sorted(self.path.parent.glob("acknowledged-*")):
             other = None if path == self.path else _read(path)
-            if other is not None and not self._is_copy(other[2], other[3]):
-                found += [c for c in other[1] if c.mark.generation == generation and c not in found]
+            if other is not None and not self._is_copy(other[1], other[2]):
+                found += [c for c in other[0] if c.mark.generation == generation and c not in found]
         return found
 
     def _is_copy(self, place: str, key: Sequence[Any]) -> bool:
@@ -246,7 +246,7 @@ class Memory:
         """Keep what others know and the log has not, until a person accepts that it is lost."""
         with self._lock:
             known = _read(self.path)
-            own = [] if known is None else known[1]
+            own = [] if known is None else known[0]
             every = dict.fromkeys([*self._others, *own[1:], *claims])
             self._others = [claim for claim in every if claim not in own[:1]]
             self._write([*own[:1], *self._others])
@@ -263,64 +263,37 @@ class Memory:
 
     def _write(self, claims: Sequence[Claim]) -> None:
         try:
-            if self._fd < 0 or not self._is_there():
-                self._open()
-            self._number += 1
-            os.pwrite(self._fd, _encode(self._number, claims[:MOST], self._url, self.key), SLOT * (self._number % 2))
+            if self._fd < 0:
+                make_private_folder(self.path.parent)
+                self._fd = open_private(self.path, os.O_RDWR | os.O_NOFOLLOW)
+            os.pwrite(self._fd, _encode(claims[:MOST], self._url, self.key), 0)
             self.trouble = ""
         except OSError as e:
             self.close()
             self.trouble = f"{self.path}: {e.strerror}"
 
-    def _is_there(self) -> bool:
-        """Say whether the file that is open still has its name: nobody removed it, or put another there."""
+
+_Known = tuple[list[Claim], str, list[Any]]
+
+
+def _encode(claims: Sequence[Claim], place: str, key: Sequence[Any]) -> bytes:
+    said = orjson.dumps({"log": place[-512:], "key": list(key), "known": [claim_to_dict(c) for c in claims]})
+    if len(said) > SIZE - 10:
+        return _encode(claims[:-1], place, key)
+    return (b"%08x %b" % (zlib.crc32(said), said)).ljust(SIZE - 1) + b"\n"
+
+
+def _read(path: Path) -> _Known | None:
+    """Return the claims that a memory file holds, the place of the log, its key; None: there is none that is whole."""
+    for _ in range(TRIES):
         try:
-            return os.stat(self.path).st_ino == self._inode
-        except FileNotFoundError:
-            return False
-
-    def _open(self) -> None:
-        """Open the file, and count on from where it stands."""
-        self.close()
-        known = _read(self.path)
-        if known is not None:
-            self._number = max(self._number, known[0])
-        make_private_folder(self.path.parent)
-        self._fd = open_private(self.path, os.O_RDWR | os.O_NOFOLLOW)
-        self._inode = os.fstat(self._fd).st_ino
-
-
-_Slot = tuple[int, list[Claim], str, list[Any]]
-
-
-def _encode(number: int, claims: Sequence[Claim], place: str, key: Sequence[Any]) -> bytes:
-    known = [claim_to_dict(c) for c in claims]
-    said = orjson.dumps({"number": number, "log": place[-512:], "key": list(key), "known": known})
-    if len(said) > SLOT - 10:
-        return _encode(number, claims[:-1], place, key)
-    return (b"%08x %b" % (zlib.crc32(said), said)).ljust(SLOT - 1) + b"\n"
-
-
-def _read(path: Path) -> _Slot | None:
-    """Return the newer of the two slots that is whole: its number, the claims, the place of the log, its key.
-
-    None: there is none.
-    """
-    try:
-        with path.open("rb") as file:
-            data = file.read(2 * SLOT)
-    except OSError:
-        return None
-    found = [slot for at in (0, SLOT) if (slot := _decode(data[at : at + SLOT].rstrip(b"\0 \n"))) is not None]
-    return max(found, key=lambda slot: slot[0], default=None)
-
-
-def _decode(slot: bytes) -> _Slot | None:
-    try:
-        check, said = slot.split(b" ", 1)
-        if int(check, 16) != zlib.crc32(said):
+            with path.open("rb") as file:
+                check, said = file.read(SIZE).rstrip(b"\0 \n").split(b" ", 1)
+            if int(check, 16) == zlib.crc32(said):
+                data = orjson.loads(said)
+                return list(claims_of(data["known"])), str(data["log"]), list(data.get("key", ()))
+        except OSError:
             return None
-        data = orjson.loads(said)
-        return int(data["number"]), list(claims_of(data["known"])), str(data["log"]), list(data.get("key", ()))
-    except (ValueError, KeyError, TypeError):
-        return None
+        except (ValueError, KeyError, TypeError):
+            pass
+    return None

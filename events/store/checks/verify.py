@@ -10,6 +10,7 @@ table of streams and whatever a `Watcher` compares are of one moment: so a write
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from trinity_es.events.store.database.database import Database
 from trinity_es.events.store.database.retry import classify
 from trinity_es.events.store.records.recorded import Head, Recorded
 
-__all__ = ["Problems", "Watcher", "raw_text", "verify"]
+__all__ = ["Problems", "Watcher", "check_pages", "raw_text", "verify"]
 
 MOST = 100
 """Maximum number of problems told; more are counted."""
@@ -150,6 +151,27 @@ def raw_text(connection: Connection) -> Iterator[None]:
 
 def _decoded(data: bytes) -> str:
     return data.decode(errors="backslashreplace")
+
+
+def check_pages(connection: Connection) -> list[str]:
+    """Return what SQLite finds wrong with the pages, trees and indexes of this log."""
+    try:
+        with raw_text(connection):
+            lines = [str(row[0]) for row in connection.execute(text(f"PRAGMA integrity_check({MOST})"))]
+    except (DBAPIError, UnicodeDecodeError) as e:
+        return [f"the database file: its pages can't be checked: {getattr(e, 'orig', e)}"]
+    if lines == ["ok"]:
+        return []
+    try:
+        roots = {str(row[1]): row[0] for row in connection.execute(text("SELECT name, rootpage FROM sqlite_master"))}
+    except (DBAPIError, UnicodeDecodeError):
+        roots = {}
+
+    def named(line: str) -> str:  # "Tree 7 page 9: ..." with the name of the table or index
+        return re.sub(r"^(On tree|Tree) (\d+)", lambda m: f"{roots.get(m[2], 'tree')} ({m[1].lower()} {m[2]})", line)
+
+    parts = [part for line in lines for part in line.splitlines() if part.strip() and not part.startswith("***")]
+    return [f"the database file: {named(part)}" for part in parts]
 
 
 class _Chain:

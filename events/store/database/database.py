@@ -24,7 +24,7 @@ from sqlalchemy.pool import NullPool, QueuePool
 
 from trinity_es.events.atomic_file import sync
 from trinity_es.events.errors import ConfigError, LogError, LogUnavailable
-from trinity_es.events.private_files import create_private, holder, open_private, tighten
+from trinity_es.events.private_files import create_private, holder, open_private
 from trinity_es.events.store.database.file_identity import BesideGone, Place
 from trinity_es.events.store.database.postgres import postgres_engine
 from trinity_es.events.store.database.retry import classify
@@ -249,8 +249,6 @@ class Database:
         """Bring a SQLite file into the shape that writers need; on PostgreSQL there is nothing to do."""
         if self.path is None or self.read_only:
             return
-
-        tighten(self.path, *(f"{self.path}{more}" for more in ("-wal", "-shm", "-journal")))  # an older release's
 
         def attempt() -> None:
             with self._thread_lock, self._file_lock():

@@ -91,16 +91,10 @@ def open_payloads(
     """
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":
-        return _Files(_beside(Path(parsed.database or "").absolute()), create, durability)
+        return _Files(Path(f"{os.path.realpath(parsed.database or '')}.payloads"), create, durability)
     rows = _Rows(Database(url, durability=durability, read_only=not create, patience=patience), patience)
     rows.require(create)
     return rows
-
-
-def _beside(log: Path) -> Path:
-    """Return the folder of the payloads: beside the file itself, or, in older logs, beside a link to it."""
-    folder = Path(f"{log}.payloads")
-    return folder if folder.is_dir() else Path(f"{os.path.realpath(log)}.payloads")
 
 
 def patient(store: PayloadStore, seconds: float) -> PayloadStore:

@@ -1,7 +1,4 @@
-"""One value changed in any column of any table of PostgreSQL, with SQL, is found by `verify` and named.
-
-SQLite's files are changed byte by byte, in test_byte_flips.py.
-"""
+"""One value changed in any column of any table, with SQL, is found by `verify` and named."""
 
 from __future__ import annotations
 
@@ -122,11 +119,10 @@ def named(table: str, column: str, is_key: bool, found: Verification) -> bool:
     return any(f"table {table}, row" in problem and f": {column} is " in problem for problem in found.problems)
 
 
-@pytest.mark.postgres
 def test_a_changed_value_in_any_column_is_found_and_named(
-    postgres: Callable[[], str], capsys: pytest.CaptureFixture[str]
+    store_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    url = postgres()
+    url = store_url
     fill(url)
     missed, done = [], 0
     with EventLog.open(url, durability="process") as log:
@@ -134,7 +130,8 @@ def test_a_changed_value_in_any_column_is_found_and_named(
             drop_triggers(connection)  # it refuses
             todo = rounds(connection)
         guard = verify_log(url).problems
-        assert [p.split(",")[0] for p in guard] == ["trigger es_event_no_change"]
+        assert guard
+        assert all(p.startswith("trigger es_event_no_") for p in guard)
         for some in todo:
             changed = []
             with log.engine.begin() as connection:

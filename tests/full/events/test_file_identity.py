@@ -117,7 +117,7 @@ def test_a_link_to_a_log_has_the_locks_and_the_payloads_of_the_file(tmp_path: Pa
     names = [str(link), str(file)]
     system = {"log_dir": str(tmp_path)}
     configs = [Config.from_dict({"store": {"url": file_url(name)}, "system": system}) for name in names]
-    assert len({running_system.lock_file(config, "keeper") for config in configs}) == 1
+    assert len({running_system.lock_file(config, "trainer") for config in configs}) == 1
     with EventLog.open(names[0], create=True) as log:
         write(log, "a", 0)
     assert {path.name for path in tmp_path.iterdir()} == {"disk", "log.db"}

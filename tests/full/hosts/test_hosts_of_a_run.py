@@ -312,7 +312,7 @@ def test_a_second_head_is_refused_and_one_that_stands_by_takes_over(
     second = scripted(
         tmp_path / "second", store={"url": head.url}, hosts={"address": f"127.0.0.1:{port}", "timeout": TIMEOUT})
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr("trinity_es.system.launch.find_head", lambda config: None)
+        elsewhere.setattr("trinity_es.system.running_system.find_head", lambda config: None)
         with pytest.raises(AlreadyRunning, match=r"take part with .*join.*--standby"):
             lifecycle.start(second)
     with host_joins(head.url, "b", head.folder):

@@ -18,7 +18,7 @@ from trinity_es import MultiTurnWorkflow, RolloutCoordinator, Task, Workflow
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import DataError, SyncError
 from trinity_es.events.experience import Experience
-from trinity_es.system import launch, lifecycle
+from trinity_es.system import lifecycle, running_system
 from trinity_es.testing import SleepWorkflow, wait_until
 
 NewId = Callable[[], int]
@@ -205,7 +205,7 @@ def test_nothing_is_left_of_a_system_that_did_not_come_up(tmp_path: Path, monkey
     from trinity_es.system.leftovers import leftovers
 
     config = scripted(tmp_path)
-    monkeypatch.setattr(launch, "find_head", lambda config: None)  # as if it had ended at once
+    monkeypatch.setattr(running_system, "find_head", lambda config: None)  # as if it had ended at once
     with pytest.raises(trinity_es.TrinityError, match="died while it started"):
         lifecycle.start(config)
     assert leftovers(config) == []

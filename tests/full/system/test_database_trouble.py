@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -51,19 +49,6 @@ def test_a_server_that_is_stopped_and_started_is_a_pause(own_server: Server, sta
 
 
 @pytest.mark.postgres
-def test_connections_that_the_server_ends_go_unnoticed(own_server: Server, start_system: StartSystem) -> None:
-    client = start_system(**on(own_server.url(own_server.new_database())))
-
-    def end() -> None:
-        for _ in range(10):
-            own_server.end_connections()
-            time.sleep(0.1)
-
-    judge(client, 1, run_through(client, end))
-    assert unnoticed(client)
-
-
-@pytest.mark.postgres
 def test_a_wire_that_is_cut_for_longer_than_the_log_itself_is_patient(
     own_server: Server, wire: Wire, start_system: StartSystem
 ) -> None:
@@ -75,22 +60,6 @@ def test_a_wire_that_is_cut_for_longer_than_the_log_itself_is_patient(
         wire.join()
 
     judge(client, 1, run_through(client, cut))
-    assert unnoticed(client)
-
-
-@pytest.mark.postgres
-def test_commits_whose_answer_is_lost_are_there_exactly_once(
-    own_server: Server, wire: Wire, start_system: StartSystem
-) -> None:
-    client = start_system(**on(wire.url(own_server.new_database())))
-
-    def lose() -> None:
-        wire.every = 3
-        time.sleep(2)
-        wire.every = 0
-
-    judge(client, 1, run_through(client, lose))
-    assert wire.swallowed > 5
     assert unnoticed(client)
 
 
@@ -124,21 +93,3 @@ def test_a_system_is_ended_while_the_database_is_away(
     started = time.monotonic()
     client.shutdown()
     assert time.monotonic() - started < 15
-
-
-LOCKER = """
-import sqlite3, sys, time
-c = sqlite3.connect(sys.argv[1], isolation_level=None, timeout=60)
-c.execute("BEGIN EXCLUSIVE"); print("held", flush=True); time.sleep(8); c.execute("ROLLBACK")
-"""
-
-
-def test_a_file_that_another_process_locks_is_a_pause(start_system: StartSystem) -> None:
-    client = start_system()
-    path = client.config.store.url.removeprefix("sqlite:///")
-
-    def lock() -> None:
-        subprocess.run([sys.executable, "-c", LOCKER, path], check=True, timeout=90, capture_output=True)
-
-    judge(client, 1, run_through(client, lock))
-    assert unnoticed(client)

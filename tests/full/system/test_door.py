@@ -17,15 +17,14 @@ import psutil
 import pytest
 
 import trinity_es
-from tests.helpers.systems import StartSystem, end, pid_of, scripted, sleepers
+from tests.helpers.systems import StartSystem, end, scripted, sleepers
 from trinity_es.actors import system_key
-from trinity_es.actors.commands import GetStatus
 from trinity_es.actors.frames import frame
 from trinity_es.actors.system_key import KEY_VARIABLE
 from trinity_es.client import health, teardown
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import NotRunning, StartupError, VersionMismatch, WrongKey
-from trinity_es.system import keeper_lock, lifecycle, running_system
+from trinity_es.system import lifecycle, running_system
 from trinity_es.testing import SleepWorkflow, wait_until
 
 NewId = Callable[[], int]
@@ -167,82 +166,6 @@ def test_a_frame_without_the_seal_is_refused_by_every_process_and_harms_none(
     assert len(lines) <= len(told) * len(ATTACKS)
 
 
-def push(s: socket.socket, data: bytes) -> int:
-    """Send what the other side takes without being waited for; how many bytes that was."""
-    sent = 0
-    with contextlib.suppress(OSError):
-        s.setblocking(False)
-        while sent < len(data):
-            sent += s.send(data[sent : sent + 1_000_000])
-    return sent
-
-
-def test_frames_that_never_end_take_no_memory_and_keep_nobody_out(
-    system_for: StartSystem, new_id: NewId
-) -> None:
-    client = system_for()
-    size = 16 * 1024 * 1024
-    claimed = {  # as it was sealed before, and as it is now
-        port: [b"%d>" % size + bytes(size - 1), frame(b"o" * 64, port, bytes(size - 100))[:-1], b"16"]
-        for port in ports(client)
-    }
-    before = {p.pid: p.memory_info().rss for p in family(client)}
-    with contextlib.ExitStack() as stack:
-        attackers = []
-        for port, frames in claimed.items():
-            for number in range(60):
-                s = stack.enter_context(socket.create_connection(("127.0.0.1", port), 5))
-                attackers.append((s, frames[number % len(frames)], [0]))
-        until = time.monotonic() + 2.0
-        slowest = 0.0
-        while time.monotonic() < until:
-            for s, data, sent in attackers:
-                sent[0] += push(s, data[sent[0] : sent[0] + 2_000_000])
-            began = time.monotonic()
-            client._link.call(GetStatus(), 10.0)
-            slowest = max(slowest, time.monotonic() - began)
-        after = {p.pid: p.memory_info().rss for p in family(client)}
-        assert after.keys() == before.keys()
-        grown = {pid: (after[pid] - before[pid]) / 2**20 for pid in before}
-        assert max(grown.values()) < 30, f"MiB that processes have grown by: {grown}"
-        assert slowest < 2.0
-        works(client, new_id())
-        wait_until(lambda: all(closed(s) for s, _, _ in attackers), "all of them to be dropped", timeout=20)
-    assert family(client) == [psutil.Process(pid) for pid in before]
-
-
-def closed(s: socket.socket) -> bool:
-    """Whether the other side has closed it."""
-    try:
-        s.setblocking(False)
-        return s.recv(1, socket.MSG_PEEK) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
-def test_connections_that_say_nothing_or_a_byte_at_a_time_keep_nobody_out(system_for: StartSystem) -> None:
-    client = system_for()
-    (port,) = {port for port, pid in ports(client).items() if pid == pid_of(client, "coordinator")}
-    with contextlib.ExitStack() as stack:
-        strangers = []
-        began = time.monotonic()
-        while time.monotonic() - began < 2.0:
-            for _ in range(20):
-                strangers.append(stack.enter_context(socket.create_connection(("127.0.0.1", port), 5)))
-            for s in strangers[::2]:
-                push(s, b"1")
-            asked = time.monotonic()
-            client._link.call(GetStatus(), 10.0)
-            with trinity_es.connect(client.config) as another:
-                another._link.call(GetStatus(), 10.0)
-            assert time.monotonic() - asked < 3.0
-        assert len(strangers) >= 40
-        wait_until(lambda: all(closed(s) for s in strangers), "all of them to be dropped", timeout=20)
-    assert pid_of(client, "coordinator") == ports(client)[port]
-
-
 def test_a_system_of_another_version_is_told_apart_from_one_with_another_key(
     shared: RolloutClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,16 +187,6 @@ def test_an_engines_endpoint_reads_no_frame_and_asks_for_its_token(shared: Rollo
         said = throw("127.0.0.1", port, asked + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
         assert said.startswith(b"HTTP/1.1 401 ")
     assert not written.exists()
-
-
-def test_the_same_frame_with_the_seal_would_be_read(start_system: StartSystem, tmp_path: Path) -> None:
-    """So it is the seal that keeps it out."""
-    client = start_system()
-    key = system_key.read_key(running_system.key_file(client.config))
-    written = tmp_path / "written"
-    port = client._link.admin["port"]
-    throw("127.0.0.1", port, frame(key, port, pickle.dumps((None, Evil(written)))))
-    wait_until(written.exists, "the file")
 
 
 # --- the key --------------------------------------------------------------------------------------------------------
@@ -312,16 +225,6 @@ def test_a_client_without_the_right_key_is_told_where_it_was_looked_for(
     works(client, new_id())
 
 
-def test_a_system_does_not_start_with_a_key_that_others_can_read(tmp_path: Path) -> None:
-    path = tmp_path / "my-key"
-    path.write_text("0" * 64)
-    path.chmod(0o644)
-    config = scripted(tmp_path, system={"key_file": str(path)})
-    with pytest.raises(WrongKey, match=f"chmod 600 {path}"):
-        lifecycle.start(config)
-    assert running_system.find(config) is None
-
-
 def test_with_the_key_in_the_environment_no_file_is_made_and_a_restart_has_it_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,7 +235,7 @@ def test_with_the_key_in_the_environment_no_file_is_made_and_a_restart_has_it_to
     try:
         client.wait_ready(60)
         assert not Path(running_system.key_file(config)).exists()
-        wait_until(lambda: keeper_lock.running(config), "the keeper")
+        wait_until(lambda: running_system.keeper(config), "the keeper")
         first = client._link.admin
         psutil.Process(first["pid"]).kill()
         works(client, 1)

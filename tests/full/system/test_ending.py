@@ -24,7 +24,7 @@ from trinity_es import Task
 from trinity_es.client import health, teardown
 from trinity_es.config.config import load_config
 from trinity_es.events.errors import NotRunning
-from trinity_es.system import keeper_lock, leftovers, running_system
+from trinity_es.system import leftovers, running_system
 from trinity_es.testing import SleepWorkflow, wait_until
 
 _SCRIPT = """
@@ -64,7 +64,7 @@ def begin() -> Iterator[Begin]:
 
 
 def ended(config: trinity_es.Config) -> bool:
-    return not leftovers.leftovers(config) and keeper_lock.running(config) is None
+    return not leftovers.leftovers(config) and running_system.keeper(config) is None
 
 
 @pytest.mark.parametrize("how", of_the_day(["it fails", "kill -9"]))  # in turns; ALL=1 plays both
@@ -75,7 +75,7 @@ def test_what_a_script_started_ends_with_it_its_keeper_too_and_other_clients_are
     script = begin(config)
     with trinity_es.connect(config) as other:
         other.wait_ready(60)
-        assert keeper_lock.running(config)
+        assert running_system.keeper(config)
         script.kill() if how == "kill -9" else script.communicate("\n", timeout=30)
         wait_until(lambda: ended(config), "the end of the system and its keeper", timeout=40)
         with pytest.raises(NotRunning, match=f"process {script.pid}, which had started it, has ended"):
@@ -94,7 +94,7 @@ def test_a_system_that_ends_with_who_started_it_is_said_to_end_and_not_to_come_a
         client.submit_batch(batch_id=1, tasks=[task], batch_type="train")
     found = running_system.find(config)
     assert found is not None
-    guardian, keeper = psutil.Process(found["guardian"]), psutil.Process(keeper_lock.running(config))
+    guardian, keeper = psutil.Process(found["guardian"]), psutil.Process(running_system.keeper(config))
     guardian.suspend()  # so that it lasts
     keeper.suspend()
     script.kill()
@@ -139,7 +139,7 @@ def test_another_starts_at_once_what_ends_with_its_owner(begin: Begin, tmp_path:
     found = running_system.find(config)
     assert found is not None
     assert found["owner"]["pid"] != first.pid
-    assert keeper_lock.running(config)
+    assert running_system.keeper(config)
 
 
 def test_a_detached_system_stays(begin: Begin, tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_system_whose_folder_is_deleted_ends_by_itself_and_is_not_started_agai
     folder = tmp_path / "run"
     client = start_system(folder=folder, system={"keeper": True})
     family = running_system.processes(client._link.admin)
-    kept = psutil.Process(keeper_lock.running(client.config))
+    kept = psutil.Process(running_system.keeper(client.config))
     with (Path(client.config.system.log_dir) / "guardian.log").open() as words:
         shutil.rmtree(folder)
         assert not running_system.wait_gone([*family, kept], 60), "a process of the system is left"

@@ -22,7 +22,7 @@ from trinity_es.client import connection
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import FinalizeTimeout, NotRunning
-from trinity_es.system import keeper_lock, running_system
+from trinity_es.system import running_system
 from trinity_es.testing import wait_until
 
 NEVER = {"heartbeat_timeout": 600.0}
@@ -197,7 +197,7 @@ def test_when_everything_stood_still_nobody_is_ended_for_it(start_system: StartS
     client = start_system(explorer={"rollout_model": {"engine_num": 2}}, system={"keeper": True, **quick})
     client.submit_batch(batch_id=1, tasks=sleepers(16, 3.0), batch_type="train")
     wait_until(lambda: client.status()["batches"][0]["running_units"] > 0, "units to run")
-    kept = wait_until(lambda: keeper_lock.running(client.config), "the keeper")
+    kept = wait_until(lambda: running_system.keeper(client.config), "the keeper")
     before, family = client._link.admin, [p.pid for p in running_system.processes(client._link.admin)]
     for everybody in ([kept, *family], [*reversed(family), kept]):
         with frozen(*everybody):
@@ -206,5 +206,5 @@ def test_when_everything_stood_still_nobody_is_ended_for_it(start_system: StartS
     time.sleep(5.0)  # who would be ended for it would be by now
     assert client._link.admin == before
     assert {p.pid for p in running_system.processes(before)} == set(family)
-    assert keeper_lock.running(client.config) == kept
+    assert running_system.keeper(client.config) == kept
     assert [r.type for r in client.log.events() if isinstance(r.event, ev.RunnerLost)] == []

@@ -19,7 +19,7 @@ from tests.helpers.systems import (
     tasks,
 )
 from trinity_es.events.errors import NotRunning, StartupError
-from trinity_es.system import keeper_lock, leftovers, lifecycle
+from trinity_es.system import leftovers, lifecycle, running_system
 from trinity_es.testing import wait_until
 
 
@@ -28,7 +28,7 @@ def test_threads_that_call_while_everything_dies_get_their_answers(
     start_system: StartSystem, tmp_path: Path
 ) -> None:
     client = start_system(system={"keeper": True})
-    wait_until(lambda: keeper_lock.running(client.config), "the keeper")
+    wait_until(lambda: running_system.keeper(client.config), "the keeper")
     client.submit_batch(batch_id=1, tasks=tasks(2, tmp_path / "ran", 0.0), batch_type="train")
     result = client.finalize_train_batch(1, timeout=60)
     over, errors, answered = threading.Event(), [], Counter[int]()

@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.of_the_day import of_the_day
 from tests.helpers.systems import scripted
-from trinity_es.system import keeper_lock, leftovers, lifecycle, running_system
+from trinity_es.system import leftovers, lifecycle, running_system
 from trinity_es.testing import wait_until
 
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
@@ -42,7 +42,7 @@ def test_nothing_of_a_system_is_left_whoever_dies_first(
     admin = lifecycle.start(config)
     family = running_system.processes(admin)
     assert len(family) == 5, "admin, logger, guardian, coordinator, runner"
-    pids = {"admin": admin["pid"], "guardian": admin["guardian"], "keeper": keeper_lock.running(config)}
+    pids = {"admin": admin["pid"], "guardian": admin["guardian"], "keeper": running_system.keeper(config)}
     pids["logger"] = next(p.pid for p in family if p.name().startswith("logger"))
     try:
         for who, sig in order:
@@ -50,8 +50,8 @@ def test_nothing_of_a_system_is_left_whoever_dies_first(
                 os.kill(pids[who] or 0, sig)
         wait_until(lambda: not leftovers.leftovers(config), "everything to end", timeout=10)
         keeper = pids["keeper"] or 0
-        wait_until(lambda: not kept or not psutil.pid_exists(keeper) or keeper_lock.running(config) is None,
+        wait_until(lambda: not kept or not psutil.pid_exists(keeper) or running_system.keeper(config) is None,
                    "the keeper to end", timeout=10)
     finally:
-        keeper_lock.stop(config)
+        running_system.stop_keeper(config)
         leftovers.end_all_leftovers(config)

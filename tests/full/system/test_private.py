@@ -15,7 +15,7 @@ import pytest
 from tests.helpers.systems import StartSystem, scripted, tasks
 from trinity_es.events.errors import AlreadyRunning, LogUnavailable, StartupError, SyncError
 from trinity_es.events.store.log import EventLog
-from trinity_es.system import leftovers, lifecycle, running_system
+from trinity_es.system import lifecycle
 from trinity_es.system.run_lock import RunLock
 from trinity_es.weights import shared_memory
 
@@ -57,8 +57,6 @@ def test_another_user_can_open_nothing_of_a_run_in_a_folder_that_he_may_read(
     log, logs = Path(config.store.url.removeprefix("sqlite:///")), Path(config.system.log_dir)
     for made in (log.parent, logs):
         made.mkdir(parents=True, exist_ok=True)
-    for older in (Path(f"{log}.lock"), logs / "start.lock", logs / "keeper.log", logs / "coordinator.log"):
-        older.touch(mode=0o644)  # an older release made them so
     for above in {log.parent, logs, *log.parent.relative_to(folder).parents, *logs.relative_to(folder).parents}:
         (folder / above).chmod(0o755)
     client = start_system(folder=folder, system={"keeper": True})
@@ -73,14 +71,6 @@ def test_another_user_can_open_nothing_of_a_run_in_a_folder_that_he_may_read(
     assert {"start.lock", "guardian.log", f"{log.name}.lock", f"{log.name}-wal", f"{log.name}-shm"} <= made
     # What a user's own code writes has the mode that he chose.
     assert found.stdout.split() == ([str(folder / "ran")] if (folder / "ran").stat().st_mode & 0o004 else [])
-
-
-def test_a_log_of_an_older_release_is_closed_to_others_when_it_is_opened_to_write(tmp_path: Path) -> None:
-    path = tmp_path / "log.db"
-    EventLog.open(str(path), create=True).close()
-    path.chmod(0o644)
-    with EventLog.open(str(path)):
-        assert path.stat().st_mode & 0o077 == 0
 
 
 def test_who_waits_for_a_lock_is_told_which_process_holds_it_and_waits_no_longer_than_it_should(
@@ -108,22 +98,6 @@ def test_who_waits_for_a_lock_is_told_which_process_holds_it_and_waits_no_longer
     pid = hold(Path(file.name) if isinstance(file.name, str) else next(folder.glob("explorer*.lock")), held)
     with pytest.raises(AlreadyRunning, match=f"process {pid} "):
         RunLock(config, "explorer")
-
-
-def test_a_system_whose_keeper_can_not_hold_its_lock_does_not_start_and_says_who_does(
-    tmp_path: Path, held: list[subprocess.Popen[bytes]]
-) -> None:
-    config = scripted(tmp_path, system={"keeper": True})
-    lock = running_system.lock_file(config, "keeper")
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    pid = hold(lock, held)
-    try:
-        with pytest.raises(StartupError, match=f"process {pid} "):
-            lifecycle.start(config)
-        assert leftovers.leftovers(config) == []
-    finally:
-        leftovers.end_all_leftovers(config)
 
 
 def test_weights_are_not_written_into_a_folder_of_another_user(

@@ -41,7 +41,7 @@ from trinity_es.events.errors import AlreadyRunning, ConfigError
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.reading.resume_point import prompts_used
 from trinity_es.run.trainer_loop import TrainerProcess
-from trinity_es.system import keeper_lock, leftovers
+from trinity_es.system import leftovers, running_system
 from trinity_es.telemetry.metrics_file import read_metrics
 from trinity_es.testing import wait_until
 
@@ -164,14 +164,14 @@ def test_a_system_has_the_settings_of_the_run_or_the_run_is_refused(tmp_path: Pa
         assert "other settings: model.model_path was '' and is 'm'" in another
         assert count(config, "BatchSubmitted", 1) == 0
         assert cli("run", path, *AT_ONCE[:2], "--set", "total_steps=1").exit_code == 0
-        assert keeper_lock.is_up(config), "it was not started by the run"
+        assert running_system.is_up(config), "it was not started by the run"
     finally:
         assert cli("down", path).exit_code == 0
     with command("run", path, cwd=tmp_path) as running:
         wait_until(lambda: count(config, "TaskFinished", 2) >= 1, "step 2", timeout=60)
         running.kill()
         running.communicate(timeout=30)
-    assert keeper_lock.is_up(config), "it was detached"
+    assert running_system.is_up(config), "it was detached"
     code, _, err = finish_here("resume", path, *AT_ONCE[:2], *other, cwd=tmp_path)
     assert (code, leftovers.leftovers(config)) == (0, []), err
     assert len(events_of(config, "CoordinatorStarted")) == 3, "the run's own is started again"
@@ -191,7 +191,7 @@ def test_a_system_that_the_keeper_brought_up_again_after_its_command_died_too_is
         wait_until(lambda: len(events_of(config, "CoordinatorStarted")) == 2, again, timeout=60)
         code, _, err = finish_here("resume", path, *AT_ONCE[:2], cwd=tmp_path)
         assert code == 0, err
-        assert keeper_lock.running(config) is None
+        assert running_system.keeper(config) is None
         assert leftovers.leftovers(config) == []
     finally:
         teardown.end_system(config)

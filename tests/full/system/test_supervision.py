@@ -14,7 +14,7 @@ from trinity_es import Task
 from trinity_es.client import health
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog
-from trinity_es.system import keeper_lock
+from trinity_es.system import running_system
 from trinity_es.testing import SleepWorkflow, wait_until
 
 QUICK = {"heartbeat_timeout": 4.0, "hang_timeout": 3.0, "restart_pause": 0.1}
@@ -64,10 +64,10 @@ def test_a_system_whose_processes_are_stopped_is_told_as_that_and_how_it_goes_on
 def test_a_keeper_that_ended_is_told(start_system: StartSystem) -> None:
     client = start_system(system={"keeper": True})
     assert health.look(client.config)["problems"] == []
-    keeper = keeper_lock.running(client.config)
+    keeper = running_system.keeper(client.config)
     assert keeper is not None
     os.kill(keeper, signal.SIGKILL)
-    wait_until(lambda: keeper_lock.running(client.config) is None, "the end of the keeper")
+    wait_until(lambda: running_system.keeper(client.config) is None, "the end of the keeper")
     [problem] = health.look(client.config)["problems"]
     assert problem.startswith(f"its keeper (pid {keeper}) has ended: batches go on")
 
