@@ -21,12 +21,14 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import logging
 import os
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trinity_es.actors.engines.interface import Engine
@@ -41,11 +43,11 @@ from trinity_es.actors.serving.http_server import (
     end,
     json_response,
     listen,
-    make_app,
     make_server,
     no_route,
     read_body,
     url_of,
+    while_listening,
 )
 from trinity_es.actors.serving.recorded_frames import WANTED, Framed, id_in
 from trinity_es.actors.serving.request_limits import (
@@ -59,12 +61,12 @@ from trinity_es.actors.serving.request_limits import (
     dumped,
 )
 from trinity_es.actors.serving.request_record import REQUEST, RequestRecord
+from trinity_es.actors.serving.token_id_routes import Ask, token_id_routes
 from trinity_es.events.errors import EngineError, StartupError, WorkflowError
 from trinity_es.events.experience import Experience
 
 if TYPE_CHECKING:
     from starlette.requests import Request
-    from starlette.responses import Response
 
 __all__ = ["EngineServer"]
 
@@ -90,26 +92,20 @@ class _Session:
 
 
 class EngineServer:
-    """See the module. `name` is the model's, for clients; `defaults` the sampling outside of sessions. `routes` are
-    further POST routes: path -> handler, which is called for requests that have the token.
+    """See the module. `name` is the model's, for clients; `defaults` the sampling outside of sessions. With `exact` it
+    has `token_id_routes`, too: it is an auxiliary model's.
 
     `on_dead` is told why when a request finds that the engine will never answer again.
     Everything is called on the engine's loop; `open` and `url` may be used from any thread.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        *,
-        name: str,
-        token: str,
-        address: str = "127.0.0.1",
-        port: int = 0,
-        defaults: Mapping[str, Any] | None = None,
-        on_dead: Callable[[str], None] | None = None,
-        routes: Mapping[str, Callable[[Request], Coroutine[Any, Any, Response]]] | None = None,
+        self, engine: Engine, *, name: str, token: str, address: str = "127.0.0.1", port: int = 0,
+        defaults: Mapping[str, Any] | None = None, on_dead: Callable[[str], None] | None = None, exact: bool = False,
     ) -> None:
-        self.routes = dict(routes or {})
+        self.exact = token_id_routes(engine) if exact else {}
+        self.load = 0
+        """Requests that are being answered."""
         self.engine, self.name, self.token = engine, name, token
         self.address, self.port, self.on_dead = address, port, on_dead
         self.url = ""
@@ -117,7 +113,6 @@ class EngineServer:
         self.plain = _Session(Model(engine, defaults=defaults), kept=False)
         self.sessions: dict[str, _Session] = {}
         self._application: asyncio.Task[Any] | None = None
-        self._further: Any = None
         self._playing: set[_Playing] = set()
         self._server: Any = None
         self._serving: asyncio.Task[None] | None = None
@@ -125,9 +120,7 @@ class EngineServer:
     # --- life -------------------------------------------------------------------------------------------------------
     async def start(self) -> str:
         """Serve; returns the URL. Raises StartupError where it can't."""
-        further = [(path, "POST", handler) for path, handler in self.routes.items()]
-        self._further = await asyncio.to_thread(make_app, further)  # its imports take most of a second
-        server = await asyncio.to_thread(make_server, self.answer)
+        server = await asyncio.to_thread(make_server, self.answer)  # its imports take most of a second
         try:
             listening = listen(self.address, self.port)
         except OSError as e:
@@ -189,17 +182,20 @@ class EngineServer:
         found = _SESSION.fullmatch(scope["path"])
         named, path = found.groups() if found else (None, scope["path"])
         responding = _Responding(send, path, framed=_WANTED in headers)
+        self.load += 1
         try:
             if scope["path"] == "/health":
                 await json_response({"status": "ok"})(scope, receive, send)
                 return
             session = self._admitted(named, headers)
-            if path in self.routes:
-                await self._further(scope, receive, send)
-                return
-            await self._answered(request, session, path, responding)
+            if path in self.exact and request.method == "POST":
+                await self._give_exactly(request, self.exact[path], send)
+            else:
+                await self._answered(request, session, path, responding)
         except Exception as e:
             await responding.failed(e)
+        finally:
+            self.load -= 1
 
     def _admitted(self, session: str | None, headers: Mapping[bytes, bytes]) -> _Session:
         """Return whose request it is. Raises ApiError."""
@@ -212,7 +208,7 @@ class EngineServer:
             raise ApiError(str(e), status=404, code="session_not_found") from e
 
     async def _answered(self, request: Request, session: _Session, path: str, responding: _Responding) -> None:
-        if not (path in self.routes or allowed(request.method, path)):
+        if not allowed(request.method, path):
             raise no_route(request.method, path, _METHODS)
         session.model.failed = None
         raw = await read_body(request)
@@ -233,7 +229,7 @@ class EngineServer:
                                status=404, param="model", code=404)
             raw = dumped(body)
         record = RequestRecord(
-            model=session.model, body=body, longest=longest, unsaid=unsaid, failed_with=self._told(session),
+            model=session.model, body=body, longest=longest, unsaid=unsaid, failed_with=partial(self._fail, session),
             kept=session.kept, wanted=session.kept or responding.framed, chat=path in CHATS, adapter=adapter,
         )
         if session.kept:
@@ -256,6 +252,18 @@ class EngineServer:
                 group.discard(playing)
         await responding.end()
 
+    async def _give_exactly(self, request: Request, ask: Ask, send: Send) -> None:
+        from starlette.responses import Response
+
+        try:
+            told = await while_listening(request.receive, ask(json.loads(await read_body(request))))
+        except EngineError as e:
+            self._fail(self.plain, e)
+            raise
+        told |= {"model_version": self.engine.model_version, "load": self.load}
+        # Not orjson: a logprob may be -inf, which it would write as null.
+        await Response(json.dumps(told), media_type="application/json")(request.scope, request.receive, send)
+
     async def _app(self) -> Any:
         """Return what answers: the engine's own application, made when it is first asked for, or the small one."""
         if self._application is None or (self._application.done() and self._application.exception() is not None):
@@ -265,13 +273,11 @@ class EngineServer:
             self._application = asyncio.ensure_future(making)
         return self._application.result() if self._application.done() else await asyncio.shield(self._application)
 
-    def _told(self, session: _Session) -> Callable[[EngineError], None]:
-        def told(error: EngineError) -> None:
-            session.model.failed = error
-            if error.details.get("dead") and self.on_dead is not None:
-                self.on_dead(str(error))
-
-        return told
+    def _fail(self, session: _Session, error: EngineError) -> None:
+        """Take note that the engine failed a request."""
+        session.model.failed = error
+        if error.details.get("dead") and self.on_dead is not None:
+            self.on_dead(str(error))
 
 
 _NOT_PASSED_ON = frozenset({b"content-length", b"transfer-encoding", b"authorization", b"x-api-key", b"x-request-id"})
