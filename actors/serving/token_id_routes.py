@@ -1,8 +1,7 @@
 """What an auxiliary model's runner answers beside vLLM's API: token ids and logprobs as they are, for `RemoteEngine`.
 
-Nothing is rendered, parsed or rounded on the way, which `/inference/v1/generate` does (docs/DECISIONS.md, 105). Bodies are
-JSON: `{"prompt": text or ids, "sampling": {...}}` gives `{"completions": [...]}`, `{"token_ids": [...], "temperature": t}`
-gives `{"logprobs": [...]}`.
+Why not `/inference/v1/generate`: docs/DECISIONS.md. Bodies are JSON: `{"prompt": text or ids, "sampling": {...}}` gives
+`{"completions": [...]}`, and `{"token_ids": [...], "temperature": t}` gives `{"logprobs": [...]}`.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ from trinity_es.actors.engines.http.vllm_requests import (
 )
 from trinity_es.actors.engines.http.weights import WATCH_SECONDS, ServerWeights
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling, Tokenizer
-from trinity_es.actors.engines.long_texts import encoded, is_large, off_the_loop
+from trinity_es.actors.engines.long_texts import prompt_ids
+from trinity_es.actors.engines.sampling import whole_distribution
 from trinity_es.actors.engines.vllm.values import VersionedCompletion
 from trinity_es.events.errors import ConfigError, EngineError
 
@@ -91,9 +92,9 @@ class HTTPEngine(ServerWeights):
         self._processed = True
         """Logprobs are of the distribution that was sampled from, whatever the sampling."""
         self._watching: asyncio.Task[None] | None = None
-        self._confirming: asyncio.Task[None] | None = None
-        self._confirm_next: asyncio.Task[None] | None = None
         self._trying: asyncio.Task[bool] | None = None
+        self._looking, self._looks, self._proven = asyncio.Lock(), 0, 0
+        """For `_confirm`: how many looks have begun, and the number of the newest one that ended well."""
         self.runs_wait = ""
         """What requests wait for that a person has to do, in words; empty: nothing."""
         self._answered, self._failed = 0.0, 0
@@ -126,15 +127,13 @@ class HTTPEngine(ServerWeights):
 
     @property
     def dead(self) -> str | None:
-        """Why it will never answer again; None while it serves."""
         return self._dead
 
     @property
     def max_model_len(self) -> int | None:
         """Tokens of prompt and response together; None before the server was met."""
-        if self._facts is None:
-            return None
-        return min(self._facts.max_model_len, self.config.max_model_len or self._facts.max_model_len)
+        known = self._facts and self._facts.max_model_len
+        return known and min(known, self.config.max_model_len or known)
 
     async def start(self) -> None:
         """Wait for the server, and see to it that it serves the initial version. Raises ConfigError, EngineError."""
@@ -188,9 +187,9 @@ class HTTPEngine(ServerWeights):
         if self._changes and self._dead is None:
             await asyncio.wait(self._changes, timeout=STOP_SECONDS)
         self._die("it was stopped")
-        tasks = self._watching, self._confirming, self._confirm_next, self._trying
-        for task in [t for t in tasks if t is not None]:
-            task.cancel()
+        for task in (self._watching, self._trying):
+            if task is not None:
+                task.cancel()
         await self.server.close()
 
     def _die(self, reason: str) -> None:
@@ -251,20 +250,13 @@ class HTTPEngine(ServerWeights):
 
         A look that had begun before the answer came proves nothing.
         """
-        if self._confirming is None or self._confirming.done():
-            self._confirming = asyncio.create_task(self._know())
-            looking = self._confirming
-        else:
-            if self._confirm_next is None or self._confirm_next.done():
-                self._confirm_next = asyncio.create_task(self._after(self._confirming))
-            looking = self._confirm_next
-        await asyncio.shield(looking)
+        before = self._looks
+        async with self._looking:
+            if self._proven <= before:
+                self._looks = number = self._looks + 1
+                await self._know()
+                self._proven = number
         self._alive()
-
-    async def _after(self, looking: asyncio.Task[None]) -> None:
-        await asyncio.wait({looking})
-        self._confirming, self._confirm_next = self._confirm_next, None
-        await self._know()
 
     async def _try(self) -> bool:
         """See whether a server that failed a request still answers what it did when it was met; else the engine ends.
@@ -280,10 +272,10 @@ class HTTPEngine(ServerWeights):
         return known
 
     async def _tried(self) -> bool:
-        begun, spans = time.monotonic(), self._met().spans
-        asked = body(self._tried_with, _TRIED, spans=spans, model=self._met().model, room=4)
+        begun = time.monotonic()
+        path, asked, most = self._asked(self._tried_with, _TRIED)
         try:
-            told = await self.server.ask("POST", route(spans), asked, seconds=TRY_SECONDS, most=self._most(asked))
+            told = await self.server.ask("POST", path, asked, seconds=TRY_SECONDS, most=most)
             self._answers(told, _TRIED, self._tried_with)
             await self._know()
         except EngineError as e:
@@ -309,10 +301,11 @@ class HTTPEngine(ServerWeights):
         """See `Engine`. With temperature 0 the answers are equal. Raises EngineError: details `refused=True` for a
         request that this server will never serve, `dead=True` where it is gone, or answered as another than it was.
         """
-        ids, copies = await self._ids(prompt), 1
+        ids = await self._ids(prompt)
         self._check_logprobs(sampling)
-        if sampling.temperature == 0.0 and sampling.n > 1:  # vLLM refuses n > 1 where all answers are the same
-            copies, sampling = sampling.n, replace(sampling, n=1)
+        copies = sampling.n if sampling.temperature == 0.0 else 1
+        if copies > 1:  # vLLM refuses n > 1 where all answers are the same
+            sampling = replace(sampling, n=1)
 
         def read(told: Any, version: int) -> list[Completion]:
             made = self._answers(told, sampling, ids)
@@ -328,44 +321,38 @@ class HTTPEngine(ServerWeights):
         ids, spans = await self._ids(prompt), self._met().spans
         self._check_logprobs(sampling)
         cutter, count = TextCutter(self.tokenizer, sampling.stop), 0
-        async with self._going_out() as version:
-            asked = body(ids, sampling, spans=spans, model=self._met().model, room=self._room(ids), stream=True)
-            async with contextlib.aclosing(self.server.events(route(spans), asked, self._most(asked))) as events:
-                while True:
-                    try:
-                        event = await self._or_death(anext(events))
-                    except StopAsyncIteration:
-                        raise EngineError(f"{self.server.url} ended a stream without an end") from None
-                    self._answered = time.monotonic()
-                    for answer in self._answers(event, sampling, ids, whole=False):
-                        count += len(answer.ids)
-                        if count > sampling.max_tokens:
-                            raise EngineError(f"{self.server.url} made more than {sampling.max_tokens} tokens")
-                        text = cutter.add(answer.ids, answer.stop, last=bool(answer.finish_reason))
-                        made: tuple[tuple[int, int, int], ...] = ()
-                        if answer.finish_reason:
-                            if not spans:
-                                await self._or_death(self._confirm())
-                            made = self._spans(answer, count, version)
-                            self._failed = 0
-                        yield _completed(ids, answer, text, made)
-                        if answer.finish_reason:
-                            return
+        async with (
+            self._going_out() as version,
+            contextlib.aclosing(self.server.events(*self._asked(ids, sampling, stream=True))) as events,
+        ):
+            while True:
+                try:
+                    event = await self._or_death(anext(events))
+                except StopAsyncIteration:
+                    raise EngineError(f"{self.server.url} ended a stream without an end") from None
+                self._answered = time.monotonic()
+                for answer in self._answers(event, sampling, ids, whole=False):
+                    count += len(answer.ids)
+                    if count > sampling.max_tokens:
+                        raise EngineError(f"{self.server.url} made more than {sampling.max_tokens} tokens")
+                    text = cutter.add(answer.ids, answer.stop, last=bool(answer.finish_reason))
+                    if not answer.finish_reason:
+                        yield _completed(ids, answer, text, ())
+                        continue
+                    if not spans:
+                        await self._or_death(self._confirm())
+                    made = self._spans(answer, count, version)
+                    self._failed = 0
+                    yield _completed(ids, answer, text, made)
+                    return
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
         """See `Engine`. Another temperature than 1 fetches the whole distribution: refused above 2 million values."""
-        if not temperature > 0.0:
-            raise EngineError(f"logprobs need a temperature above 0, not {temperature}", refused=True)
         ids = await self._ids(token_ids)
+        size = len(self.tokenizer)  # type: ignore[arg-type]  # Hugging Face's have a length
+        whole = whole_distribution(len(ids), size, temperature, _MAX_DISTRIBUTION)
         if len(ids) == 1:
             return []
-        whole = temperature != 1.0
-        size = len(self.tokenizer)  # type: ignore[arg-type]  # Hugging Face's have a length
-        if whole and size * len(ids) > _MAX_DISTRIBUTION:
-            raise EngineError(
-                f"logprobs of {len(ids)} tokens at temperature {temperature} would fetch {size} values a token over "
-                "HTTP: ask for temperature 1, or for fewer tokens at a time", refused=True,
-            )
         sampling = Sampling(temperature=0.0, max_tokens=1, logprobs=False)
 
         def read(told: Any, version: int) -> list[float]:
@@ -382,16 +369,20 @@ class HTTPEngine(ServerWeights):
 
         `read` gets it, and the version that was served when it was asked.
         """
-        spans = self._met().spans
         async with self._going_out() as version:
-            asked = body(ids, sampling, spans=spans, model=self._met().model, room=self._room(ids),
-                         prompt_logprobs=of_prompt)
-            told = await self._or_death(self.server.tokens(route(spans), asked, self._most(asked)))
-            if not spans:
+            asked = self._asked(ids, sampling, prompt_logprobs=of_prompt)
+            told = await self._or_death(self.server.tokens(*asked))
+            if not self._met().spans:
                 await self._or_death(self._confirm())
             found = read(told, version)
         self._answered, self._failed = time.monotonic(), 0
         return found
+
+    def _asked(self, ids: list[int], sampling: Sampling, **more: Any) -> tuple[str, dict[str, Any], int]:
+        """Return the path, the body and the most bytes of the answer of a request to the server."""
+        facts, room = self._met(), (self.max_model_len or 0) - len(ids)
+        asked = body(ids, sampling, spans=facts.spans, model=facts.model, room=room, **more)
+        return route(facts.spans), asked, most_bytes(asked, self._vocabulary)
 
     def _answers(self, told: Any, sampling: Sampling, prompt: list[int], *, whole: bool = True) -> list[Answer]:
         return answers(
@@ -402,9 +393,6 @@ class HTTPEngine(ServerWeights):
     def _who(self) -> str:
         version = self._met().version
         return f"{self.server.url} ({f'vLLM {version}' if version else 'without the /version of vLLM'})"
-
-    def _most(self, asked: dict[str, Any]) -> int:
-        return most_bytes(asked, self._vocabulary)
 
     @contextlib.asynccontextmanager
     async def _going_out(self) -> AsyncIterator[int]:
@@ -436,22 +424,8 @@ class HTTPEngine(ServerWeights):
 
     async def _ids(self, prompt: str | list[int]) -> list[int]:
         self._alive()
-        if isinstance(prompt, str):
-            ids = await off_the_loop(is_large(prompt), lambda: encoded(self.tokenizer, prompt, self.max_model_len))
-        else:
-            ids = [int(i) for i in prompt]
-        if not ids:
-            raise EngineError("an empty prompt can't be continued", refused=True)
-        if self._room(ids) < 1:
-            raise EngineError(
-                f"a prompt of {len(ids)} tokens leaves no room for an answer in the model's maximum context length of "
-                f"{self.max_model_len}: shorten it, or start {self.server.url} with a larger --max-model-len",
-                refused=True,
-            )
-        return ids
-
-    def _room(self, ids: list[int]) -> int:
-        return (self.max_model_len or 0) - len(ids)
+        remedy = f"start {self.server.url} with a larger --max-model-len"
+        return await prompt_ids(self.tokenizer, prompt, self.max_model_len or 0, remedy)
 
     # --- answers ----------------------------------------------------------------------------------------------------
     def _spans(self, answer: Answer, count: int, version: int) -> tuple[tuple[int, int, int], ...]:

@@ -1,9 +1,9 @@
 """An engine of another runner, asked over HTTP: how workflows reach auxiliary models.
 
 A `RemoteEngine` is an `Engine` over all engines of one model, which it asks by the routes of
-`serving/token_id_routes.py`. These take and give token ids and logprobs as they are. Engines may come and go at any time
-(`update`): a request whose engine died, or that finds none, is asked again of another until its caller gives up, so a
-workflow sees a pause. What the engine refuses is an EngineError, as from the engine itself.
+`serving/token_id_routes.py`: token ids and logprobs as they are. Engines may come and go at any time (`update`): a
+request whose engine died, or that finds none, is asked again of another until its caller gives up, so a workflow sees a
+pause. What the engine refuses is an EngineError, as from the engine itself.
 """
 
 from __future__ import annotations

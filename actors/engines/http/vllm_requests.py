@@ -16,6 +16,7 @@ import orjson
 from trinity_es.actors.engines.http.client import largest_answer
 from trinity_es.actors.engines.http.vllm_api import ASKED
 from trinity_es.actors.engines.interface import Sampling
+from trinity_es.actors.engines.sampling import at_temperature
 from trinity_es.events.errors import EngineError
 
 __all__ = ["OTHERS", "UNREADABLE", "Answer", "TextCutter", "answers", "body", "most_bytes", "prompt_logprobs", "route"]
@@ -238,14 +239,7 @@ def prompt_logprobs(
         raise EngineError(f"{server} told no logprobs of the prompt ({_odd(e, told)})") from e
     if temperature == 1.0:
         return own
-    import numpy as np
-
-    found = []
-    for row, value in zip(rows, own, strict=True):
-        scaled = np.array(list(row.values()), dtype=np.float64) / temperature
-        top = scaled.max()
-        found.append(float(value / temperature - top - np.log(np.exp(scaled - top).sum())))
-    return found
+    return [at_temperature(value, row.values(), temperature) for row, value in zip(rows, own, strict=True)]
 
 
 class TextCutter:

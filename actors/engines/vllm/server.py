@@ -46,7 +46,7 @@ class ServedEngine(Protocol):
     def max_model_len(self) -> int | None: ...
     @property
     def adapters(self) -> Mapping[str, int]: ...
-    def outputs(self, prompt: Any, params: Any, request: str, adapter: str, **more: Any) -> AsyncGenerator[Any]: ...
+    def outputs(self, prompt: Any, params: Any, adapter: str, request: str, **more: Any) -> AsyncGenerator[Any]: ...
 
 
 async def application(
@@ -203,7 +203,7 @@ class _RecordingClient:
         params = changed(sampling_params, changes)
         if record.wanted:
             generation = record.begin(*_asked(params, record.adapter), record.text)
-        outputs = self._engine.outputs(prompt, params, request_id, record.adapter, **more)
+        outputs = self._engine.outputs(prompt, params, record.adapter, request_id, **more)
         return self._noted(record, generation, outputs, sampling_params, params)
 
     def _text(self, ids: list[int]) -> str:
