@@ -29,7 +29,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from trinity_es.actors.engines.checkpoints import reference_shapes, resolve_model, vocabulary
+from trinity_es.actors.engines.checkpoints import auto_tokenizer, reference_shapes, resolve_model, vocabulary
 from trinity_es.actors.engines.http.vllm_api import BUSY, BUSY_SECONDS, ServerGone, VLLMServer, unreached
 from trinity_es.actors.engines.http.vllm_requests import (
     OTHERS,
@@ -45,7 +45,6 @@ from trinity_es.actors.engines.http.weights import WATCH_SECONDS, ServerWeights
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling, Tokenizer
 from trinity_es.actors.engines.long_texts import prompt_ids
 from trinity_es.actors.engines.sampling import whole_distribution
-from trinity_es.actors.engines.vllm.values import VersionedCompletion
 from trinity_es.events.errors import ConfigError, EngineError
 
 __all__ = ["HTTPEngine"]
@@ -60,8 +59,8 @@ REFUSED_LOOKS = 2
 TRY_SECONDS = 30.0
 """How long a server that failed a request may take to answer what it answered before; one that is silent is watched."""
 BRAKE_SECONDS = 0.1, 10.0
-"""Pause after a request failed, which doubles with each in a row: the first, and the longest. Else a server that fails
-all but a try would draw more than its share."""
+"""Pause after a request failed, which doubles with each in a row, from the first to the longest: else a server that
+fails all but a try would draw more than its share."""
 _TRIED = Sampling(max_tokens=4, ignore_eos=True)
 """What a server is tried with: as plain as can be."""
 STOP_SECONDS = 8.0
@@ -74,9 +73,7 @@ _MAX_DISTRIBUTION = 2_000_000
 
 
 class HTTPEngine(ServerWeights):
-    """See the module, and `Engine`. `config.options`: `url`, `key_variable`, `restart_command`, `restart_after`,
-    `restart_timeout`: see explorer.rollout_model.servers.
-    """
+    """See the module, and `Engine`. `config.options`: the server's `url`, and explorer.rollout_model.servers."""
 
     tokenizer: Tokenizer
 
@@ -88,7 +85,7 @@ class HTTPEngine(ServerWeights):
         key = os.environ.get(variable, "")
         super().__init__(config, VLLMServer(options["url"], key=key, key_variable=variable))
         self.version = ""
-        self._dead: str | None = _NOT_STARTED
+        self.dead: str | None = _NOT_STARTED
         self._processed = True
         """Logprobs are of the distribution that was sampled from, whatever the sampling."""
         self._watching: asyncio.Task[None] | None = None
@@ -110,7 +107,7 @@ class HTTPEngine(ServerWeights):
         try:
             tokenizer: Tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
         except Exception:  # whatever it raises of a model without tokenizer.json
-            return _auto_tokenizer(model)
+            tokenizer = auto_tokenizer(model)
         return tokenizer
 
     async def _check_tokenizer(self) -> None:
@@ -118,16 +115,12 @@ class HTTPEngine(ServerWeights):
         told = await self.server.tokenize(_PROBE)
         if told is None or told == list(self.tokenizer.encode(_PROBE)):
             return
-        self.tokenizer = await asyncio.to_thread(_auto_tokenizer, self._model)
+        self.tokenizer = await asyncio.to_thread(auto_tokenizer, self._model)
         if told != list(self.tokenizer.encode(_PROBE)):
             raise EngineError(
                 f"{self.server.url} has another tokenizer than {self._model}: give explorer.rollout_model.model_path "
                 "the folder or hub id that it was started with"
             )
-
-    @property
-    def dead(self) -> str | None:
-        return self._dead
 
     @property
     def max_model_len(self) -> int | None:
@@ -155,7 +148,7 @@ class HTTPEngine(ServerWeights):
             await self._check_tokenizer()
             await self._meet()
             await self._first_weights()
-            self._dead = None
+            self.dead = None
             self._open.set()
             await self._first_try()
         except EngineError as e:
@@ -164,7 +157,7 @@ class HTTPEngine(ServerWeights):
             if str(e) != self.waits_for:  # it is tried again, and this told once
                 _log.warning("%s could not be met: %s", self.server.url, e)
             self.waits_for = str(e)
-            self._dead, self._label = _NOT_STARTED, None
+            self.dead, self._label = _NOT_STARTED, None
             self._died.clear()
             self._open.clear()
             return False
@@ -184,7 +177,7 @@ class HTTPEngine(ServerWeights):
 
     async def stop(self) -> None:
         """Let go of the server, which goes on. Idempotent. A change of weights may end first, where it soon does."""
-        if self._changes and self._dead is None:
+        if self._changes and self.dead is None:
             await asyncio.wait(self._changes, timeout=STOP_SECONDS)
         self._die("it was stopped")
         for task in (self._watching, self._trying):
@@ -193,8 +186,8 @@ class HTTPEngine(ServerWeights):
         await self.server.close()
 
     def _die(self, reason: str) -> None:
-        if self._dead in (None, _NOT_STARTED):  # the first reason is the one to tell
-            self._dead = reason
+        if self.dead in (None, _NOT_STARTED):  # the first reason is the one to tell
+            self.dead = reason
         self._open.set()  # who waits there is told
         self._died.set()
 
@@ -202,7 +195,7 @@ class HTTPEngine(ServerWeights):
     async def _watch(self) -> None:
         """End the engine when its server ended, or is not the one that was met."""
         heard, refused = time.monotonic(), 0
-        while self._dead is None:
+        while self.dead is None:
             await asyncio.sleep(WATCH_SECONDS)
             problem: Exception | None = None
             try:
@@ -259,10 +252,8 @@ class HTTPEngine(ServerWeights):
         self._alive()
 
     async def _try(self) -> bool:
-        """See whether a server that failed a request still answers what it did when it was met; else the engine ends.
-
-        One look for all that wait. Returns False where that is not known now. Raises EngineError where it ended.
-        """
+        """See whether a server that failed a request still answers what it did when it was met: one look for all that
+        wait. Returns False if that is not known now. Raises EngineError if the engine ends by it."""
         if self._watching is None:  # it is being met: who meets it tells what it failed with
             return True
         if self._trying is None or self._trying.done():
@@ -293,14 +284,13 @@ class HTTPEngine(ServerWeights):
         await self._or_death(asyncio.sleep(min(longest, first * 2.0 ** min(self._failed - 1, 10))))
 
     def _alive(self) -> None:
-        if self._dead is not None:
-            raise EngineError(f"{self.server.url} serves nothing: {self._dead}", dead=True)
+        if self.dead is not None:
+            raise EngineError(f"{self.server.url} serves nothing: {self.dead}", dead=True)
 
     # --- requests ---------------------------------------------------------------------------------------------------
     async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
-        """See `Engine`. With temperature 0 the answers are equal. Raises EngineError: details `refused=True` for a
-        request that this server will never serve, `dead=True` where it is gone, or answered as another than it was.
-        """
+        """See `Engine`. Raises EngineError: details `refused=True` for a request that this server will never serve,
+        `dead=True` if it is gone, or answered as another than it was."""
         ids = await self._ids(prompt)
         self._check_logprobs(sampling)
         copies = sampling.n if sampling.temperature == 0.0 else 1
@@ -310,8 +300,7 @@ class HTTPEngine(ServerWeights):
         def read(told: Any, version: int) -> list[Completion]:
             made = self._answers(told, sampling, ids)
             texts = [TextCutter(self.tokenizer, sampling.stop).add(a.ids, a.stop, last=True) for a in made]
-            spans = [self._spans(a, len(a.ids), version) for a in made]
-            return [_completed(ids, *one) for one in zip(made, texts, spans, strict=True)]
+            return [a.completion(ids, t, self._spans(a, len(a.ids), version)) for a, t in zip(made, texts, strict=True)]
 
         return await self._told(ids, sampling, read) * copies
 
@@ -337,13 +326,13 @@ class HTTPEngine(ServerWeights):
                         raise EngineError(f"{self.server.url} made more than {sampling.max_tokens} tokens")
                     text = cutter.add(answer.ids, answer.stop, last=bool(answer.finish_reason))
                     if not answer.finish_reason:
-                        yield _completed(ids, answer, text, ())
+                        yield answer.completion(ids, text)
                         continue
                     if not spans:
                         await self._or_death(self._confirm())
-                    made = self._spans(answer, count, version)
+                    made = answer.completion(ids, text, self._spans(answer, count, version))
                     self._failed = 0
-                    yield _completed(ids, answer, text, made)
+                    yield made
                     return
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
@@ -365,10 +354,7 @@ class HTTPEngine(ServerWeights):
     async def _told(
         self, ids: list[int], sampling: Sampling, read: Callable[[Any, int], _T], of_prompt: int | None = None
     ) -> _T:
-        """Return what is read of the server's answer, which is this server's.
-
-        `read` gets it, and the version that was served when it was asked.
-        """
+        """Return what `read` makes of the server's answer and the version that was served when it was asked."""
         async with self._going_out() as version:
             asked = self._asked(ids, sampling, prompt_logprobs=of_prompt)
             told = await self._or_death(self.server.tokens(*asked))
@@ -462,17 +448,3 @@ class HTTPEngine(ServerWeights):
         self._tried_with = [int(token) for token in self.tokenizer.encode("a")][-1:] or [0]
         [made] = await self.generate(self._tried_with, replace(_TRIED, top_k=1))
         return all(abs(value) < 1e-6 for value in made.logprobs or ())
-
-
-def _auto_tokenizer(model: str) -> Tokenizer:
-    from transformers import AutoTokenizer
-
-    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(model)
-    return tokenizer
-
-
-def _completed(ids: list[int], answer: Answer, text: str, spans: tuple[tuple[int, int, int], ...]) -> Completion:
-    return VersionedCompletion(
-        prompt_token_ids=list(ids), token_ids=answer.ids, logprobs=answer.logprobs, text=text,
-        finish_reason=answer.finish_reason, version_spans=spans, top_logprobs=answer.top,
-    )

@@ -15,7 +15,7 @@ import orjson
 
 from trinity_es.actors.engines.http.client import largest_answer
 from trinity_es.actors.engines.http.vllm_api import ASKED
-from trinity_es.actors.engines.interface import Sampling
+from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.actors.engines.sampling import at_temperature
 from trinity_es.events.errors import EngineError
 
@@ -46,6 +46,12 @@ class Answer:
     """The stop text that ended it; empty: none did."""
     labels: list[tuple[str, int, int]]
     """`(label, start, end)`: the label of the weights that made these tokens. Empty where the route does not say."""
+
+    def completion(self, prompt: list[int], text: str, spans: tuple[tuple[int, int, int], ...] = ()) -> Completion:
+        return Completion(
+            prompt_token_ids=list(prompt), token_ids=self.ids, logprobs=self.logprobs, text=text,
+            finish_reason=self.finish_reason, version_spans=spans, top_logprobs=self.top,
+        )
 
 
 def route(spans: bool) -> str:

@@ -36,13 +36,12 @@ from uuid import uuid4
 
 import psutil
 
-from trinity_es.actors.engines.checkpoints import model_dtype, reference_shapes, resolve_model
+from trinity_es.actors.engines.checkpoints import auto_tokenizer, model_dtype, reference_shapes, resolve_model
 from trinity_es.actors.engines.interface import Completion, EngineConfig, EngineLoad, Recording, Sampling, Tokenizer
 from trinity_es.actors.engines.long_texts import prompt_ids
 from trinity_es.actors.engines.sampling import at_temperature, whole_distribution
 from trinity_es.actors.engines.vllm import server as vllm_server
 from trinity_es.actors.engines.vllm.adapters import AdapterServing, lora_arguments
-from trinity_es.actors.engines.vllm.load import with_load
 from trinity_es.actors.engines.vllm.processes import (
     Printed,
     children,
@@ -54,19 +53,20 @@ from trinity_es.actors.engines.vllm.processes import (
     silent,
     with_descendants,
 )
-from trinity_es.actors.engines.vllm.texts import read_at_the_end, with_texts
 from trinity_es.actors.engines.vllm.values import (
-    VersionedCompletion,
     completion_of,
     output_kind,
     prompt_of_ids,
+    read_at_the_end,
     sampling_params,
+    with_load,
+    with_texts,
 )
 from trinity_es.actors.engines.vllm.weights import WeightChanges, WorkerExtension, short
 from trinity_es.events.errors import ConfigError, EngineError
 from trinity_es.events.processes import process_start_time
 
-__all__ = ["VLLMEngine", "VersionedCompletion", "WorkerExtension"]
+__all__ = ["VLLMEngine", "WorkerExtension"]
 
 _log = logging.getLogger(__name__)
 
@@ -129,12 +129,9 @@ class VLLMEngine(WeightChanges, AdapterServing):
 
         Raises ConfigError for a model that is not there.
         """
-        from transformers import AutoTokenizer
-
         known = ("trust_remote_code", "tokenizer_revision")
         more = {name.removeprefix("tokenizer_"): config.options[name] for name in known if name in config.options}
-        model = resolve_model(config.model_path)
-        found = AutoTokenizer.from_pretrained(config.options.get("tokenizer", model), **more)
+        found = auto_tokenizer(config.options.get("tokenizer", resolve_model(config.model_path)), **more)
         tokenizer: Tokenizer = vllm_server.with_template(found, config.server_args)
         return tokenizer
 
