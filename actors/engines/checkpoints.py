@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from trinity_es.actors.engines.interface import Tokenizer
 from trinity_es.events.errors import ConfigError, WeightNotFound
 
 __all__ = [
-    "cached_model", "difference", "model_dtype", "model_folder", "read_tensor", "reference_shapes", "resolve_model",
-    "tensor_headers", "tensor_shapes", "torch_type", "unloadable", "vocabulary",
+    "auto_tokenizer", "cached_model", "difference", "model_dtype", "model_folder", "read_tensor", "reference_shapes",
+    "resolve_model", "tensor_headers", "tensor_shapes", "torch_type", "unloadable", "vocabulary",
 ]
 
 _NUMPY = {"F64", "F32", "F16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"}
@@ -80,6 +81,14 @@ def _read_config(model: str) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return loaded if isinstance(loaded, dict) else {}
+
+
+def auto_tokenizer(model: str, **more: Any) -> Tokenizer:
+    """Return a model's tokenizer as transformers chooses it. Imports torch."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(model, **more)
+    return tokenizer
 
 
 def vocabulary(model: str, tokenizer: Any) -> int:

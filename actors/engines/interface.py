@@ -103,6 +103,8 @@ class Completion:
     likeliest first."""
     adapter: tuple[str, int] | None = None
     """The LoRA adapter that made every token of it, and its version; None: the model itself did."""
+    version_spans: tuple[tuple[int, int, int], ...] = ()
+    """`(model_version, start, end)`: the weights that made the tokens `[start, end)`; empty where nobody knows."""
 
 
 class Tokenizer(Protocol):
@@ -113,10 +115,18 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> Any: ...
 
 
-class Generation(Protocol):
+@dataclass(slots=True, kw_only=True)
+class Generation:
     """One question to the engine for a request of a client, and its answers once they are all there."""
 
-    completions: list[Completion] | None
+    text: str | None
+    """The prompt, where the client gave a text."""
+    sampling: Sampling
+    further: dict[str, Any]
+    """What was asked for beyond the fields of `Sampling`."""
+    before: int
+    """The version that was served when it was asked."""
+    completions: list[Completion] | None = None
 
 
 class Recording(Protocol):

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 from trinity_es.actors.engines.interface import Tokenizer
 from trinity_es.events.errors import EngineError
 
-__all__ = ["LARGE", "encode", "encoded", "is_large", "off_the_loop", "refuse_too_long"]
+__all__ = ["LARGE", "encode", "is_large", "off_the_loop", "prompt_ids", "refuse_too_long"]
 
 T = TypeVar("T")
 
@@ -32,10 +32,26 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(tokenizer.encode(text))
 
 
-def encoded(tokenizer: Tokenizer, text: str, max_model_len: int | None) -> list[int]:
-    """Return the ids of a text as a prompt. Raises EngineError for one that is too long."""
-    refuse_too_long(tokenizer, text, max_model_len)
-    return list(tokenizer.encode(text))
+async def prompt_ids(tokenizer: Tokenizer, prompt: str | list[int], max_model_len: int, remedy: str) -> list[int]:
+    """Return the ids of a prompt. Raises EngineError for one that is empty, or leaves no room for an answer."""
+    if isinstance(prompt, str):
+        text = prompt
+
+        def encoded() -> list[int]:
+            refuse_too_long(tokenizer, text, max_model_len)
+            return list(tokenizer.encode(text))
+
+        ids = await off_the_loop(is_large(text), encoded)
+    else:
+        ids = [int(i) for i in prompt]
+    if not ids:
+        raise EngineError("an empty prompt can't be continued", refused=True)
+    if len(ids) >= max_model_len:
+        raise EngineError(
+            f"a prompt of {len(ids)} tokens leaves no room for an answer in the model's maximum context length of "
+            f"{max_model_len}: shorten it, or {remedy}", refused=True,
+        )
+    return ids
 
 
 def is_large(value: Any) -> bool:

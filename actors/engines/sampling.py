@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -10,9 +10,12 @@ import orjson
 
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.engines.schema_limits import oversized
-from trinity_es.events.errors import TrinityError
+from trinity_es.events.errors import EngineError, TrinityError
 
-__all__ = ["MOST_ANSWERS", "MOST_PROMPTS", "MOST_TOKENS", "MOST_TOP_LOGPROBS", "brief", "checked_prompt", "merged"]
+__all__ = [
+    "MOST_ANSWERS", "MOST_PROMPTS", "MOST_TOKENS", "MOST_TOP_LOGPROBS", "at_temperature", "brief", "checked_prompt",
+    "merged", "whole_distribution",
+]
 
 MOST_TOKENS = 10_000_000
 """Maximum of `max_tokens` and of a prompt's tokens: more than any model's context, and what an engine survives."""
@@ -108,3 +111,25 @@ def brief(value: Any) -> str:
     """Return a value as an error names it: not too long."""
     text = f"an integer of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 2**128 else repr(value)
     return text if len(text) <= 80 else text[:79] + "…"
+
+
+def whole_distribution(tokens: int, vocabulary: int, temperature: float, most: int) -> bool:
+    """Return True if logprobs at this temperature take those of all tokens. Raises EngineError above `most` values."""
+    if not temperature > 0.0:
+        raise EngineError(f"logprobs need a temperature above 0, not {temperature}", refused=True)
+    if temperature != 1.0 and vocabulary * tokens > most:
+        raise EngineError(
+            f"logprobs of {tokens} tokens at temperature {temperature} would fetch {vocabulary} values a token: "
+            "ask for temperature 1, or for fewer tokens at a time", refused=True,
+        )
+    return temperature != 1.0
+
+
+def at_temperature(own: float, row: Iterable[float], temperature: float) -> float:
+    """Return a token's log softmax(z / T) = l / T - logsumexp(l / T); `own` is its l = log softmax(z), `row` are all.
+    """
+    import numpy as np
+
+    scaled = np.array(list(row), dtype=np.float64) / temperature
+    top = scaled.max()
+    return float(own / temperature - top - np.log(np.exp(scaled - top).sum()))

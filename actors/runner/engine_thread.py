@@ -40,7 +40,6 @@ from trinity_es.actors.runner.lease_reports import UnitLeases
 from trinity_es.actors.runner.outbox import Key
 from trinity_es.actors.runner.reporting import Reporter, runs_of
 from trinity_es.actors.serving.engine_server import EngineServer
-from trinity_es.actors.serving.token_id_routes import engine_routes
 from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.events.errors import DataError, EngineError, SyncError, TrinityError
 from trinity_es.events.secrets import SecretFile
@@ -258,7 +257,7 @@ class EngineThread:
                 token=engine_token(read_key()),
                 address=self.config.system.address,
                 defaults=self.how.rollout_args(),
-                routes=engine_routes(engine, self.end_with_engine) if self.model != "rollout" else {},
+                exact=self.model != "rollout",
                 on_dead=self.end_with_engine,
             )
             await server.start()

@@ -21,12 +21,14 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import logging
 import os
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trinity_es.actors.engines.interface import Engine
@@ -41,11 +43,11 @@ from trinity_es.actors.serving.http_server import (
     end,
     json_response,
     listen,
-    make_app,
     make_server,
     no_route,
     read_body,
     url_of,
+    while_listening,
 )
 from trinity_es.actors.serving.recorded_frames import WANTED, Framed, id_in
 from trinity_es.actors.serving.request_limits import (
@@ -59,12 +61,12 @@ from trinity_es.actors.serving.request_limits import (
     dumped,
 )
 from trinity_es.actors.serving.request_record import REQUEST, RequestRecord
-from trinity_es.events.errors import EngineError, StartupError, WorkflowError
+from trinity_es.actors.serving.token_id_routes import Ask, token_id_routes
+from trinity_es.events.errors import EngineError, StartupError
 from trinity_es.events.experience import Experience
 
 if TYPE_CHECKING:
     from starlette.requests import Request
-    from starlette.responses import Response
 
 __all__ = ["EngineServer"]
 
@@ -88,28 +90,26 @@ class _Session:
     over: bool = False
     """Its run is over."""
 
+    def abort(self) -> None:
+        for playing in list(self.working):
+            playing.loop.call_soon_threadsafe(playing.abort)
+
 
 class EngineServer:
-    """See the module. `name` is the model's, for clients; `defaults` the sampling outside of sessions. `routes` are
-    further POST routes: path -> handler, which is called for requests that have the token.
+    """See the module. `name` is the model's, for clients; `defaults` the sampling outside of sessions. With `exact` it
+    has `token_id_routes`, too: it is an auxiliary model's.
 
     `on_dead` is told why when a request finds that the engine will never answer again.
     Everything is called on the engine's loop; `open` and `url` may be used from any thread.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        *,
-        name: str,
-        token: str,
-        address: str = "127.0.0.1",
-        port: int = 0,
-        defaults: Mapping[str, Any] | None = None,
-        on_dead: Callable[[str], None] | None = None,
-        routes: Mapping[str, Callable[[Request], Coroutine[Any, Any, Response]]] | None = None,
+        self, engine: Engine, *, name: str, token: str, address: str = "127.0.0.1", port: int = 0,
+        defaults: Mapping[str, Any] | None = None, on_dead: Callable[[str], None] | None = None, exact: bool = False,
     ) -> None:
-        self.routes = dict(routes or {})
+        self.exact = token_id_routes(engine) if exact else {}
+        self.load = 0
+        """Requests that are being answered."""
         self.engine, self.name, self.token = engine, name, token
         self.address, self.port, self.on_dead = address, port, on_dead
         self.url = ""
@@ -117,17 +117,14 @@ class EngineServer:
         self.plain = _Session(Model(engine, defaults=defaults), kept=False)
         self.sessions: dict[str, _Session] = {}
         self._application: asyncio.Task[Any] | None = None
-        self._further: Any = None
-        self._playing: set[_Playing] = set()
+        self._playing = 0
         self._server: Any = None
         self._serving: asyncio.Task[None] | None = None
 
     # --- life -------------------------------------------------------------------------------------------------------
     async def start(self) -> str:
         """Serve; returns the URL. Raises StartupError where it can't."""
-        further = [(path, "POST", handler) for path, handler in self.routes.items()]
-        self._further = await asyncio.to_thread(make_app, further)  # its imports take most of a second
-        server = await asyncio.to_thread(make_server, self.answer)
+        server = await asyncio.to_thread(make_server, self.answer)  # its imports take most of a second
         try:
             listening = listen(self.address, self.port)
         except OSError as e:
@@ -142,7 +139,7 @@ class EngineServer:
         """Serve nothing any more; requests in flight are aborted. Idempotent."""
         for session in list(self.sessions):
             self.forget(session)
-        _abort(self.plain)
+        self.plain.abort()
         while self._playing:
             await asyncio.sleep(0.01)  # nothing goes on in the engine
         if self._serving is not None:
@@ -166,18 +163,7 @@ class EngineServer:
         found = self.sessions.pop(session, None)
         if found is not None:
             found.over = True
-            _abort(found)
-
-    def _session(self, session: str | None) -> _Session:
-        if session is None:
-            return self.plain
-        found = self.sessions.get(session)
-        if found is None:
-            raise WorkflowError(
-                f"there is no session {session}: its run is over (a workflow that is reset gets another model: take "
-                "the client of self.model anew in each run)"
-            )
-        return found
+            found.abort()
 
     # --- requests ---------------------------------------------------------------------------------------------------
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -189,30 +175,36 @@ class EngineServer:
         found = _SESSION.fullmatch(scope["path"])
         named, path = found.groups() if found else (None, scope["path"])
         responding = _Responding(send, path, framed=_WANTED in headers)
+        self.load += 1
         try:
             if scope["path"] == "/health":
                 await json_response({"status": "ok"})(scope, receive, send)
                 return
             session = self._admitted(named, headers)
-            if path in self.routes:
-                await self._further(scope, receive, send)
-                return
-            await self._answered(request, session, path, responding)
+            if path in self.exact and request.method == "POST":
+                await self._give_exactly(request, self.exact[path], send)
+            else:
+                await self._answered(request, session, path, responding)
         except Exception as e:
             await responding.failed(e)
+        finally:
+            self.load -= 1
 
-    def _admitted(self, session: str | None, headers: Mapping[bytes, bytes]) -> _Session:
-        """Return whose request it is. Raises ApiError."""
+    def _admitted(self, name: str | None, headers: Mapping[bytes, bytes]) -> _Session:
+        """Return the session of a request. Raises ApiError."""
         if not hmac.compare_digest(bearer(headers), f"Bearer {self.token}".encode()):
             raise ApiError("the token is missing or wrong: give it as Authorization: Bearer <token>", status=401,
                            code="invalid_api_key")
-        try:
-            return self._session(session)
-        except WorkflowError as e:
-            raise ApiError(str(e), status=404, code="session_not_found") from e
+        session = self.plain if name is None else self.sessions.get(name)
+        if session is None:
+            raise ApiError(
+                f"there is no session {name}: its run is over (a workflow that is reset gets another model: take the "
+                "client of self.model anew in each run)", status=404, code="session_not_found",
+            )
+        return session
 
     async def _answered(self, request: Request, session: _Session, path: str, responding: _Responding) -> None:
-        if not (path in self.routes or allowed(request.method, path)):
+        if not allowed(request.method, path):
             raise no_route(request.method, path, _METHODS)
         session.model.failed = None
         raw = await read_body(request)
@@ -233,59 +225,62 @@ class EngineServer:
                                status=404, param="model", code=404)
             raw = dumped(body)
         record = RequestRecord(
-            model=session.model, body=body, longest=longest, unsaid=unsaid, failed_with=self._told(session),
+            model=session.model, body=body, longest=longest, unsaid=unsaid, failed_with=partial(self._fail, session),
             kept=session.kept, wanted=session.kept or responding.framed, chat=path in CHATS, adapter=adapter,
         )
         if session.kept:
             record.number = session.model.numbered()
-        responding.begin(record, self.engine.model_version)
+        responding.record, responding.version = record, self.engine.model_version
         headers = [(k, v) for k, v in request.scope["headers"] if k not in _NOT_PASSED_ON]
-        headers += [(b"content-length", str(len(raw)).encode()), *_own_key()]
+        headers.append((b"content-length", str(len(raw)).encode()))
+        if key := os.environ.get("VLLM_API_KEY"):  # vLLM's server asks for it by itself
+            headers.append((b"authorization", f"Bearer {key}".encode()))
         scope = {**request.scope, "path": path, "raw_path": path.encode(), "headers": headers}
         application = await self._app()
         if session.over:
             raise ApiError(_RUN_GONE, status=503)
         REQUEST.set(record)  # a request has a task of its own, and so a context
         playing = _Playing(request.receive, raw, responding)
-        for group in (session.working, self._playing):
-            group.add(playing)
+        session.working.add(playing)
+        self._playing += 1
         try:
             await playing.play(application, scope)
         finally:
-            for group in (session.working, self._playing):
-                group.discard(playing)
+            session.working.discard(playing)
+            self._playing -= 1
         await responding.end()
+
+    async def _give_exactly(self, request: Request, ask: Ask, send: Send) -> None:
+        from starlette.responses import Response
+
+        try:
+            told = await while_listening(request.receive, ask(json.loads(await read_body(request))))
+        except EngineError as e:
+            self._fail(self.plain, e)
+            raise
+        told |= {"model_version": self.engine.model_version, "load": self.load}
+        # Not orjson: a logprob may be -inf, which it would write as null.
+        await Response(json.dumps(told), media_type="application/json")(request.scope, request.receive, send)
 
     async def _app(self) -> Any:
         """Return what answers: the engine's own application, made when it is first asked for, or the small one."""
         if self._application is None or (self._application.done() and self._application.exception() is not None):
             made = getattr(self.engine, "application", None)
-            small = small_api.application
-            making = small(self.engine, self.name) if made is None else made(self.name, REQUEST.get)
+            making = made(self.name, REQUEST.get) if made else small_api.application(self.engine, self.name)
             self._application = asyncio.ensure_future(making)
         return self._application.result() if self._application.done() else await asyncio.shield(self._application)
 
-    def _told(self, session: _Session) -> Callable[[EngineError], None]:
-        def told(error: EngineError) -> None:
-            session.model.failed = error
-            if error.details.get("dead") and self.on_dead is not None:
-                self.on_dead(str(error))
-
-        return told
+    def _fail(self, session: _Session, error: EngineError) -> None:
+        """Take note that the engine failed a request."""
+        session.model.failed = error
+        if error.details.get("dead") and self.on_dead is not None:
+            self.on_dead(str(error))
 
 
 _NOT_PASSED_ON = frozenset({b"content-length", b"transfer-encoding", b"authorization", b"x-api-key", b"x-request-id"})
 """Headers that end here. A request's id is made in here: no two answers have the same."""
-
-
 _WANTED = WANTED.encode()
 _METHODS = {path: method for method, path in ROUTES}
-
-
-def _own_key() -> list[tuple[bytes, bytes]]:
-    """Return the header with the key that vLLM's server asks for by itself where its environment has one."""
-    key = os.environ.get("VLLM_API_KEY")
-    return [(b"authorization", f"Bearer {key}".encode())] if key else []
 
 
 class _Playing:
@@ -353,8 +348,7 @@ class _Playing:
 
     def _leave(self) -> None:
         if not self._left:
-            self._left = True
-            self._responding.drop()
+            self._left = self._responding.dropped = True
             self._timer = self.loop.call_later(LEAVING_SECONDS, self._cancel)
 
     def _cancel(self) -> None:
@@ -372,37 +366,36 @@ class _Responding:
     def __init__(self, send: Send, path: str, framed: bool) -> None:
         self._send = Framed(send) if framed else send
         self.framed = framed
-        self._record: RequestRecord | None = None
-        self._version, self._message, self._place = 0, "", StreamPlace(path)
+        self.record: RequestRecord | None = None
+        """The request that is answered from here on."""
+        self.version, self._message, self._place = 0, "", StreamPlace(path)
+        self.dropped = False
+        """Nothing is sent on any more that the application sends."""
         self._several = path == RESPONSES
         """The engine may be asked again after an answer."""
         self._start: Any = None
         self._held: Any = None
         """The newest part of an answer after which the engine may be asked again."""
-        self._begun = self._ended = self._stored = self._dropped = False
-
-    def begin(self, record: RequestRecord, version: int) -> None:
-        """Have what is sent from here on be the answer to this request."""
-        self._record, self._version = record, version
+        self._begun = self._ended = self._stored = False
 
     async def send(self, message: Any) -> None:
         """Send on what the application sends: ASGI's `send`."""
-        assert self._record is not None
+        assert self.record is not None
         if message["type"] == "http.response.start":
             self._start = message
             return
-        if self._ended or self._dropped:
+        if self._ended or self.dropped:
             return
-        failed = self._record.failed
+        failed = self.record.failed
         if not self._begun and failed is not None:
             raise failed
         ends = not message.get("more_body", False)
         self._message = self._message or id_in(message.get("body", b""))
-        whole = self._record.complete() and (ends or not self._several)
+        whole = self.record.complete() and (ends or not self._several)
         found = self._kept_now() if whole and not self._stored and self._start["status"] == 200 else None
-        frame = Framed.recorded(self._record, found, self._message) if found is not None and self.framed else None
+        frame = Framed.recorded(self.record, found, self._message) if found is not None and self.framed else None
         if not self._begun:
-            version = (b"x-model-version", str(self._version).encode())
+            version = (b"x-model-version", str(self.version).encode())
             await self._send({**self._start, "headers": [*self._start.get("headers", ()), version]})
             self._begun = True  # not before: who is cancelled while it waits for the client has sent nothing
         if frame is not None and isinstance(self._send, Framed):
@@ -419,52 +412,42 @@ class _Responding:
 
     def _kept_now(self) -> list[Experience] | None:
         """Keep what was generated, before the client knows that it is complete. Raises EngineError where it can't."""
-        assert self._record is not None
+        assert self.record is not None
         self._stored = True
-        if not self._record.wanted:
+        if not self.record.wanted:
             return None
         try:
-            return self._record.experiences()
+            return self.record.experiences()
         except Exception as e:  # an application makes another error of what `send` raises
             failed = e if isinstance(e, EngineError) else EngineError(f"the answer can't be kept: {e}")
-            self._record.fail(failed)
+            self.record.fail(failed)
             raise failed from e
-
-    def drop(self) -> None:
-        """Send nothing on any more that the application sends."""
-        self._dropped = True
 
     async def end(self) -> None:
         """Take the end of the application; raises what the engine failed with where nothing was answered."""
         if not self._begun:
-            failed = self._record.failed if self._record is not None else None
+            failed = self.record.failed if self.record is not None else None
             raise failed or EngineError("the engine's server gave no answer")
-
-    def _streams(self) -> bool:
-        headers: dict[bytes, bytes] = dict(self._start.get("headers", ()))
-        return headers.get(b"content-type", b"").startswith(b"text/event-stream")
 
     async def failed(self, error: Exception) -> None:
         """Answer with an error: its status where nothing was sent, else as a stream's last event.
 
         The rest of another answer is not sent, for which uvicorn closes the connection: its client sees that it broke.
         """
-        error = (self._record.failed if self._record is not None else None) or error
+        error = (self.record.failed if self.record is not None else None) or error
         refused = refusal(error)
         if refused.status == 500 and not isinstance(error, EngineError):
             _log.error("a request failed", exc_info=error)
-        if self._ended or (self._begun and not self._streams()):
+        if self._ended:
             return
-        self._ended = True
         if self._begun:
+            headers: dict[bytes, bytes] = dict(self._start.get("headers", ()))
+            if not headers.get(b"content-type", b"").startswith(b"text/event-stream"):
+                return
+            self._ended = True
             body = self._place.last_event(refused)
             await self._send({"type": "http.response.body", "body": body, "more_body": False})
             return
-        self._begun = True
+        self._begun = self._ended = True
         response = json_response(body_of(refused, self._place.path), refused.status)
         await response({"type": "http"}, None, self._send)  # type: ignore[arg-type]
-
-
-def _abort(session: _Session) -> None:
-    for playing in list(session.working):
-        playing.loop.call_soon_threadsafe(playing.abort)

@@ -13,28 +13,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trinity_es.actors.engines.interface import Completion, Sampling
+from trinity_es.actors.engines.interface import Generation, Sampling
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving.errors import ApiError
 from trinity_es.actors.serving.small_requests import messages_of, template_of, tools_of
 from trinity_es.events.errors import EngineError, WorkflowError
 from trinity_es.events.experience import Experience
 
-__all__ = ["REQUEST", "Generation", "RequestRecord"]
-
-
-@dataclass(slots=True, kw_only=True)
-class Generation:
-    """One question to the engine for a request, and its answers once they are all there."""
-
-    text: str | None
-    """The prompt, where the client gave a text."""
-    sampling: Sampling
-    further: dict[str, Any]
-    """What was asked for beyond the fields of `Sampling`."""
-    before: int
-    """The version that was served when it was asked."""
-    completions: list[Completion] | None = None
+__all__ = ["REQUEST", "RequestRecord"]
 
 
 @dataclass(slots=True, kw_only=True)

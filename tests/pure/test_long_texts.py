@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.recorded_engine import Marked, Recorder
-from trinity_es.actors.engines.long_texts import LARGE, encoded, is_large, refuse_too_long
+from trinity_es.actors.engines.long_texts import LARGE, is_large, prompt_ids, refuse_too_long
 from trinity_es.actors.engines.vllm import server as vllm_server
 from trinity_es.actors.engines.vllm.server import _RecordingClient
 from trinity_es.actors.rollout.model import Model
@@ -75,13 +75,13 @@ def test_nothing_is_refused_that_may_fit(text: str) -> None:
     refuse_too_long(Words(), text, LARGE // 4 + 1)
 
 
-def test_nothing_is_refused_where_a_tokenizer_leaves_out_what_it_does_not_know() -> None:
+async def test_nothing_is_refused_where_a_tokenizer_leaves_out_what_it_does_not_know() -> None:
     tokenizer = Words()
     tokenizer.knows_all = False
     refuse_too_long(tokenizer, "w" * LARGE * 8, 10)
     refuse_too_long(Marked(), "w" * LARGE * 8, 10)
     with pytest.raises(EngineError, match="shorten it"):
-        encoded(Words(), "w" * LARGE * 8, 10)
+        await prompt_ids(Words(), "w" * LARGE * 8, 10, "")
 
 
 def test_messages_are_large_by_all_their_texts() -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from tests.helpers.recorded_engine import HELLO, TALK, Marked, Recorder
 from trinity_es.actors.engines.interface import Completion, Sampling
-from trinity_es.actors.engines.vllm.engine import VersionedCompletion
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.workers.main import _RemoteModel
 from trinity_es.events.errors import DataError, EngineError, WorkflowError
@@ -126,7 +125,7 @@ async def test_an_engine_that_knows_which_version_made_which_token_is_believed()
     class Knows(Recorder):
         async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
             return [
-                VersionedCompletion(
+                Completion(
                     prompt_token_ids=[1], token_ids=[2, 3, 4], logprobs=None, text="", finish_reason="stop",
                     version_spans=((4, 0, 1), (6, 1, 3)),
                 )

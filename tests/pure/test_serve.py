@@ -9,13 +9,12 @@ from typing import Any
 import orjson
 import pytest
 
-from trinity_es.actors.load_balancing import SLACK_REQUESTS
+from trinity_es.actors.engines.http.pool import SLACK_REQUESTS, EnginePool
 from trinity_es.actors.serving.errors import ApiError, StreamPlace
 from trinity_es.actors.serving.recorded_frames import Framed, Record, frames
 from trinity_es.events.errors import EngineError
 from trinity_es.events.experience import Experience
-from trinity_es.serve.engines import BackendPool, conversation_keys
-from trinity_es.serve.http import read_object
+from trinity_es.serve.http import conversation_keys, read_object
 from trinity_es.serve.proxy import Proxy
 from trinity_es.serve.recorder import given
 from trinity_es.testing import ManualClock
@@ -26,13 +25,13 @@ def row(name: str, *, serving: bool = True, incarnation: int = 1) -> dict[str, A
             "serving": serving}
 
 
-def chosen(engines: BackendPool, *keys: str) -> str | None:
+def chosen(engines: EnginePool, *keys: str) -> str | None:
     way = engines.choose(keys)
     return None if way is None else way.runner
 
 
 def test_p36_the_least_busy_engine_is_chosen_of_those_that_serve() -> None:
-    engines = BackendPool(clock := ManualClock())
+    engines = EnginePool(clock := ManualClock())
     assert chosen(engines) is None
     engines.update([row("a"), row("b"), row("c", serving=False)])
     a, b, _ = engines.all()
@@ -55,7 +54,7 @@ def test_p36_the_least_busy_engine_is_chosen_of_those_that_serve() -> None:
 
 
 def test_p36_a_conversation_stays_with_its_engine_unless_that_is_much_busier() -> None:
-    engines = BackendPool(ManualClock())
+    engines = EnginePool(ManualClock())
     engines.update([row("a"), row("b")])
     a, b = engines.all()
     first: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
@@ -81,7 +80,7 @@ def test_p36_a_conversation_stays_with_its_engine_unless_that_is_much_busier() -
 
 
 async def test_p36_a_request_waits_for_an_engine() -> None:
-    engines = BackendPool()
+    engines = EnginePool()
     assert await engines.wait([], 0.01) is None
     waiting = asyncio.create_task(engines.wait([], 30.0))
     await asyncio.sleep(0)
@@ -90,7 +89,7 @@ async def test_p36_a_request_waits_for_an_engine() -> None:
     assert way.runner == "a"
 
 
-WAY = BackendPool()
+WAY = EnginePool()
 WAY.update([row("a")])
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import orjson
@@ -20,12 +22,11 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-__all__ = [
-    "error_response", "message_of", "read_object", "refused", "require_local", "wrong",
-]
+__all__ = ["conversation_keys", "error_response", "message_of", "read_object", "refused", "require_local", "wrong"]
 
+MOST_SESSION = 100
+"""Maximum length of a session's name that is remembered as it is; of a longer one its digest is."""
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 def read_object(raw: bytes, fields: set[str] | None = None) -> dict[str, Any]:
@@ -36,13 +37,13 @@ def read_object(raw: bytes, fields: set[str] | None = None) -> dict[str, Any]:
         raise ApiError(f"the body is no JSON: {e}") from e
     if not isinstance(body, dict):
         raise ApiError("the body is no JSON object")
-    if fields is not None:
-        try:
-            json.loads(raw, object_pairs_hook=with_single_keys)
-        except ValueError as e:
-            raise ApiError(f"the body is not clear: {e}") from e
-    unknown = sorted(set(body) - fields) if fields is not None else []
-    if unknown:
+    if fields is None:
+        return body
+    try:
+        json.loads(raw, object_pairs_hook=with_single_keys)
+    except ValueError as e:
+        raise ApiError(f"the body is not clear: {e}") from e
+    if unknown := sorted(set(body) - fields):
         raise ApiError(f"{unknown[0]}: no such field is known here", param=unknown[0], code="unknown_parameter")
     return body
 
@@ -100,3 +101,23 @@ def message_of(data: bytes) -> str:
     with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
         return str(orjson.loads(data)["error"]["message"])
     return data[:200].decode(errors="replace")
+
+
+def conversation_keys(body: Mapping[str, Any], session: str | None) -> tuple[list[str], list[str]]:
+    """(by what an earlier request of this conversation may be known, by what a later one will know this one).
+
+    A conversation is a session where the client names one; else it is known by its messages: those before the last
+    answer in it were a request once.
+    """
+    if session:
+        session = session if len(session) <= MOST_SESSION else hashlib.sha256(session.encode()).hexdigest()
+        return [f"session/{session}"], [f"session/{session}"]
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        return [], []
+    answered = [i for i, m in enumerate(messages) if isinstance(m, dict) and m.get("role") == "assistant"]
+    return [_key(messages[:i]) for i in answered[-1:]], [_key(messages)]
+
+
+def _key(messages: list[Any]) -> str:
+    return hashlib.sha256(orjson.dumps(messages)).hexdigest()

@@ -26,7 +26,6 @@ import asyncio
 import hmac
 import logging
 import sys
-import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,6 +35,7 @@ import orjson
 from trinity_es.actors.commands import CountAnswers, DeliverAnswers, GetRoutes, RewardAnswers
 from trinity_es.actors.commands.fields import NAME_LENGTH
 from trinity_es.actors.engines.http.client import http_client, up_to
+from trinity_es.actors.engines.http.pool import MOST_LOST, Backend, EngineFailed, EnginePool, NoEngine
 from trinity_es.actors.requests import LIMIT
 from trinity_es.actors.serving.errors import ApiError, StreamPlace
 from trinity_es.actors.serving.http_server import (
@@ -58,15 +58,10 @@ from trinity_es.actors.serving.request_limits import ROUTES, dumped
 from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.config.config import Config
-from trinity_es.events.errors import (
-    EngineError,
-    NotRunning,
-    StartupError,
-    TrinityError,
-)
+from trinity_es.events.errors import EngineError, NotRunning, StartupError, TrinityError
 from trinity_es.events.experience import LARGEST_REWARD
-from trinity_es.serve.engines import Backend, BackendPool, conversation_keys
 from trinity_es.serve.http import (
+    conversation_keys,
     error_response,
     message_of,
     read_object,
@@ -85,8 +80,6 @@ if TYPE_CHECKING:
 __all__ = ["Proxy", "api_key"]
 
 CONNECT_SECONDS = 5.0
-MOST_ENGINES_LOST = 2
-"""Maximum of engines that may be lost with one request: it may be what ends them."""
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -108,12 +101,12 @@ class Proxy:
         self.config, self.api_key = config, api_key(config)
         self.base_url = ""
         """What a client is given, such as `http://127.0.0.1:41234/v1`; empty before `start`."""
-        self.engines = BackendPool()
+        self.engines = EnginePool()
         self.requests = self.answered = self.failed = self.commits = 0
         """Requests for answers; those that had a whole one, and those that had none: the rest goes on."""
         self._answers = CompletionRecorder(client)
         self._name = uuid.uuid4().hex
-        self._token = engine_token(read_key(running_system.key_file(config)))
+        self._headers = {"authorization": f"Bearer {engine_token(read_key(running_system.key_file(config)))}"}
         self._patience = config.explorer.max_timeout
         self._attempts = 1 + config.explorer.max_retry_times
         self._working: set[asyncio.Task[Any]] = set()
@@ -288,9 +281,10 @@ class Proxy:
         return json_response({"status": "success", **delivered})
 
     async def _read(self, request: Request) -> Response:
-        async def ask(way: Backend) -> Response:
-            response = await self._http.get(way.endpoint + request.url.path, headers=self._headers())
-            return await self._passed_on(response, way)
+        async def ask(engine: Backend) -> Response:
+            response = await self._http.get(engine.endpoint + request.url.path, headers=self._headers)
+            _require_answered(response.status_code, response.content)
+            return _response(response.content, response.status_code, {"content-type": "application/json"})
 
         return await self._on_an_engine(ask, [])
 
@@ -305,12 +299,12 @@ class Proxy:
         body = read_object(raw)
         dumped(body)
         known, later = conversation_keys(body, request.headers.get("x-session-id"))
+        headers = {**self._headers, "content-type": "application/json", WANTED: "1"}
 
-        async def ask(way: Backend) -> Response:
-            headers = {**self._headers(), "content-type": "application/json", WANTED: "1"}
+        async def ask(engine: Backend) -> Response:
             # A runner of this system has the answer in its memory already, within what its engine may answer.
             sent = self._http.build_request(
-                "POST", way.endpoint + path, content=raw, headers=headers, extensions=up_to(sys.maxsize)
+                "POST", engine.endpoint + path, content=raw, headers=headers, extensions=up_to(sys.maxsize)
             )
             response = await self._http.send(sent, stream=True)
             streaming = False
@@ -318,19 +312,20 @@ class Proxy:
                 answer = frames(response.aiter_raw())
                 status, kept = await _begun(answer)
                 if status < 400:
-                    self.engines.remember(later, way)
+                    self.engines.remember(later, engine)
                 if kept.get("content-type", "").startswith("text/event-stream") and status == 200:
-                    stream = await self._stream(response, answer, kept, way, path)
+                    stream = await self._stream(response, answer, kept, engine, path)
                     streaming = True
                     return stream
                 told = [frame async for frame in answer]
-                if not any(kind == "b" for kind, _ in told):
-                    raise _EngineFailed("its answer has no body")
+                parts = [data for kind, data in told if kind == "b"]
+                if not parts:
+                    raise EngineFailed("its answer has no body")
                 for kind, data in told:  # now that it is whole: what is asked again is recorded once
                     if kind == "r":
-                        await self._record(data, way)
-                way.answered += 1
-                return _response(b"".join(data for kind, data in told if kind == "b"), status, kept)
+                        await self._record(data, engine)
+                engine.answered += 1
+                return _response(b"".join(parts), status, kept)
             finally:
                 if not streaming:
                     await response.aclose()
@@ -347,79 +342,39 @@ class Proxy:
         self.answered += not hasattr(answer, "body_iterator")  # a stream counts at its end
         return answer
 
-    async def _recorded(self, answer: AsyncGenerator[tuple[str, bytes]], way: Backend) -> AsyncGenerator[bytes]:
-        """Yield the parts of an answer's body; none that tell its end before it is recorded."""
-        async for kind, data in answer:
-            if kind == "r":
-                await self._record(data, way)
-            elif data:
-                yield data
-
-    async def _record(self, data: bytes, way: Backend) -> None:
+    async def _record(self, data: bytes, engine: Backend) -> None:
         """Record what an engine's server told of an answer. Raises EngineError for what is no record."""
         try:
-            answer = given(*recorded(data), way)
+            answer = given(*recorded(data), engine)
         except (LookupError, TypeError, ValueError) as e:
-            raise EngineError(f"the answer of {way.runner} can't be recorded: {type(e).__name__}: {e}") from e
+            raise EngineError(f"the answer of {engine.runner} can't be recorded: {type(e).__name__}: {e}") from e
         await self._answers.record(answer)
-
-    def _headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self._token}"}
 
     # --- engines ----------------------------------------------------------------------------------------------------
     async def _on_an_engine(self, ask: Callable[[Backend], Coroutine[Any, Any, T]], keys: list[str]) -> T:
         """Return what `ask` makes of an engine's answer; another engine is asked where one fails. Raises ApiError."""
-        import httpx
-
-        deadline = time.monotonic() + self._patience
-        last = "no engine serves"
-        failed: list[str] = []
-        lost = 0
-        while len(failed) < self._attempts and lost < MOST_ENGINES_LOST:
-            way = await self.engines.wait(keys, deadline - time.monotonic(), failed)
-            if way is None:
-                break
-            way.busy += 1
-            try:
-                return await ask(way)
-            except (httpx.TransportError, _EngineFailed, EOFError) as e:
-                last = f"{way.runner}: {e or type(e).__name__}"
-                way.failed += 1
-                if isinstance(e, httpx.TransportError):
-                    self.engines.shun(way)
-                if not isinstance(e, httpx.ConnectError):  # else it has not seen this request
-                    failed.append(way.runner)
-                    lost += not isinstance(e, _EngineFailed)
-            finally:
-                way.busy -= 1
-        if lost == MOST_ENGINES_LOST:
+        try:
+            return await self.engines.ask(ask, keys, seconds=self._patience, attempts=self._attempts)
+        except NoEngine as e:
+            if e.lost < MOST_LOST:
+                raise ApiError(str(e), status=503, code="no_engine") from e
             raise ApiError(
-                f"{lost} engines were lost while they answered this request ({last}), so no other one is given it: it "
+                f"{e.lost} engines were lost while they answered this request ({e}), so no other one is given it: it "
                 "may be what ends them; see `trinity-es runners`", status=500, code="engines_lost",
-            )
-        raise ApiError(f"no engine could answer ({len(failed)} attempts): {last}", status=503, code="no_engine")
-
-    async def _passed_on(self, response: httpx.Response, way: Backend) -> Response:
-        """Return an engine's response as it is. Raises _EngineFailed where the engine is to blame."""
-        from starlette.responses import Response
-
-        data = await response.aread()
-        if response.status_code >= 500 or response.status_code == 401:
-            raise _EngineFailed(message_of(data))
-        return Response(data, status_code=response.status_code, media_type="application/json")
+            ) from e
 
     async def _stream(
         self, response: httpx.Response, answer: AsyncGenerator[tuple[str, bytes]], headers: dict[str, str],
-        way: Backend, path: str,
+        engine: Backend, path: str,
     ) -> Response:
         """Return a stream, once its first part is there."""
         from starlette.responses import StreamingResponse
 
-        parts = self._recorded(answer, way)
+        parts = self._recorded(answer, engine)
         try:
             first = await anext(parts)
         except StopAsyncIteration:
-            raise _EngineFailed("its stream was empty") from None
+            raise EngineFailed("its stream was empty") from None
         begin, was_cut_off, place = self._begin, self._was_cut_off, StreamPlace(path)
         whole = asyncio.Event()
         count = self._count
@@ -431,21 +386,28 @@ class Proxy:
                 except asyncio.CancelledError as e:
                     await send({"type": "http.response.body", "body": place.last_event(was_cut_off(e))})
                 finally:  # here, since a generator that was never begun has no end
-                    way.busy -= 1
+                    engine.busy -= 1
                     count(whole.is_set())
                     begin(response.aclose())  # not awaited: the client may be gone, and this be cancelled
 
-        way.busy += 1
-        return Stream(self._streamed(first, parts, way, place, whole), headers=headers)
+        engine.busy += 1
+        return Stream(self._streamed(first, parts, engine, place, whole), headers=headers)
 
     def _count(self, answered: bool) -> None:
         """Count a stream that has ended, whole or not."""
         self.answered += answered
         self.failed += not answered
 
+    async def _recorded(self, answer: AsyncGenerator[tuple[str, bytes]], engine: Backend) -> AsyncGenerator[bytes]:
+        """Yield the parts of an answer's body; none that tell its end before it is recorded."""
+        async for kind, data in answer:
+            if kind == "r":
+                await self._record(data, engine)
+            elif data:
+                yield data
+
     async def _streamed(
-        self, first: bytes, parts: AsyncGenerator[bytes], way: Backend, place: StreamPlace,
-        whole: asyncio.Event,
+        self, first: bytes, parts: AsyncGenerator[bytes], engine: Backend, place: StreamPlace, whole: asyncio.Event
     ) -> AsyncGenerator[bytes]:
         import httpx
 
@@ -455,33 +417,35 @@ class Proxy:
             async for part in parts:
                 place.pass_by(part)
                 yield part
-            way.answered += 1
+            engine.answered += 1
             whole.set()
         except (TrinityError, httpx.TransportError, EOFError) as e:
             if not isinstance(e, TrinityError):
-                e = EngineError(f"{way.runner} ended in the middle of this stream ({e or type(e).__name__})")
+                e = EngineError(f"{engine.runner} ended in the middle of this stream ({str(e) or type(e).__name__})")
             yield place.last_event(refused(e))
 
 
 async def _begun(answer: AsyncGenerator[tuple[str, bytes]]) -> tuple[int, dict[str, str]]:
-    """Return an answer's status, and those of its headers that go on. Raises _EngineFailed where the engine failed."""
+    """Return an answer's status, and those of its headers that go on. Raises EngineFailed where the engine failed."""
     try:
         kind, data = await anext(answer)  # with a default it is a SystemError where there is none
         head = orjson.loads(data) if kind == "s" else {}
         status, headers = int(head["status"]), {k: v for k, v in head["headers"] if k in _PASSED_ON}
     except (StopAsyncIteration, LookupError, TypeError, ValueError) as e:
-        raise _EngineFailed("its server answered in another way than a runner's") from e
+        raise EngineFailed("its server answered in another way than a runner's") from e
     if status >= 500 or status == 401:
-        raise _EngineFailed(message_of(b"".join([part async for kind, part in answer if kind == "b"])))
+        _require_answered(status, b"".join([part async for kind, part in answer if kind == "b"]))
     return status, headers
+
+
+def _require_answered(status: int, body: bytes) -> None:
+    """Raise EngineFailed for an answer that another engine may give instead."""
+    if status >= 500 or status == 401:
+        raise EngineFailed(message_of(body))
 
 
 _PASSED_ON = frozenset({"content-type", "cache-control", "x-model-version"})
 """Headers of an engine's answer that its client gets."""
-
-
-class _EngineFailed(Exception):
-    """An engine could not answer; another may."""
 
 
 def _response(body: bytes, status: int, headers: dict[str, str]) -> Response:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from trinity_es.actors import load_balancing
 from trinity_es.actors.coordinator.decisions.room import Capacity, Room
 from trinity_es.actors.message_sizes import shortened
 from trinity_es.actors.messages import UnitOutcome
@@ -43,6 +42,9 @@ __all__ = [
     "submit",
     "wanted",
 ]
+
+SLACK_PLACES = 0.25
+"""Share of a runner's places by which it may be fuller than the least loaded runner and still get a task's units."""
 
 MOST_SERVERS_LOST = 10
 """Maximum number of attempts of a unit that is blamed for none of the servers of others that ended under it."""
@@ -105,7 +107,7 @@ def dispatch(
 
     A unit that failed on a runner goes to another one where another exists. Units of one task go to the runner that had
     one before, whose engine has their prompt, while that has a place and is not much fuller than the least loaded one
-    (`actors.load_balancing`). Where few units wait, runners get few beyond their places, at the end none: the place of
+    (`SLACK_PLACES`). Where few units wait, runners get few beyond their places, at the end none: the place of
     another would be idle beside them. `timeout`: seconds that an attempt may take, 0 for explorer.max_timeout. Changes
     `load` of the capacities. It costs what is given out, however many runners, units in flight and waiting there are.
     """
@@ -150,7 +152,7 @@ def dispatch(
 def _stays(home: Capacity, least: Capacity) -> bool:
     """Return True if a unit is to go to the runner that its task's other units had."""
     waits = home.load >= home.places and least.load < least.places  # for a place, where another has one
-    return load_balancing.stays(home.share, least.share, load_balancing.SLACK_PLACES) and not waits
+    return home.share <= least.share + SLACK_PLACES and not waits
 
 
 def outcome(

@@ -29,7 +29,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from trinity_es.actors.engines.checkpoints import reference_shapes, resolve_model, vocabulary
+from trinity_es.actors.engines.checkpoints import auto_tokenizer, reference_shapes, resolve_model, vocabulary
 from trinity_es.actors.engines.http.vllm_api import BUSY, BUSY_SECONDS, ServerGone, VLLMServer, unreached
 from trinity_es.actors.engines.http.vllm_requests import (
     OTHERS,
@@ -43,8 +43,8 @@ from trinity_es.actors.engines.http.vllm_requests import (
 )
 from trinity_es.actors.engines.http.weights import WATCH_SECONDS, ServerWeights
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling, Tokenizer
-from trinity_es.actors.engines.long_texts import encoded, is_large, off_the_loop
-from trinity_es.actors.engines.vllm.values import VersionedCompletion
+from trinity_es.actors.engines.long_texts import prompt_ids
+from trinity_es.actors.engines.sampling import whole_distribution
 from trinity_es.events.errors import ConfigError, EngineError
 
 __all__ = ["HTTPEngine"]
@@ -59,8 +59,8 @@ REFUSED_LOOKS = 2
 TRY_SECONDS = 30.0
 """How long a server that failed a request may take to answer what it answered before; one that is silent is watched."""
 BRAKE_SECONDS = 0.1, 10.0
-"""Pause after a request failed, which doubles with each in a row: the first, and the longest. Else a server that fails
-all but a try would draw more than its share."""
+"""Pause after a request failed, which doubles with each in a row, from the first to the longest: else a server that
+fails all but a try would draw more than its share."""
 _TRIED = Sampling(max_tokens=4, ignore_eos=True)
 """What a server is tried with: as plain as can be."""
 STOP_SECONDS = 8.0
@@ -73,9 +73,7 @@ _MAX_DISTRIBUTION = 2_000_000
 
 
 class HTTPEngine(ServerWeights):
-    """See the module, and `Engine`. `config.options`: `url`, `key_variable`, `restart_command`, `restart_after`,
-    `restart_timeout`: see explorer.rollout_model.servers.
-    """
+    """See the module, and `Engine`. `config.options`: the server's `url`, and explorer.rollout_model.servers."""
 
     tokenizer: Tokenizer
 
@@ -87,13 +85,13 @@ class HTTPEngine(ServerWeights):
         key = os.environ.get(variable, "")
         super().__init__(config, VLLMServer(options["url"], key=key, key_variable=variable))
         self.version = ""
-        self._dead: str | None = _NOT_STARTED
+        self.dead: str | None = _NOT_STARTED
         self._processed = True
         """Logprobs are of the distribution that was sampled from, whatever the sampling."""
         self._watching: asyncio.Task[None] | None = None
-        self._confirming: asyncio.Task[None] | None = None
-        self._confirm_next: asyncio.Task[None] | None = None
         self._trying: asyncio.Task[bool] | None = None
+        self._looking, self._looks, self._proven = asyncio.Lock(), 0, 0
+        """For `_confirm`: how many looks have begun, and the number of the newest one that ended well."""
         self.runs_wait = ""
         """What requests wait for that a person has to do, in words; empty: nothing."""
         self._answered, self._failed = 0.0, 0
@@ -109,7 +107,7 @@ class HTTPEngine(ServerWeights):
         try:
             tokenizer: Tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
         except Exception:  # whatever it raises of a model without tokenizer.json
-            return _auto_tokenizer(model)
+            tokenizer = auto_tokenizer(model)
         return tokenizer
 
     async def _check_tokenizer(self) -> None:
@@ -117,7 +115,7 @@ class HTTPEngine(ServerWeights):
         told = await self.server.tokenize(_PROBE)
         if told is None or told == list(self.tokenizer.encode(_PROBE)):
             return
-        self.tokenizer = await asyncio.to_thread(_auto_tokenizer, self._model)
+        self.tokenizer = await asyncio.to_thread(auto_tokenizer, self._model)
         if told != list(self.tokenizer.encode(_PROBE)):
             raise EngineError(
                 f"{self.server.url} has another tokenizer than {self._model}: give explorer.rollout_model.model_path "
@@ -125,16 +123,10 @@ class HTTPEngine(ServerWeights):
             )
 
     @property
-    def dead(self) -> str | None:
-        """Why it will never answer again; None while it serves."""
-        return self._dead
-
-    @property
     def max_model_len(self) -> int | None:
         """Tokens of prompt and response together; None before the server was met."""
-        if self._facts is None:
-            return None
-        return min(self._facts.max_model_len, self.config.max_model_len or self._facts.max_model_len)
+        known = self._facts and self._facts.max_model_len
+        return known and min(known, self.config.max_model_len or known)
 
     async def start(self) -> None:
         """Wait for the server, and see to it that it serves the initial version. Raises ConfigError, EngineError."""
@@ -156,7 +148,7 @@ class HTTPEngine(ServerWeights):
             await self._check_tokenizer()
             await self._meet()
             await self._first_weights()
-            self._dead = None
+            self.dead = None
             self._open.set()
             await self._first_try()
         except EngineError as e:
@@ -165,7 +157,7 @@ class HTTPEngine(ServerWeights):
             if str(e) != self.waits_for:  # it is tried again, and this told once
                 _log.warning("%s could not be met: %s", self.server.url, e)
             self.waits_for = str(e)
-            self._dead, self._label = _NOT_STARTED, None
+            self.dead, self._label = _NOT_STARTED, None
             self._died.clear()
             self._open.clear()
             return False
@@ -185,17 +177,17 @@ class HTTPEngine(ServerWeights):
 
     async def stop(self) -> None:
         """Let go of the server, which goes on. Idempotent. A change of weights may end first, where it soon does."""
-        if self._changes and self._dead is None:
+        if self._changes and self.dead is None:
             await asyncio.wait(self._changes, timeout=STOP_SECONDS)
         self._die("it was stopped")
-        tasks = self._watching, self._confirming, self._confirm_next, self._trying
-        for task in [t for t in tasks if t is not None]:
-            task.cancel()
+        for task in (self._watching, self._trying):
+            if task is not None:
+                task.cancel()
         await self.server.close()
 
     def _die(self, reason: str) -> None:
-        if self._dead in (None, _NOT_STARTED):  # the first reason is the one to tell
-            self._dead = reason
+        if self.dead in (None, _NOT_STARTED):  # the first reason is the one to tell
+            self.dead = reason
         self._open.set()  # who waits there is told
         self._died.set()
 
@@ -203,7 +195,7 @@ class HTTPEngine(ServerWeights):
     async def _watch(self) -> None:
         """End the engine when its server ended, or is not the one that was met."""
         heard, refused = time.monotonic(), 0
-        while self._dead is None:
+        while self.dead is None:
             await asyncio.sleep(WATCH_SECONDS)
             problem: Exception | None = None
             try:
@@ -251,26 +243,17 @@ class HTTPEngine(ServerWeights):
 
         A look that had begun before the answer came proves nothing.
         """
-        if self._confirming is None or self._confirming.done():
-            self._confirming = asyncio.create_task(self._know())
-            looking = self._confirming
-        else:
-            if self._confirm_next is None or self._confirm_next.done():
-                self._confirm_next = asyncio.create_task(self._after(self._confirming))
-            looking = self._confirm_next
-        await asyncio.shield(looking)
+        before = self._looks
+        async with self._looking:
+            if self._proven <= before:
+                self._looks = number = self._looks + 1
+                await self._know()
+                self._proven = number
         self._alive()
 
-    async def _after(self, looking: asyncio.Task[None]) -> None:
-        await asyncio.wait({looking})
-        self._confirming, self._confirm_next = self._confirm_next, None
-        await self._know()
-
     async def _try(self) -> bool:
-        """See whether a server that failed a request still answers what it did when it was met; else the engine ends.
-
-        One look for all that wait. Returns False where that is not known now. Raises EngineError where it ended.
-        """
+        """See whether a server that failed a request still answers what it did when it was met: one look for all that
+        wait. Returns False if that is not known now. Raises EngineError if the engine ends by it."""
         if self._watching is None:  # it is being met: who meets it tells what it failed with
             return True
         if self._trying is None or self._trying.done():
@@ -280,10 +263,10 @@ class HTTPEngine(ServerWeights):
         return known
 
     async def _tried(self) -> bool:
-        begun, spans = time.monotonic(), self._met().spans
-        asked = body(self._tried_with, _TRIED, spans=spans, model=self._met().model, room=4)
+        begun = time.monotonic()
+        path, asked, most = self._asked(self._tried_with, _TRIED)
         try:
-            told = await self.server.ask("POST", route(spans), asked, seconds=TRY_SECONDS, most=self._most(asked))
+            told = await self.server.ask("POST", path, asked, seconds=TRY_SECONDS, most=most)
             self._answers(told, _TRIED, self._tried_with)
             await self._know()
         except EngineError as e:
@@ -301,24 +284,23 @@ class HTTPEngine(ServerWeights):
         await self._or_death(asyncio.sleep(min(longest, first * 2.0 ** min(self._failed - 1, 10))))
 
     def _alive(self) -> None:
-        if self._dead is not None:
-            raise EngineError(f"{self.server.url} serves nothing: {self._dead}", dead=True)
+        if self.dead is not None:
+            raise EngineError(f"{self.server.url} serves nothing: {self.dead}", dead=True)
 
     # --- requests ---------------------------------------------------------------------------------------------------
     async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
-        """See `Engine`. With temperature 0 the answers are equal. Raises EngineError: details `refused=True` for a
-        request that this server will never serve, `dead=True` where it is gone, or answered as another than it was.
-        """
-        ids, copies = await self._ids(prompt), 1
+        """See `Engine`. Raises EngineError: details `refused=True` for a request that this server will never serve,
+        `dead=True` if it is gone, or answered as another than it was."""
+        ids = await self._ids(prompt)
         self._check_logprobs(sampling)
-        if sampling.temperature == 0.0 and sampling.n > 1:  # vLLM refuses n > 1 where all answers are the same
-            copies, sampling = sampling.n, replace(sampling, n=1)
+        copies = sampling.n if sampling.temperature == 0.0 else 1
+        if copies > 1:  # vLLM refuses n > 1 where all answers are the same
+            sampling = replace(sampling, n=1)
 
         def read(told: Any, version: int) -> list[Completion]:
             made = self._answers(told, sampling, ids)
             texts = [TextCutter(self.tokenizer, sampling.stop).add(a.ids, a.stop, last=True) for a in made]
-            spans = [self._spans(a, len(a.ids), version) for a in made]
-            return [_completed(ids, *one) for one in zip(made, texts, spans, strict=True)]
+            return [a.completion(ids, t, self._spans(a, len(a.ids), version)) for a, t in zip(made, texts, strict=True)]
 
         return await self._told(ids, sampling, read) * copies
 
@@ -328,44 +310,38 @@ class HTTPEngine(ServerWeights):
         ids, spans = await self._ids(prompt), self._met().spans
         self._check_logprobs(sampling)
         cutter, count = TextCutter(self.tokenizer, sampling.stop), 0
-        async with self._going_out() as version:
-            asked = body(ids, sampling, spans=spans, model=self._met().model, room=self._room(ids), stream=True)
-            async with contextlib.aclosing(self.server.events(route(spans), asked, self._most(asked))) as events:
-                while True:
-                    try:
-                        event = await self._or_death(anext(events))
-                    except StopAsyncIteration:
-                        raise EngineError(f"{self.server.url} ended a stream without an end") from None
-                    self._answered = time.monotonic()
-                    for answer in self._answers(event, sampling, ids, whole=False):
-                        count += len(answer.ids)
-                        if count > sampling.max_tokens:
-                            raise EngineError(f"{self.server.url} made more than {sampling.max_tokens} tokens")
-                        text = cutter.add(answer.ids, answer.stop, last=bool(answer.finish_reason))
-                        made: tuple[tuple[int, int, int], ...] = ()
-                        if answer.finish_reason:
-                            if not spans:
-                                await self._or_death(self._confirm())
-                            made = self._spans(answer, count, version)
-                            self._failed = 0
-                        yield _completed(ids, answer, text, made)
-                        if answer.finish_reason:
-                            return
+        async with (
+            self._going_out() as version,
+            contextlib.aclosing(self.server.events(*self._asked(ids, sampling, stream=True))) as events,
+        ):
+            while True:
+                try:
+                    event = await self._or_death(anext(events))
+                except StopAsyncIteration:
+                    raise EngineError(f"{self.server.url} ended a stream without an end") from None
+                self._answered = time.monotonic()
+                for answer in self._answers(event, sampling, ids, whole=False):
+                    count += len(answer.ids)
+                    if count > sampling.max_tokens:
+                        raise EngineError(f"{self.server.url} made more than {sampling.max_tokens} tokens")
+                    text = cutter.add(answer.ids, answer.stop, last=bool(answer.finish_reason))
+                    if not answer.finish_reason:
+                        yield answer.completion(ids, text)
+                        continue
+                    if not spans:
+                        await self._or_death(self._confirm())
+                    made = answer.completion(ids, text, self._spans(answer, count, version))
+                    self._failed = 0
+                    yield made
+                    return
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
         """See `Engine`. Another temperature than 1 fetches the whole distribution: refused above 2 million values."""
-        if not temperature > 0.0:
-            raise EngineError(f"logprobs need a temperature above 0, not {temperature}", refused=True)
         ids = await self._ids(token_ids)
+        size = len(self.tokenizer)  # type: ignore[arg-type]  # Hugging Face's have a length
+        whole = whole_distribution(len(ids), size, temperature, _MAX_DISTRIBUTION)
         if len(ids) == 1:
             return []
-        whole = temperature != 1.0
-        size = len(self.tokenizer)  # type: ignore[arg-type]  # Hugging Face's have a length
-        if whole and size * len(ids) > _MAX_DISTRIBUTION:
-            raise EngineError(
-                f"logprobs of {len(ids)} tokens at temperature {temperature} would fetch {size} values a token over "
-                "HTTP: ask for temperature 1, or for fewer tokens at a time", refused=True,
-            )
         sampling = Sampling(temperature=0.0, max_tokens=1, logprobs=False)
 
         def read(told: Any, version: int) -> list[float]:
@@ -378,20 +354,21 @@ class HTTPEngine(ServerWeights):
     async def _told(
         self, ids: list[int], sampling: Sampling, read: Callable[[Any, int], _T], of_prompt: int | None = None
     ) -> _T:
-        """Return what is read of the server's answer, which is this server's.
-
-        `read` gets it, and the version that was served when it was asked.
-        """
-        spans = self._met().spans
+        """Return what `read` makes of the server's answer and the version that was served when it was asked."""
         async with self._going_out() as version:
-            asked = body(ids, sampling, spans=spans, model=self._met().model, room=self._room(ids),
-                         prompt_logprobs=of_prompt)
-            told = await self._or_death(self.server.tokens(route(spans), asked, self._most(asked)))
-            if not spans:
+            asked = self._asked(ids, sampling, prompt_logprobs=of_prompt)
+            told = await self._or_death(self.server.tokens(*asked))
+            if not self._met().spans:
                 await self._or_death(self._confirm())
             found = read(told, version)
         self._answered, self._failed = time.monotonic(), 0
         return found
+
+    def _asked(self, ids: list[int], sampling: Sampling, **more: Any) -> tuple[str, dict[str, Any], int]:
+        """Return the path, the body and the most bytes of the answer of a request to the server."""
+        facts, room = self._met(), (self.max_model_len or 0) - len(ids)
+        asked = body(ids, sampling, spans=facts.spans, model=facts.model, room=room, **more)
+        return route(facts.spans), asked, most_bytes(asked, self._vocabulary)
 
     def _answers(self, told: Any, sampling: Sampling, prompt: list[int], *, whole: bool = True) -> list[Answer]:
         return answers(
@@ -402,9 +379,6 @@ class HTTPEngine(ServerWeights):
     def _who(self) -> str:
         version = self._met().version
         return f"{self.server.url} ({f'vLLM {version}' if version else 'without the /version of vLLM'})"
-
-    def _most(self, asked: dict[str, Any]) -> int:
-        return most_bytes(asked, self._vocabulary)
 
     @contextlib.asynccontextmanager
     async def _going_out(self) -> AsyncIterator[int]:
@@ -436,22 +410,8 @@ class HTTPEngine(ServerWeights):
 
     async def _ids(self, prompt: str | list[int]) -> list[int]:
         self._alive()
-        if isinstance(prompt, str):
-            ids = await off_the_loop(is_large(prompt), lambda: encoded(self.tokenizer, prompt, self.max_model_len))
-        else:
-            ids = [int(i) for i in prompt]
-        if not ids:
-            raise EngineError("an empty prompt can't be continued", refused=True)
-        if self._room(ids) < 1:
-            raise EngineError(
-                f"a prompt of {len(ids)} tokens leaves no room for an answer in the model's maximum context length of "
-                f"{self.max_model_len}: shorten it, or start {self.server.url} with a larger --max-model-len",
-                refused=True,
-            )
-        return ids
-
-    def _room(self, ids: list[int]) -> int:
-        return (self.max_model_len or 0) - len(ids)
+        remedy = f"start {self.server.url} with a larger --max-model-len"
+        return await prompt_ids(self.tokenizer, prompt, self.max_model_len or 0, remedy)
 
     # --- answers ----------------------------------------------------------------------------------------------------
     def _spans(self, answer: Answer, count: int, version: int) -> tuple[tuple[int, int, int], ...]:
@@ -488,17 +448,3 @@ class HTTPEngine(ServerWeights):
         self._tried_with = [int(token) for token in self.tokenizer.encode("a")][-1:] or [0]
         [made] = await self.generate(self._tried_with, replace(_TRIED, top_k=1))
         return all(abs(value) < 1e-6 for value in made.logprobs or ())
-
-
-def _auto_tokenizer(model: str) -> Tokenizer:
-    from transformers import AutoTokenizer
-
-    tokenizer: Tokenizer = AutoTokenizer.from_pretrained(model)
-    return tokenizer
-
-
-def _completed(ids: list[int], answer: Answer, text: str, spans: tuple[tuple[int, int, int], ...]) -> Completion:
-    return VersionedCompletion(
-        prompt_token_ids=list(ids), token_ids=answer.ids, logprobs=answer.logprobs, text=text,
-        finish_reason=answer.finish_reason, version_spans=spans, top_logprobs=answer.top,
-    )

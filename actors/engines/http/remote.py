@@ -1,31 +1,26 @@
 """An engine of another runner, asked over HTTP: how workflows reach auxiliary models.
 
 A `RemoteEngine` is an `Engine` over all engines of one model, which it asks by the routes of
-`serving/token_id_routes.py`. They take and give token ids and logprobs as they are. Which of the engines gets a request
-decides `actors.load_balancing`. They may come and go at any time (`update`): a request whose engine died, or that finds
-none, is asked again of another until its caller gives up, so a workflow sees a pause. What the engine refuses is an
-EngineError, as from the engine itself.
+`serving/token_id_routes.py`: token ids and logprobs as they are. Engines may come and go at any time (`update`): a
+request whose engine died, or that finds none, is asked again of another until its caller gives up, so a workflow sees a
+pause. What the engine refuses is an EngineError, as from the engine itself.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import time
-import uuid
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from trinity_es.actors import load_balancing
 from trinity_es.actors.config.schema import RolloutModelConfig
 from trinity_es.actors.engines.http.client import http_client, largest_answer, up_to
+from trinity_es.actors.engines.http.pool import Backend, EngineFailed, EnginePool, NoEngine
 from trinity_es.actors.engines.interface import Completion, Sampling, Tokenizer
 from trinity_es.actors.openai_clients import Endpoint
 from trinity_es.actors.plugins import resolve
-from trinity_es.events.errors import ConfigError, EngineError, SyncError, WorkflowError, error_from_dict
+from trinity_es.events.errors import ConfigError, EngineError, SyncError, WorkflowError
 
 if TYPE_CHECKING:
     import httpx
@@ -34,92 +29,42 @@ __all__ = ["RemoteEngine", "remote_models"]
 
 CONNECT_SECONDS = 5.0
 """How long a connection to an engine's runner may take."""
-AGAIN_SECONDS = 0.5
-"""How long an unreachable engine is left alone before it is tried again; a new URL for it resets this."""
-REMEMBERED_TASKS = 4096
-"""Maximum number of tasks whose home is known; an older one finds a home again."""
-CALLER = "x-trinity-caller"
-"""Header that tells whose request it is: an engine tells a caller what it has to do for others."""
-
-GONE_STATUS, DEAD_STATUS, REFUSED_STATUS, FAILED_STATUS = 499, 503, 422, 500
-
-
-@dataclass(slots=True)
-class _Place:
-    """One of the engines."""
-
-    url: str
-    mine: int = 0
-    """Requests of this caller that it has."""
-    others: int = 0
-    """Requests of others, as it told last, and when."""
-    told: float = float("-inf")
-    away_until: float = float("-inf")
-    """It could not be reached: not before then."""
 
 
 class RemoteEngine:
     """All engines of one model, as one `Engine` (see the module). Use it on one event loop.
 
     Requests of one `task` share an engine's prefix cache. `defaults`: the model's own sampling, under the names of
-    `Sampling`. `token` is the one that its runners' HTTP
-    servers ask for. `model_version` is that of the last answer. `transport` is httpx's, for tests.
+    `Sampling`. `token` is the one that its runners' HTTP servers ask for. `model_version` is that of the last answer.
+    `transport` is httpx's, for tests.
     """
 
     def __init__(
-        self,
-        name: str,
-        tokenizer: Tokenizer,
-        *,
-        token: str,
-        defaults: Mapping[str, Any] | None = None,
-        max_model_len: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, name: str, tokenizer: Tokenizer, *, token: str, defaults: Mapping[str, Any] | None = None,
+        max_model_len: int | None = None, clock: Callable[[], float] = time.monotonic,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.name, self.tokenizer, self.token = name, tokenizer, token
         self.defaults, self.max_model_len = dict(defaults or {}), max_model_len
         self.model_version = 0
+        self.pool = EnginePool(clock)
         self._clock, self._transport = clock, transport
-        self._caller = uuid.uuid4().hex
-        self._places: dict[str, _Place] = {}
-        self._homes: OrderedDict[str, str] = OrderedDict()
-        self._changed = asyncio.Event()
         self._http: httpx.AsyncClient | None = None
 
     def update(self, endpoints: Mapping[str, str]) -> None:
         """Replace the engines: runner -> URL. One under a new URL is a new one."""
-        kept = {n: p for n, p in self._places.items() if endpoints.get(n) == p.url}
-        new = {n: _Place(url) for n, url in endpoints.items() if n not in kept}
-        self._places = kept | new
-        if new:
-            self._changed.set()
-
-    def choose(self, task: str | None) -> str | None:
-        """Return the engine for the task's next request, which becomes its home; None while none can be reached."""
-        now = self._clock()
-        loads = {
-            name: place.mine + load_balancing.reported(place.others, place.told, now)
-            for name, place in self._places.items()
-            if place.away_until <= now
-        }
-        chosen = load_balancing.choose(task, loads, self._homes.get(task) if task is not None else None)
-        if task is not None and chosen is not None:
-            self._homes[task] = chosen
-            self._homes.move_to_end(task)
-            while len(self._homes) > REMEMBERED_TASKS:
-                self._homes.popitem(last=False)
-        return chosen
+        self.pool.update({"runner": name, "incarnation": 0, "endpoint": url} for name, url in endpoints.items())
 
     def endpoint(self, task: str | None) -> Endpoint:
         """Return where an OpenAI client reaches the task's engine. Raises WorkflowError while there is none."""
-        name = self.choose(task)
-        if name is None:
+        engine = self.pool.choose(_keys(task))
+        if engine is None:
             raise WorkflowError(
                 f"no engine of the auxiliary model {self.name!r} serves now: its methods (chat, generate) wait "
                 "for one, an OpenAI client can't"
             )
-        return Endpoint(f"{self._places[name].url}/v1", self.token, self.name)
+        self.pool.remember(_keys(task), engine)
+        return Endpoint(f"{engine.endpoint}/v1", self.token, self.name)
 
     async def start(self) -> None:
         """Nothing to start: its runners do."""
@@ -160,68 +105,48 @@ class RemoteEngine:
         return list(told["logprobs"])
 
     async def _ask(self, what: str, body: dict[str, Any], task: str | None, most: int) -> dict[str, Any]:
-        import httpx
-
         data = json.dumps(body).encode()
-        ended = 0
-        while True:
-            if ended > 1:  # it may be this request that ends them: the attempt fails, and attempts are counted
-                raise EngineError(f"{ended} engines of auxiliary model {self.name!r} ended while they answered this")
-            name = self.choose(task)
-            if name is None:
-                await self._any()
-                continue
-            place = self._places[name]
-            place.mine += 1
-            try:
-                answer = await self._client().post(
-                    f"{place.url}/engine/{what}", content=data, extensions=up_to(most)
-                )
-            except (httpx.NetworkError, httpx.TimeoutException, httpx.RemoteProtocolError) as e:  # it is gone, or going
-                place.away_until = self._clock() + AGAIN_SECONDS
-                ended += not isinstance(e, httpx.ConnectError | httpx.ConnectTimeout)
-                continue
-            except httpx.HTTPError as e:
-                raise EngineError(f"{name} of the auxiliary model {self.name!r} can't be asked: {e}") from e
-            finally:
-                place.mine -= 1
-            told = _answered(answer, self.name, name)
-            if told is None:
-                place.away_until = self._clock() + AGAIN_SECONDS
-                ended += 1
-                continue
-            place.others, place.told = told["others"], self._clock()
-            self.model_version = told["model_version"]
-            if "error" in told:
-                raise error_from_dict(told["error"])
-            return told
-
-    async def _any(self) -> None:
-        """Wait until there may be an engine to ask."""
-        self._changed.clear()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), AGAIN_SECONDS)
-
-    def _client(self) -> httpx.AsyncClient:
         if self._http is None:
             self._http = http_client(
-                headers={"authorization": f"Bearer {self.token}", CALLER: self._caller},
-                connect=CONNECT_SECONDS, transport=self._transport,
+                headers={"authorization": f"Bearer {self.token}"}, connect=CONNECT_SECONDS, transport=self._transport
             )
-        return self._http
+        http = self._http
 
-
-def _answered(answer: httpx.Response, model: str, name: str) -> dict[str, Any] | None:
-    """Return what an engine's runner said; None where another has to be asked. Raises EngineError."""
-    if answer.status_code == DEAD_STATUS:
-        return None
-    try:
-        told: dict[str, Any] = json.loads(answer.content)
-        if "model_version" in told:
+        async def ask(engine: Backend) -> dict[str, Any]:
+            self.pool.remember(_keys(task), engine)
+            answer = await http.post(f"{engine.endpoint}/engine/{what}", content=data, extensions=up_to(most))
+            told = self._read(answer, engine.runner)
+            engine.others, engine.told = max(0, told["load"] - engine.busy), self._clock()
+            self.model_version = told["model_version"]
+            engine.answered += 1
             return told
-    except (ValueError, TypeError):
-        pass
-    raise EngineError(f"{name} of the auxiliary model {model!r} answered {answer.status_code}: {answer.text[:200]}")
+
+        try:
+            return await self.pool.ask(ask, _keys(task))
+        except NoEngine as e:  # it may be this request that ends them: the attempt fails, and attempts are counted
+            raise EngineError(
+                f"{e.lost} engines of auxiliary model {self.name!r} ended while they answered this ({e})"
+            ) from e
+
+    def _read(self, answer: httpx.Response, runner: str) -> dict[str, Any]:
+        """Return what an engine's runner answered. Raises EngineFailed for a dead engine, EngineError for an error."""
+        status = answer.status_code
+        try:
+            told: dict[str, Any] = json.loads(answer.content)
+            if "load" in told:
+                return told
+            message = str(told["error"]["message"])
+        except (ValueError, TypeError, LookupError):
+            message = answer.text[:200]
+        if status == 503:
+            raise EngineFailed(message, lost=True)
+        if status in (400, 413, 422, 500):
+            raise EngineError(message, **({} if status == 500 else {"refused": True}))
+        raise EngineError(f"{runner} of the auxiliary model {self.name!r} answered {status}: {message}")
+
+
+def _keys(task: str | None) -> list[str]:
+    return [] if task is None else [task]
 
 
 def remote_models(auxiliary: Mapping[str, RolloutModelConfig], token: str) -> dict[str, RemoteEngine]:

@@ -15,7 +15,8 @@ import orjson
 
 from trinity_es.actors.engines.http.client import largest_answer
 from trinity_es.actors.engines.http.vllm_api import ASKED
-from trinity_es.actors.engines.interface import Sampling
+from trinity_es.actors.engines.interface import Completion, Sampling
+from trinity_es.actors.engines.sampling import at_temperature
 from trinity_es.events.errors import EngineError
 
 __all__ = ["OTHERS", "UNREADABLE", "Answer", "TextCutter", "answers", "body", "most_bytes", "prompt_logprobs", "route"]
@@ -45,6 +46,12 @@ class Answer:
     """The stop text that ended it; empty: none did."""
     labels: list[tuple[str, int, int]]
     """`(label, start, end)`: the label of the weights that made these tokens. Empty where the route does not say."""
+
+    def completion(self, prompt: list[int], text: str, spans: tuple[tuple[int, int, int], ...] = ()) -> Completion:
+        return Completion(
+            prompt_token_ids=list(prompt), token_ids=self.ids, logprobs=self.logprobs, text=text,
+            finish_reason=self.finish_reason, version_spans=spans, top_logprobs=self.top,
+        )
 
 
 def route(spans: bool) -> str:
@@ -238,14 +245,7 @@ def prompt_logprobs(
         raise EngineError(f"{server} told no logprobs of the prompt ({_odd(e, told)})") from e
     if temperature == 1.0:
         return own
-    import numpy as np
-
-    found = []
-    for row, value in zip(rows, own, strict=True):
-        scaled = np.array(list(row.values()), dtype=np.float64) / temperature
-        top = scaled.max()
-        found.append(float(value / temperature - top - np.log(np.exp(scaled - top).sum())))
-    return found
+    return [at_temperature(value, row.values(), temperature) for row, value in zip(rows, own, strict=True)]
 
 
 class TextCutter:

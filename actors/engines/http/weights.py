@@ -10,19 +10,21 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
+import shlex
+import signal
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
 from trinity_es.actors.engines.checkpoints import resolve_model, unloadable
-from trinity_es.actors.engines.http.restart_command import run_command
 from trinity_es.actors.engines.http.vllm_api import DEV_MODE, UNLABELLED, ServerFacts, ServerGone, VLLMServer
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.events.errors import EngineError, SyncError
 
-__all__ = ["WATCH_SECONDS", "ServerWeights"]
+__all__ = ["WATCH_SECONDS", "ServerWeights", "run_command"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -43,8 +45,8 @@ class ServerWeights:
     model_version: int
     version: str
     """Of vLLM, and where it is."""
-    _dead: str | None
-    """Why the engine serves nothing; None: it serves."""
+    dead: str | None
+    """Why it will never answer again; None while it serves."""
 
     def __init__(self, config: EngineConfig, server: VLLMServer) -> None:
         self.config, self.server = config, server
@@ -349,6 +351,30 @@ class ServerWeights:
             yield
         finally:
             self._open.set()
+
+
+async def run_command(command: str, values: Mapping[str, str], *, seconds: float) -> None:
+    """Run a shell command and wait for its end; what it starts in the background goes on without it.
+
+    `{name}` in it is replaced by the value of this name, quoted for the shell, and the environment has it as
+    `TRINITY_ES_<NAME>`. Raises EngineError where it fails, or has not ended after `seconds`; then it is ended.
+    """
+    command = re.sub(r"\{(\w+)\}", lambda m: shlex.quote(values[m[1]]) if m[1] in values else m[0], command)
+    environment = {**os.environ, **{f"TRINITY_ES_{name.upper()}": value for name, value in values.items()}}
+    # A session of its own: what it starts in the background is not to be ended with the runner's process group.
+    process = await asyncio.create_subprocess_shell(
+        command, env=environment, start_new_session=True, stdin=asyncio.subprocess.DEVNULL
+    )
+    try:
+        status = await asyncio.wait_for(process.wait(), seconds)
+    except TimeoutError:
+        raise EngineError(f"servers.restart_command had not ended after {seconds:g} s") from None
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if status != 0:
+        raise EngineError(f"servers.restart_command failed (exit status {status})")
 
 
 def _same(root: str, model: str) -> bool:

@@ -36,12 +36,12 @@ from uuid import uuid4
 
 import psutil
 
-from trinity_es.actors.engines.checkpoints import model_dtype, reference_shapes, resolve_model
+from trinity_es.actors.engines.checkpoints import auto_tokenizer, model_dtype, reference_shapes, resolve_model
 from trinity_es.actors.engines.interface import Completion, EngineConfig, EngineLoad, Recording, Sampling, Tokenizer
-from trinity_es.actors.engines.long_texts import encoded, is_large, off_the_loop
+from trinity_es.actors.engines.long_texts import prompt_ids
+from trinity_es.actors.engines.sampling import at_temperature, whole_distribution
 from trinity_es.actors.engines.vllm import server as vllm_server
-from trinity_es.actors.engines.vllm.adapters import AdapterServing, ServedAdapter, lora_arguments
-from trinity_es.actors.engines.vllm.load import with_load
+from trinity_es.actors.engines.vllm.adapters import AdapterServing, lora_arguments
 from trinity_es.actors.engines.vllm.processes import (
     Printed,
     children,
@@ -53,19 +53,20 @@ from trinity_es.actors.engines.vllm.processes import (
     silent,
     with_descendants,
 )
-from trinity_es.actors.engines.vllm.texts import read_at_the_end, with_texts
 from trinity_es.actors.engines.vllm.values import (
-    VersionedCompletion,
     completion_of,
     output_kind,
     prompt_of_ids,
+    read_at_the_end,
     sampling_params,
+    with_load,
+    with_texts,
 )
 from trinity_es.actors.engines.vllm.weights import WeightChanges, WorkerExtension, short
 from trinity_es.events.errors import ConfigError, EngineError
 from trinity_es.events.processes import process_start_time
 
-__all__ = ["VLLMEngine", "VersionedCompletion", "WorkerExtension"]
+__all__ = ["VLLMEngine", "WorkerExtension"]
 
 _log = logging.getLogger(__name__)
 
@@ -128,12 +129,9 @@ class VLLMEngine(WeightChanges, AdapterServing):
 
         Raises ConfigError for a model that is not there.
         """
-        from transformers import AutoTokenizer
-
         known = ("trust_remote_code", "tokenizer_revision")
         more = {name.removeprefix("tokenizer_"): config.options[name] for name in known if name in config.options}
-        model = resolve_model(config.model_path)
-        found = AutoTokenizer.from_pretrained(config.options.get("tokenizer", model), **more)
+        found = auto_tokenizer(config.options.get("tokenizer", resolve_model(config.model_path)), **more)
         tokenizer: Tokenizer = vllm_server.with_template(found, config.server_args)
         return tokenizer
 
@@ -252,7 +250,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         two = sorted({*self.tokenizer.encode("a")[-1:], *self.tokenizer.encode("b")[-1:]})
         asked = Sampling(temperature=2.0, max_tokens=64, ignore_eos=True, top_logprobs=2, seed=0)
         params = sampling_params(asked, {"allowed_token_ids": two})
-        output = await self._request(self._llm, prompt, params, None)
+        output, _ = await self._whole(prompt, params)
         rows = completion_of(prompt, output.outputs[0], top=2).top_logprobs or []
         sums = [math.fsum(math.exp(p) for _, p in row) for row in rows]
         wrong = next((total for total in sums if not abs(total - 1.0) < _MOST_OFF), None)  # NaN is none, either
@@ -322,76 +320,57 @@ class VLLMEngine(WeightChanges, AdapterServing):
         `dead=True` when the engine is gone.
         """
         llm = self._alive()
-        ids = await self._ids(prompt, room=1)
-        copies = 1
-        if sampling.temperature == 0.0 and sampling.n > 1:  # vLLM refuses n > 1 where all answers are the same
-            copies, sampling = sampling.n, dataclasses.replace(sampling, n=1)
-        with self._using(sampling.adapter) as adapter:
-            params = sampling_params(sampling, read_at_the_end(sampling.stop, sampling.top_logprobs))
-            output = await self._request(llm, ids, params, adapter)
+        ids = await self._ids(prompt)
+        copies = sampling.n if sampling.temperature == 0.0 else 1
+        if copies > 1:  # vLLM refuses n > 1 where all answers are the same
+            sampling = dataclasses.replace(sampling, n=1)
+        params = sampling_params(sampling, read_at_the_end(sampling.stop, sampling.top_logprobs))
+        output, adapter = await self._whole(ids, params, sampling.adapter)
         await with_texts(llm.get_tokenizer(), ids, params, output.outputs)
         outputs = sorted(output.outputs, key=lambda o: int(o.index))
-        done = [completion_of(ids, o, sampling.top_logprobs, _named(adapter)) for o in outputs]
-        return done * copies
+        return [completion_of(ids, o, sampling.top_logprobs, adapter) for o in outputs] * copies
 
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
         """See `Engine`. The last item's `version_spans` are over the whole answer. Raises EngineError as `generate`."""
-        llm = self._alive()
-        ids = await self._ids(prompt, room=1)
+        ids = await self._ids(prompt)
         params = sampling_params(dataclasses.replace(sampling, n=1))
         params.output_kind = output_kind("DELTA")
-        with self._using(sampling.adapter) as adapter:
-            async with contextlib.aclosing(self._outputs(llm, ids, params, adapter)) as outputs:
-                async for output in outputs:
-                    [new] = output.outputs
-                    part = completion_of(ids, new, sampling.top_logprobs, _named(adapter))
-                    yield dataclasses.replace(part, finish_reason=new.finish_reason or "")
+        async with contextlib.aclosing(self.outputs(ids, params, sampling.adapter)) as outputs:
+            async for output, adapter in outputs:
+                [new] = output.outputs
+                part = completion_of(ids, new, sampling.top_logprobs, adapter)
+                yield dataclasses.replace(part, finish_reason=new.finish_reason or "")
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0, adapter: str = "") -> list[float]:
         """log p(token_ids[i] | token_ids[:i]) for i >= 1, of logits / temperature; length `len(token_ids) - 1`.
 
-        vLLM gives prompt logprobs at temperature 1 only. For another temperature T the whole distribution is fetched,
-        log softmax(z / T) = l / T - logsumexp(l / T) with l = log softmax(z): dear with a big vocabulary, so refused
-        above 20 million values. Raises EngineError as `generate` does.
+        vLLM gives prompt logprobs at temperature 1 only. For another one the whole distribution is fetched: dear with a
+        big vocabulary, so refused above 20 million values. Raises EngineError as `generate` does.
         """
-        llm = self._alive()
-        if not temperature > 0.0:
-            raise EngineError(f"logprobs need a temperature above 0, not {temperature}", refused=True)
-        ids = await self._ids(token_ids, room=1)
+        ids = await self._ids(token_ids)
+        vocabulary = int(self._alive().model_config.get_vocab_size())
+        whole = whole_distribution(len(ids), vocabulary, temperature, _MAX_DISTRIBUTION)
         if len(ids) == 1:
             return []
         from vllm import SamplingParams
 
-        whole = temperature != 1.0
-        vocabulary = int(llm.model_config.get_vocab_size())
-        if whole and vocabulary * len(ids) > _MAX_DISTRIBUTION:
-            raise EngineError(
-                f"logprobs of {len(ids)} tokens at temperature {temperature} would fetch {vocabulary} values a token: "
-                "ask for temperature 1, or for fewer tokens at a time", refused=True,
-            )
         params = SamplingParams(
             max_tokens=1, temperature=0.0, prompt_logprobs=-1 if whole else 0, detokenize=False,
             output_kind=output_kind("FINAL_ONLY"),
         )
-        with self._using(adapter) as served:
-            output = await self._request(llm, ids, params, served)
-        rows = list(output.prompt_logprobs)[1:]
+        output, _ = await self._whole(ids, params, adapter)
+        rows = zip(list(output.prompt_logprobs)[1:], ids[1:], strict=True)
         if not whole:
-            return [float(row[token].logprob) for row, token in zip(rows, ids[1:], strict=True)]
-        import numpy as np
+            return [float(row[token].logprob) for row, token in rows]
+        return [at_temperature(row[t].logprob, (p.logprob for p in row.values()), temperature) for row, t in rows]
 
-        found = []
-        for row, token in zip(rows, ids[1:], strict=True):
-            scaled = np.array([p.logprob for p in row.values()], dtype=np.float64) / temperature
-            top = scaled.max()
-            found.append(float(row[token].logprob / temperature - top - np.log(np.exp(scaled - top).sum())))
-        return found
-
-    async def _request(self, llm: Any, ids: list[int], params: Any, adapter: ServedAdapter | None) -> Any:
+    async def _whole(self, ids: list[int], params: Any, adapter: str = "") -> tuple[Any, tuple[str, int] | None]:
+        """Return the last of `outputs`."""
         last = None
-        async with contextlib.aclosing(self._outputs(llm, ids, params, adapter)) as outputs:
+        async with contextlib.aclosing(self.outputs(ids, params, adapter)) as outputs:
             async for output in outputs:
                 last = output
+        assert last is not None  # else `outputs` raised
         return last
 
     async def application(self, name: str, recording: Callable[[], Recording | None]) -> Any:
@@ -399,62 +378,50 @@ class VLLMEngine(WeightChanges, AdapterServing):
         options = self.config.server_args
         return await vllm_server.application(self, self._alive(), self._model, name, options, recording)
 
-    async def outputs(self, prompt: Any, params: Any, request: str, adapter: str, **more: Any) -> AsyncGenerator[Any]:
-        """Yield (what vLLM says, by which adapter) to a request of its own server. Raises EngineError as `generate`."""
-        with self._using(adapter) as served:
-            more["request"] = request
-            async with contextlib.aclosing(self._outputs(self._alive(), prompt, params, served, **more)) as outputs:
-                async for output in outputs:
-                    yield output, _named(served)
+    async def outputs(
+        self, prompt: Any, params: Any, adapter: str = "", request: str = "", **more: Any
+    ) -> AsyncGenerator[tuple[Any, tuple[str, int] | None]]:
+        """Yield (what vLLM says, which adapter made it) to a request; the last of it is finished.
 
-    async def _outputs(
-        self, llm: Any, prompt: Any, params: Any, adapter: ServedAdapter | None, request: str | None = None,
-        **more: Any,
-    ) -> AsyncGenerator[Any]:
-        """Yield what vLLM says to a request; the last of it is finished."""
+        Raises EngineError as `generate`.
+        """
+        llm = self._alive()
         if self._speculates and params.stop:
             raise EngineError("a stop text can't be had with engine_args.speculative_config: vLLM gives tokens behind "
                               "it, too, and they would be trained on", refused=True)
         last = None
         task = asyncio.current_task()
         assert task is not None
-        self._asking.add(task)
         asked = prompt_of_ids(prompt) if isinstance(prompt, list) else prompt
-        more["lora_request"] = None if adapter is None else adapter.request
-        stream: AsyncIterator[Any] = llm.generate(asked, params, request or uuid4().hex, **more)
-        try:
-            # aclosing: a cancelled caller must abort the request now, not when the generator is collected
-            async with contextlib.aclosing(stream) as outputs:  # type: ignore[type-var]  # vLLM's is a generator
-                async for last in outputs:
-                    if self._dead is not None and any(o.finish_reason == "abort" for o in last.outputs):
-                        raise EngineError("it was cut off by the engine's end")  # which is told instead of this
-                    yield last
-            if last is None or not last.finished:
-                raise RuntimeError("the request ended without an answer")
-        except Exception as e:
-            raise self._translated(e) from e
-        except asyncio.CancelledError as e:
-            if task not in self._cut_off:
-                raise
-            task.uncancel()  # it was not the caller who gave up
-            raise self._translated(RuntimeError("it was cut off by the engine's end")) from e
-        finally:
-            self._asking.discard(task)
-            self._cut_off.discard(task)
+        with self._using(adapter) as served:
+            self._asking.add(task)
+            named = served and (served.name, served.version)
+            more["lora_request"] = served and served.request
+            stream: AsyncIterator[Any] = llm.generate(asked, params, request or uuid4().hex, **more)
+            try:
+                # aclosing: a cancelled caller must abort the request now, not when the generator is collected
+                async with contextlib.aclosing(stream) as outputs:  # type: ignore[type-var]  # vLLM's is a generator
+                    async for last in outputs:
+                        if self._dead is not None and any(o.finish_reason == "abort" for o in last.outputs):
+                            raise EngineError("it was cut off by the engine's end")  # which is told instead of this
+                        yield last, named
+                if last is None or not last.finished:
+                    raise RuntimeError("the request ended without an answer")
+            except Exception as e:
+                raise self._translated(e) from e
+            except asyncio.CancelledError as e:
+                if task not in self._cut_off:
+                    raise
+                task.uncancel()  # it was not the caller who gave up
+                raise self._translated(RuntimeError("it was cut off by the engine's end")) from e
+            finally:
+                self._asking.discard(task)
+                self._cut_off.discard(task)
 
-    async def _ids(self, prompt: str | list[int], room: int) -> list[int]:
-        if isinstance(prompt, str):
-            ids = await off_the_loop(is_large(prompt), lambda: encoded(self.tokenizer, prompt, self._max_model_len))
-        else:
-            ids = [int(i) for i in prompt]
-        if not ids:
-            raise EngineError("an empty prompt can't be continued", refused=True)
-        if len(ids) + room > self._max_model_len:
-            raise EngineError(
-                f"a prompt of {len(ids)} tokens leaves no room for an answer in the model's maximum context length of "
-                f"{self._max_model_len}: shorten it, or raise explorer.rollout_model.max_model_len", refused=True,
-            )
-        return ids
+    async def _ids(self, prompt: str | list[int]) -> list[int]:
+        self._alive()
+        remedy = "raise explorer.rollout_model.max_model_len"
+        return await prompt_ids(self.tokenizer, prompt, self._max_model_len, remedy)
 
     def _translated(self, e: Exception) -> EngineError:
         """Return any exception of vLLM as the one kind that a runner knows, saying whose fault it was."""
@@ -466,10 +433,6 @@ class VLLMEngine(WeightChanges, AdapterServing):
         if isinstance(e, ValueError | TypeError) or "VLLMClientError" in {c.__name__ for c in type(e).__mro__}:
             return EngineError(f"vLLM refused the request: {short(e)}", refused=True)
         return EngineError(f"vLLM failed: {short(e)}")
-
-
-def _named(adapter: ServedAdapter | None) -> tuple[str, int] | None:
-    return None if adapter is None else (adapter.name, adapter.version)
 
 
 def _check_extension(name: str) -> None:

@@ -1,7 +1,7 @@
 """vLLM's own HTTP server over a `VLLMEngine`: chat, completions, responses, messages, tokenize, token ids in and out.
 
-It is vLLM's application as it stands (but for `token_names.py`), mounted on the AsyncLLM that the engine has; what it
-asks of that goes through `_RecordingClient`, which notes for the request in hand (`Recording`) what was sampled: exact
+It is vLLM's application as it stands (but for `_with_token_names`), mounted on the AsyncLLM of the engine; what it asks
+of that goes through `_RecordingClient`, which notes for the request in hand (`Recording`) what was sampled: exact
 ids, logprobs and weight versions, whatever API the client spoke. vLLM 0.32 and 0.33 have the application in
 `vllm.entrypoints.launchers`; older versions (0.23) in `vllm.entrypoints.openai.api_server`. Nothing else of ours knows.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
@@ -19,9 +20,15 @@ import orjson
 
 from trinity_es.actors.engines.interface import Completion, Generation, Recording, Sampling
 from trinity_es.actors.engines.sampling import MOST_ANSWERS
-from trinity_es.actors.engines.token_names import with_token_names
-from trinity_es.actors.engines.vllm.texts import read_at_the_end, text_of, with_texts
-from trinity_es.actors.engines.vllm.values import changed, completion_of, output_kind, said_for
+from trinity_es.actors.engines.vllm.values import (
+    changed,
+    completion_of,
+    output_kind,
+    read_at_the_end,
+    said_for,
+    text_of,
+    with_texts,
+)
 from trinity_es.events.errors import ConfigError, EngineError
 from trinity_es.events.json_values import NotPlain, plain
 
@@ -33,7 +40,8 @@ _OURS = frozenset({"host", "port", "uds", "api_key", "ssl_keyfile", "ssl_certfil
 
 _FOR_OTHERS = frozenset({"CORSMiddleware", "PrometheusInstrumentatorMiddleware"})
 """What vLLM's application does for browsers and for its own `/metrics`, neither of which gets to a runner."""
-_ASKED_MOST = frozenset({"/v1/chat/completions", "/v1/completions", "/inference/v1/generate"})
+_GENERATE = "/inference/v1/generate"
+_ASKED_MOST = frozenset({"/v1/chat/completions", "/v1/completions", _GENERATE})
 """Routes that are looked for first: of thirty-six, vLLM has those that sample among the last."""
 
 
@@ -46,7 +54,7 @@ class ServedEngine(Protocol):
     def max_model_len(self) -> int | None: ...
     @property
     def adapters(self) -> Mapping[str, int]: ...
-    def outputs(self, prompt: Any, params: Any, request: str, adapter: str, **more: Any) -> AsyncGenerator[Any]: ...
+    def outputs(self, prompt: Any, params: Any, adapter: str, request: str, **more: Any) -> AsyncGenerator[Any]: ...
 
 
 async def application(
@@ -66,7 +74,43 @@ async def application(
     app.router.routes.sort(key=lambda route: getattr(route, "path", "") not in _ASKED_MOST)
     await init_app_state(_RecordingClient(engine, llm, recording), app.state, args, tasks)
     _list_adapters(app.state.openai_serving_models, engine)
-    return with_token_names(app)
+    return _with_token_names(app)
+
+
+_ENTRY = re.compile(rb'\{"token_id":(\d+)(?=[,}])')
+"""The begin of a logprob's entry: in no text, where quotes would have their backslashes."""
+
+
+def _with_token_names(application: Any) -> Any:
+    """Return this ASGI application, with names of tokens in the logprobs of `/inference/v1/generate`.
+
+    vLLM 0.32 says `{"token_id": 7, "logprob": ...}` where older versions say `{"token": "token_id:7", "logprob": ...}`,
+    which the clients that there are read still (verifiers' of renderers 0.1.12, TRL 1.16's). Here an entry has both.
+    """
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        if scope.get("path") != _GENERATE:
+            await application(scope, receive, send)
+            return
+        start: Any = None
+
+        async def named(message: Any) -> None:
+            nonlocal start
+            if message["type"] == "http.response.start":
+                start = message
+                return
+            body = _ENTRY.sub(rb'{"token":"token_id:\1","token_id":\1', message.get("body", b""))
+            if start is not None:
+                headers = [(k, v) for k, v in start.get("headers", ()) if k.lower() != b"content-length"]
+                if not message.get("more_body"):
+                    headers.append((b"content-length", str(len(body)).encode()))
+                await send({**start, "headers": headers})
+                start = None
+            await send({**message, "body": body})
+
+        await application(scope, receive, named)
+
+    return answer
 
 
 class _Templated:
@@ -203,7 +247,7 @@ class _RecordingClient:
         params = changed(sampling_params, changes)
         if record.wanted:
             generation = record.begin(*_asked(params, record.adapter), record.text)
-        outputs = self._engine.outputs(prompt, params, request_id, record.adapter, **more)
+        outputs = self._engine.outputs(prompt, params, record.adapter, request_id, **more)
         return self._noted(record, generation, outputs, sampling_params, params)
 
     def _text(self, ids: list[int]) -> str:

@@ -18,7 +18,6 @@ from trinity_es.actors.engines.sampling import MOST_PROMPTS, MOST_TOKENS
 from trinity_es.actors.engines.schema_limits import oversized
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving import http_server
-from trinity_es.actors.serving.token_id_routes import engine_routes
 from trinity_es.events.errors import DataError, EngineError, WorkflowError
 from trinity_es.testing import ByteTokenizer
 
@@ -137,8 +136,7 @@ async def test_prompts_that_no_engine_has_room_for_are_refused() -> None:
 
 async def test_an_engine_asked_from_afar_refuses_the_same() -> None:
     engine = Recorder()
-    routes = engine_routes(engine, dead=lambda why: None)
-    async with serving(engine, routes=routes) as server:
+    async with serving(engine, exact=True) as server:
         for sampling in ({"max_tokens": 10**9}, {"n": 10**6}, {"what": 1}):
             body = {"prompt": "x", "sampling": {"stop": [], **sampling}}
             told = (await posted(server, body, "/engine/generate")).json()

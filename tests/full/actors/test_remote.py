@@ -9,16 +9,14 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.applications import Starlette
 
 from trinity_es.actors.config.schema import RolloutModelConfig
-from trinity_es.actors.engines.http.remote import AGAIN_SECONDS, RemoteEngine, remote_models
+from trinity_es.actors.engines.http.pool import AGAIN_SECONDS, REPORT_SECONDS, SLACK_REQUESTS
+from trinity_es.actors.engines.http.remote import RemoteEngine, remote_models
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
-from trinity_es.actors.load_balancing import REPORT_SECONDS, SLACK_REQUESTS
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.workflow_runner import AuxiliaryModel, WorkflowRunner
 from trinity_es.actors.serving.engine_server import EngineServer
-from trinity_es.actors.serving.token_id_routes import engine_routes
 from trinity_es.events.errors import ConfigError, EngineError, SyncError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
@@ -64,10 +62,8 @@ class Host(httpx.AsyncBaseTransport):
 
     def add(self, name: str, **script: Any) -> Judge:
         judge = self.judges[name] = Judge(**script)
-        app = Starlette()
-        for path, handler in engine_routes(judge, self.told_dead.append).items():
-            app.add_route(path, handler, methods=["POST"])
-        self.apps[name] = httpx.ASGITransport(app)
+        server = EngineServer(judge, name="judge", token="secret", exact=True, on_dead=self.told_dead.append)
+        self.apps[name] = httpx.ASGITransport(server.answer)
         return judge
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -176,9 +172,9 @@ async def test_p15_what_an_engine_does_for_others_counts_until_it_is_old(host: H
     host.judges["judge-0"].script["latency_seconds"] = 0.0
     await mine.generate("x", Sampling(max_tokens=2))  # its answer tells of the six
     mine.update({"judge-0": "http://judge-0", "judge-1": "http://judge-1"})
-    assert {mine.choose(f"1/{task}") for task in range(20)} == {"judge-1"}
+    assert {mine.pool.choose([f"1/{task}"]).runner for task in range(20)} == {"judge-1"}
     clock.advance(REPORT_SECONDS)
-    assert {mine.choose(f"2/{task}") for task in range(20)} == {"judge-0", "judge-1"}
+    assert {mine.pool.choose([f"2/{task}"]).runner for task in range(20)} == {"judge-0", "judge-1"}
     await asyncio.gather(*theirs)
 
 
@@ -218,20 +214,10 @@ async def test_promise_10_a_request_that_ends_engines_fails_and_does_not_go_roun
 
 
 async def test_p15_a_caller_that_hangs_up_ends_its_request(host: Host) -> None:
-    import socket
-
-    import uvicorn
-
     judge = Judge(rules=[{"prompt": "hang", "hang": True}])
-    app = Starlette()
-    for path, handler in engine_routes(judge, lambda reason: None).items():
-        app.add_route(path, handler, methods=["POST"])
-    listening = socket.socket()
-    listening.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
-    serving = asyncio.create_task(server.serve([listening]))
+    server = EngineServer(judge, name="judge", token="t", exact=True)
     engine = RemoteEngine("judge", ByteTokenizer(), token="t")
-    engine.update({"judge-0": f"http://127.0.0.1:{listening.getsockname()[1]}"})
+    engine.update({"judge-0": await server.start()})
     try:
         asking = asyncio.create_task(engine.generate("hang", Sampling()))
         async with asyncio.timeout(20):  # for the request to arrive, and then to be cancelled in the engine
@@ -243,13 +229,12 @@ async def test_p15_a_caller_that_hangs_up_ends_its_request(host: Host) -> None:
         assert (await engine.generate("x", Sampling(max_tokens=2)))[0].token_ids
     finally:
         await engine.stop()
-        server.should_exit = True
-        await serving
+        await server.stop()
 
 
 async def test_p15_the_routes_of_a_runner_ask_for_the_token_and_who_has_another_is_told_so() -> None:
     judge = Judge(response="yes")
-    server = EngineServer(judge, name="judge", token="right", routes=engine_routes(judge, lambda reason: None))
+    server = EngineServer(judge, name="judge", token="right", exact=True)
     url = await server.start()
     engines = {token: RemoteEngine("judge", ByteTokenizer(), token=token) for token in ("right", "wrong")}
     try:
@@ -283,7 +268,7 @@ async def test_p15_a_judge_samples_by_its_own_config_and_not_by_the_tasks(host: 
     done = await runner.execute(replace(task, task_id=3), 1, range(2))
     assert [e.reward for e in done.experiences] == [3.0, 3.0], done.failures
     assert {s for _, s in judge.asked} == {Sampling(temperature=0.0, max_tokens=3)}
-    assert Counter(asked.engine._homes.values()) == {"judge-0": 1}  # type: ignore[attr-defined]  # both runs are one task's
+    assert Counter(asked.engine.pool._homes.values()) == {"judge-0": 1}  # type: ignore[attr-defined]  # both runs are one task's
 
 
 def test_p15_an_engine_class_without_a_tokenizer_of_its_own_says_what_it_needs() -> None:

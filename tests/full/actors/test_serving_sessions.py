@@ -13,7 +13,6 @@ import pytest
 
 from tests.helpers.endpoint import CHAT, HELLO, TEXT, Recorder, client, posted, serving, until
 from trinity_es.actors.engines.interface import Completion, Sampling
-from trinity_es.actors.engines.vllm.engine import VersionedCompletion
 from trinity_es.actors.rollout.model import Model
 from trinity_es.events.errors import WorkflowError
 from trinity_es.testing import ScriptedEngine
@@ -68,7 +67,7 @@ async def test_an_experience_says_which_weights_made_which_token(tmp_path: Any) 
             [whole] = await ScriptedEngine.generate(self, prompt, sampling)
             yield replace(whole, token_ids=[97], logprobs=[-1.0], text="a", finish_reason="")
             await self.load_weights(1, str(tmp_path))
-            yield VersionedCompletion(
+            yield Completion(
                 prompt_token_ids=whole.prompt_token_ids, token_ids=[98], logprobs=[-2.0], text="b",
                 finish_reason="stop", version_spans=((0, 0, 1), (1, 1, 2)),
             )

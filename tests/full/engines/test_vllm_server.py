@@ -14,8 +14,9 @@ import pytest
 
 from tests.helpers.engine_sessions import HELLO, Session, serving
 from tests.helpers.engines import Live
+from trinity_es.actors.engines.interface import Generation
 from trinity_es.actors.serving.engine_server import EngineServer
-from trinity_es.actors.serving.request_record import REQUEST, Generation, RequestRecord
+from trinity_es.actors.serving.request_record import REQUEST, RequestRecord
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.experience import Experience
 from trinity_es.testing import wait_until

@@ -21,7 +21,7 @@ from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerReg
 from trinity_es.actors.coordinator.fleet.server_list import ServerList, read_lines
 from trinity_es.actors.coordinator.fleet.servers import ServerFleet
 from trinity_es.actors.coordinator.units_in_flight import UnitsInFlight
-from trinity_es.actors.engines.http.restart_command import run_command
+from trinity_es.actors.engines.http.weights import run_command
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, DataError
