@@ -7,8 +7,9 @@ first if you need the old one.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,9 +24,11 @@ from trinity_es.projections.metrics import (
 )
 
 __all__ = [
-    "RESULT_FORMS", "BatchState", "Flight", "TaskState", "batch_result", "contiguous", "evolve", "fold",
-    "metric_prefix",
+    "RESULT_FORMS", "BatchState", "Flight", "TaskState", "batch_result", "contiguous", "evolve", "fold", "mean_reward",
+    "metric_prefix", "missing_runs",
 ]
+
+_EVAL_REWARD = re.compile(r"/reward/mean@(\d+)(?:/mean)?\Z")  # the second form where monitor.detailed_stats is on
 
 RESULT_FORMS = 4
 """Ways in which releases have computed `batch_result`, numbered from 1. 1: the tasks of an eval that lost runs have a
@@ -411,3 +414,21 @@ def metric_prefix(batch_id: BatchId, batch_type: str) -> str:
         return "rollout"
     name = str(batch_id).split("/", 1)[-1]
     return name if name.startswith("bench/") else f"eval/{name}"
+
+
+def missing_runs(batch_id: BatchId, batch_type: str, metrics: Mapping[str, float]) -> int:
+    """Return how many runs a batch's mean reward is not over: those that failed, and those without a reward."""
+    prefix = metric_prefix(batch_id, batch_type)
+    return int(sum(metrics.get(f"{prefix}/{name}missing_run_count", 0) for name in ("", "reward/")))
+
+
+def mean_reward(result: dict[str, Any]) -> float | None:
+    """Return the mean reward in a final result: `rollout/reward/mean`, or for an eval the mean of its `reward/mean@n`.
+
+    In a log of before 2026-11 an eval of which tasks lost runs has several n: that of the largest is taken.
+    """
+    metrics = result["metrics"]
+    if "rollout/reward/mean" in metrics:
+        return float(metrics["rollout/reward/mean"])
+    found = {int(m.group(1)): float(v) for k, v in metrics.items() if (m := _EVAL_REWARD.search(k))}
+    return found[max(found)] if found else None

@@ -26,7 +26,6 @@ from trinity_es.events.values import batch_stream
 from trinity_es.projections.batch import fold
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.projections.reading.overview import throughput
-from trinity_es.projections.run import fold_run
 from trinity_es.projections.tables.batch_list import SORTS, BatchRow
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.projections.why.situation import Followed, RunnerSnapshot, SystemSnapshot, observe, read_situation
@@ -299,19 +298,25 @@ def test_versions_that_made_what_was_delivered_are_counted(log: Log) -> None:
 
 def test_the_overview_agrees_with_a_fold_of_everything(log: Log) -> None:
     seen, all_events = log.overview(recent=7), list(log.read())
-    state = fold_run(all_events)
-    assert (seen.head, seen.first_at, seen.last_at) == (state.position, state.started_at, state.last_at)
-    assert seen.config == state.config
-    assert seen.model_version == state.published_version
-    assert (seen.prompt_tokens, seen.response_tokens) == (state.prompt_tokens, state.response_tokens)
-    assert seen.failed_attempts == state.failed_attempts == sum(seen.attempts_failed.values())
-    assert seen.coordinator_starts == state.coordinator_starts
-    assert seen.runner_deaths == state.runner_deaths
-    assert sum(seen.states.values()) == len(state.batches)
+    events = [r.event for r in all_events]
+    done = [e for e in events if isinstance(e, ev.RunsFinished)]
+    published = [e for e in events if isinstance(e, ev.WeightsPublished)]
+    kinds = Counter(r.type for r in all_events)
+    assert (seen.head, seen.first_at) == (all_events[-1].position, all_events[0].recorded_at)
+    assert seen.last_at == all_events[-1].recorded_at
+    assert [seen.config] == [e.config for e in events if isinstance(e, ev.SystemConfigured)][-1:]
+    assert seen.model_version == published[-1].version
+    assert (seen.prompt_tokens, seen.response_tokens) == (
+        sum(e.prompt_tokens for e in done), sum(e.response_tokens for e in done))
+    assert seen.failed_attempts == kinds["AttemptFailed"] == sum(seen.attempts_failed.values())
+    assert seen.coordinator_starts == kinds["CoordinatorStarted"]
+    assert seen.runner_deaths == kinds["RunnerLost"]
+    assert sum(seen.states.values()) == len({r.stream for r in all_events if r.type == "BatchSubmitted"})
     assert seen.runners == {"retired": 4}
-    trained = [b for b in state.train() if b.reward is not None]
+    steps = {r.stream: r.event.step for r in all_events if isinstance(r.event, ev.BatchTrained)}
     assert [(p.batch_id, p.step, p.value) for p in seen.rewards] == [
-        (b.batch_id, b.trained_step, b.reward) for b in sorted(trained, key=lambda b: b.ended_at or 0)]
+        (e.result["batch_id"], steps[r.stream], e.result["metrics"]["rollout/reward/mean"])
+        for r in all_events if isinstance(e := r.event, ev.BatchFinalized) and e.result["batch_type"] == "train"]
     assert [(p.step, p.name) for p in seen.evals] == [(n, "letters") for n in (10, 20, 30, 40)]
     assert [p.value for p in seen.staleness] == [r.staleness for r in log.batches(sort="ended")
                                                  if r.staleness is not None]
