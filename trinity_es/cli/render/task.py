@@ -6,10 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from trinity_es.cli.render.tables import state_text
+from trinity_es.cli.render.tables import columns, state_text
 from trinity_es.events.experience import Experience
 from trinity_es.projections.history.attempts import RunRow
 from trinity_es.projections.history.task_history import TaskHistory, prompt_of
@@ -31,9 +30,8 @@ def print_task(out: Console, course: TaskHistory, asked: dict[str, Any] | None) 
     if len(course.turns) > _MOST:
         _line(out, f"  and {len(course.turns) - _MOST} more: --json has all")
     if course.made:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for name in ("run", "runner", "attempt", "weights", "reward", "prompt tokens", "tokens", "seconds", "position"):
-            table.add_column(name, justify="left" if name == "runner" else "right")
+        numbers = ("attempt", "weights", "reward", "prompt tokens", "tokens", "seconds", "position")
+        table = columns("run", "runner", *numbers, right=("run", *numbers), whole=())
         for run, m in sorted(course.made.items()):
             table.add_row(
                 str(run), Text(plain(f"{m.runner} #{m.incarnation}")), str(m.attempt), _span(m),

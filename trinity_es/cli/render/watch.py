@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from trinity_es.cli.render.tables import columns, console, rewarded, state_text
+from trinity_es.cli.render.tables import columns, console, counted_text, rewarded, state_text, when
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogError, LogUnavailable
 from trinity_es.events.store.log import Recorded
@@ -182,7 +182,7 @@ def _runners(picture: Picture) -> Table:
         deaths = picture.deaths.get(life.runner, 0)
         table.add_row(
             Text(plain(f"{life.runner} #{life.incarnation}", 40)), state_text(state), str(life.model_version),
-            Text(str(deaths), style="red" if deaths else "dim"), "" if since is None else clock(since, date=True),
+            counted_text(deaths), when(since),
         )
     return table
 
