@@ -118,7 +118,6 @@ class BatchState:
     oldest_version: int | None = None
     """The oldest weights that made any token of its completed runs."""
     experiences: list[ev.PayloadRef] = field(default_factory=list)
-    """What the pipeline delivered."""
     trained_step: int | None = None
     max_attempts: int = 1
     detailed_stats: bool = False
@@ -134,7 +133,6 @@ class BatchState:
     timed_attempts: int = 0
     """Attempts that tell how long an attempt takes: see PaceMeasured."""
     timed_seconds: float = 0.0
-    """All of them together."""
     version: int = 0
     """Version of the stream that this state folds."""
 
@@ -194,7 +192,6 @@ def contiguous(runs: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 def fold(events: Iterable[ev.Event], state: BatchState | None = None) -> BatchState | None:
-    """Return the state after these events; None when there are none."""
     for event in events:
         state = evolve(state, event)
     return state

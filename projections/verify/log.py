@@ -70,8 +70,6 @@ _NEEDED = {"es_event_pkey", "es_event_stream_version_key", "es_event_commit", "e
 
 @dataclass(slots=True, kw_only=True)
 class Verification:
-    """What was found."""
-
     url: str
     """Where the log is, without a password."""
     problems: list[str] = field(default_factory=list)
@@ -82,7 +80,6 @@ class Verification:
     """The last position that was checked."""
     batches: int = 0
     payloads: int = 0
-    """Payloads that were read."""
 
 
 def canonical(value: Any) -> bytes:

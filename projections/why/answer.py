@@ -34,8 +34,6 @@ SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """One thing that a batch waits for."""
-
     cause: str
     """Of a unit: `running`, `slow`, `hung`, `unstored` (its runner can't store what it finished), `interrupted` (when
     the system ended), `away` (its host is). Of a host: `draining`, `host_lost`. Of a runner that takes no units:
@@ -134,7 +132,6 @@ class Why:
 
     @property
     def line(self) -> str:
-        """All in one line."""
         return f"batch {self.batch_id} is {self.state}, {self.settled} of {self.tasks} tasks settled; {self.sentence}"
 
     def sentences(self) -> list[str]:
@@ -163,7 +160,6 @@ class Why:
         return "\n".join(self.sentences())
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
         out = asdict(self) | {"cause": self.cause, "line": self.line, "sentences": self.sentences()}
         return out | {"waiting": [asdict(w) for w in self.waiting]}
 

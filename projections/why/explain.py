@@ -198,7 +198,6 @@ def _open(
 def _machine(
     situation: SystemSnapshot, now: float, live: Mapping[str, Any] | None, system: Mapping[str, Any] | None
 ) -> Waiting | None:
-    """Return what is wrong with the system as a whole."""
     facts = system or {}
     resume = resume_command(situation.store) if situation.of_run else ""
     gone = partial(Waiting, what="the actor system", since=situation.last_at, resume=resume)
@@ -272,7 +271,6 @@ def _unit(state: BatchState, unit: ev.Unit, strikes: int) -> str:
 
 
 def _units(course: BatchTimes) -> str:
-    """Return the units that no runner has."""
     key, first = next(iter(course.state.pending.items()))
     more = len(course.state.pending) - 1
     told = _unit(course.state, first, course.state.strikes.get(key, 0))
@@ -337,7 +335,6 @@ def _flying(
 
 
 def _signs(runner: RunnerSnapshot | None, since: float, now: float) -> str:
-    """Signs that a runner lives."""
     if runner is None:
         return ""
     signs = []

@@ -45,7 +45,6 @@ def has_no_server(situation: SystemSnapshot, live: Mapping[str, Any] | None, gon
 
 
 def idle(situation: SystemSnapshot, runner: RunnerSnapshot, now: float) -> Waiting:
-    """Return a runner that takes no units, and why."""
     return _waiting(runner, *_state(situation, runner, now))
 
 

@@ -42,13 +42,10 @@ MOST_EVALS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A demo's folder."""
-
     folder: Path
     config: Path
     steps: int
     learns: bool
-    """Whether a model is trained in it."""
 
 
 @dataclass(frozen=True, slots=True)

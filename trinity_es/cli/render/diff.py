@@ -27,7 +27,6 @@ _MOST = 20
 def print_moments(
     out: Console, batch_id: BatchId, ends: tuple[int, int], changes: Sequence[Change], between: Sequence[Recorded]
 ) -> None:
-    """Print what changed in a batch, and the events that did it."""
     out.print(Text(f"batch {plain(batch_id)} between positions {ends[0]} and {ends[1]}: {len(between)} events",
                    style="bold"))
     out.print(_changes(changes, f"at {ends[0]}", f"at {ends[1]}") if changes else Text("nothing changed"))
@@ -107,7 +106,6 @@ def _value(value: Any) -> str:
 
 
 def print_line(out: Console, line: str) -> None:
-    """Print one line as it is, however narrow the terminal."""
     out.print(Text(line), soft_wrap=True)
 
 

@@ -125,7 +125,6 @@ def print_adapters(out: Console, adapters: Sequence[AdapterVersion]) -> None:
 
 
 def print_usage(out: Console, usage: Usage) -> None:
-    """Print the counts, and what was used more than once."""
     out.print(Text(f"{usage.delivered:,} experiences delivered to training: {usage.once:,} used once, "
                    f"{usage.never:,} not used, {usage.more:,} used more than once"))
     if usage.redone:

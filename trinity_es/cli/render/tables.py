@@ -104,7 +104,6 @@ def columns(*names: str, right: Sequence[str] = (), whole: Sequence[str] | None 
 
 
 def state_text(name: str) -> Text:
-    """Return the name of a state, in its colour."""
     return Text(name, style=_STATES.get(name, ""))
 
 
@@ -122,7 +121,6 @@ def when(at: float | None) -> str:
 
 
 def left_out(out: Console, count: int, most: int, where: str = "before them") -> None:
-    """Say how many lines a list leaves out, if any."""
     if count > most:
         out.print(Text(f"{count - most:,} {where}: --json has all", style="dim"))
 
@@ -268,7 +266,6 @@ def _course(story: BatchTimeline, task: TaskTimeline) -> str:
 
 
 def print_state(out: Console, state: BatchState) -> None:
-    """`trinity-es replay`: the state as it was."""
     head = Text(f"batch {name_of(state.batch_id)}  {state.batch_type}  ", style="bold")
     out.print(head + state_text(state.state.value))
     flying: dict[str, int] = {}
@@ -295,7 +292,6 @@ def print_state(out: Console, state: BatchState) -> None:
 
 
 def state_json(state: BatchState) -> dict[str, Any]:
-    """Return a batch's state as plain JSON."""
     return {
         "batch_id": state.batch_id, "batch_type": state.batch_type, "state": state.state.value,
         "expected_task_count": state.expected_task_count, "completed_task_count": state.completed_task_count,

@@ -19,11 +19,9 @@ __all__ = ["print_run", "print_task"]
 _SHORT = 600
 """Characters of a text, unless all of it is asked for."""
 _MOST = 100
-"""Maximum number of turns shown."""
 
 
 def print_task(out: Console, course: TaskHistory, asked: dict[str, Any] | None) -> None:
-    """Print a task: what was asked, what happened, what its runs came to."""
     _head(out, course, asked)
     for turn in course.turns[:_MOST]:
         _line(out, f"  +{turn.at - course.submitted_at:8.2f} s  {turn.position:>7}  {error_line(turn.what, 400)}")
@@ -61,7 +59,6 @@ def print_run(
     out: Console, course: TaskHistory, asked: dict[str, Any] | None, made: RunRow, weights: Sequence[dict[str,
     Any]], found: Sequence[tuple[Experience, bool]], gone: str | None, *, every: bool,
 ) -> None:
-    """Print a rollout: who made it with which weights, and each of its experiences."""
     _head(out, course, asked)
     reward = "" if made.reward is None else f", reward {made.reward:.6g}"
     _line(out, f"run         {made.run}: attempt {made.attempt} on {plain(made.runner)} #{made.incarnation}, "
