@@ -20,12 +20,10 @@ Adapters = dict[str, ev.AdapterPublished | ev.AdapterRemoved]
 
 
 def evolve_adapters(adapters: Adapters, event: ev.AdapterPublished | ev.AdapterRemoved) -> None:
-    """Change the state by one more event of an adapter's stream."""
     adapters[event.adapter] = event
 
 
 def current_adapters(adapters: Adapters) -> dict[str, ev.AdapterPublished]:
-    """Return what every engine is to serve, by name."""
     return {name: event for name, event in sorted(adapters.items()) if isinstance(event, ev.AdapterPublished)}
 
 
@@ -42,8 +40,6 @@ def evolve_loaded(loaded: set[str], event: ev.Event, adapters: Adapters) -> None
 
 @dataclass(slots=True, kw_only=True)
 class AdapterVersion:
-    """A version of an adapter, and what became of it."""
-
     adapter: str
     version: int
     path: str
@@ -59,7 +55,6 @@ class AdapterVersion:
 
 
 def adapter_history(recorded: Iterable[Recorded]) -> list[AdapterVersion]:
-    """Return every version of every adapter, in the order in which they were published."""
     found: dict[tuple[str, int], AdapterVersion] = {}
     for item in recorded:
         event, at = item.event, item.recorded_at

@@ -7,8 +7,9 @@ first if you need the old one.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,9 +24,11 @@ from trinity_es.projections.metrics import (
 )
 
 __all__ = [
-    "RESULT_FORMS", "BatchState", "Flight", "TaskState", "batch_result", "contiguous", "evolve", "fold",
-    "metric_prefix",
+    "RESULT_FORMS", "BatchState", "Flight", "TaskState", "batch_result", "contiguous", "evolve", "fold", "mean_reward",
+    "metric_prefix", "missing_runs",
 ]
+
+_EVAL_REWARD = re.compile(r"/reward/mean@(\d+)(?:/mean)?\Z")  # the second form where monitor.detailed_stats is on
 
 RESULT_FORMS = 4
 """Ways in which releases have computed `batch_result`, numbered from 1. 1: the tasks of an eval that lost runs have a
@@ -115,7 +118,6 @@ class BatchState:
     oldest_version: int | None = None
     """The oldest weights that made any token of its completed runs."""
     experiences: list[ev.PayloadRef] = field(default_factory=list)
-    """What the pipeline delivered."""
     trained_step: int | None = None
     max_attempts: int = 1
     detailed_stats: bool = False
@@ -131,7 +133,6 @@ class BatchState:
     timed_attempts: int = 0
     """Attempts that tell how long an attempt takes: see PaceMeasured."""
     timed_seconds: float = 0.0
-    """All of them together."""
     version: int = 0
     """Version of the stream that this state folds."""
 
@@ -191,7 +192,6 @@ def contiguous(runs: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 def fold(events: Iterable[ev.Event], state: BatchState | None = None) -> BatchState | None:
-    """Return the state after these events; None when there are none."""
     for event in events:
         state = evolve(state, event)
     return state
@@ -411,3 +411,21 @@ def metric_prefix(batch_id: BatchId, batch_type: str) -> str:
         return "rollout"
     name = str(batch_id).split("/", 1)[-1]
     return name if name.startswith("bench/") else f"eval/{name}"
+
+
+def missing_runs(batch_id: BatchId, batch_type: str, metrics: Mapping[str, float]) -> int:
+    """Return how many runs a batch's mean reward is not over: those that failed, and those without a reward."""
+    prefix = metric_prefix(batch_id, batch_type)
+    return int(sum(metrics.get(f"{prefix}/{name}missing_run_count", 0) for name in ("", "reward/")))
+
+
+def mean_reward(result: dict[str, Any]) -> float | None:
+    """Return the mean reward in a final result: `rollout/reward/mean`, or for an eval the mean of its `reward/mean@n`.
+
+    In a log of before 2026-11 an eval of which tasks lost runs has several n: that of the largest is taken.
+    """
+    metrics = result["metrics"]
+    if "rollout/reward/mean" in metrics:
+        return float(metrics["rollout/reward/mean"])
+    found = {int(m.group(1)): float(v) for k, v in metrics.items() if (m := _EVAL_REWARD.search(k))}
+    return found[max(found)] if found else None

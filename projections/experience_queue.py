@@ -43,7 +43,6 @@ class Delivery:
     refs: list[ev.PayloadRef]
     model_versions: npt.NDArray[np.int64]
     use_counts: npt.NDArray[np.int32]
-    """How often each was taken."""
     taken_at: npt.NDArray[np.float64]
     """Unix seconds of the last time; -inf: never."""
     takes: list[tuple[ev.TakenItem, float, int | None]] = field(default_factory=list)
@@ -72,12 +71,10 @@ class QueueState:
     deliveries: OrderedDict[tuple[str, int], Delivery] = field(default_factory=OrderedDict)
     """By stream and version of BatchFinalized, in the order in which they were finalized."""
     requests: OrderedDict[str, list[ev.TakenItem]] = field(default_factory=OrderedDict)
-    """What each request got."""
     unread: dict[str, int] = field(default_factory=dict)
     """Deliveries of before this state was loaded that nobody has asked for yet: stream and first position of the batch,
     the newest first (`read_older`)."""
     size: int = 0
-    """Experiences in `deliveries`."""
     unused: int = 0
     """Experiences that left for want of capacity and had never been taken."""
 

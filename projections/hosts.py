@@ -17,8 +17,6 @@ HostEvent = ev.HostJoined | ev.HostDraining | ev.HostLost | ev.HostLeft
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A host as it last was."""
-
     name: str
     epoch: int
     life: str
@@ -31,7 +29,6 @@ class Host:
 
     @property
     def there(self) -> bool:
-        """It takes part."""
         return self.state in ("joined", "draining")
 
 
@@ -40,7 +37,6 @@ Hosts = dict[str, Host]
 
 
 def evolve_hosts(hosts: Hosts, event: HostEvent) -> None:
-    """Change the hosts by one more event."""
     if isinstance(event, ev.HostJoined):
         hosts[event.host] = Host(
             event.host, event.epoch, event.life, "joined", event.address, event.pid, dict(event.places)

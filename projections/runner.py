@@ -49,7 +49,6 @@ class RunnerLife:
     model: str = "rollout"
     """The model that its engine serves: units and weights are for those of the rollout model."""
     reason: str = ""
-    """Of its failure or end."""
     places: int = 0
     """Maximum of the units that it runs at the same time; 0 until it is ready."""
     model_version: int = 0
@@ -85,7 +84,6 @@ RunnerEvent = (
 
 
 Lives = dict[tuple[str, int], RunnerLife]
-"""Lives of runners, by name and incarnation."""
 
 
 def newest_life(lives: Lives, name: str) -> RunnerLife | None:
@@ -128,5 +126,4 @@ def evolve_lives(lives: Lives, event: ev.Event, weights: Weights) -> None:
 
 
 def evolve_weights(weights: Weights, event: ev.WeightsPublished) -> Weights:
-    """Return the current weights after a publication."""
     return Weights(event.version, event.path, event.method)

@@ -32,7 +32,6 @@ Servers = dict[str, Server]
 
 
 def evolve_servers(servers: Servers, event: ev.ServerAdded | ev.ServerRemoved) -> None:
-    """Change the servers by one more event."""
     wanted = isinstance(event, ev.ServerAdded)
     servers[event.url] = Server(event.url, event.runner, wanted, event.by)
 

@@ -24,8 +24,6 @@ Sort = Literal["reward", "tokens", "seconds", "task", "position"]
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """One unit on one runner."""
-
     run_id_base: int
     runs: int
     attempt: int
@@ -47,8 +45,6 @@ class Attempt:
 
 @dataclass(slots=True, kw_only=True)
 class TaskTimeline:
-    """One task: its attempts in the order of dispatch."""
-
     task: int
     runs: int
     state: str = "pending"
@@ -113,8 +109,6 @@ class RunRow:
 
 @dataclass(slots=True, kw_only=True)
 class BatchTimeline:
-    """One batch, since it was last submitted."""
-
     state: BatchState
     submitted_at: float
     first_position: int
@@ -128,7 +122,6 @@ class BatchTimeline:
     finalized_position: int | None = None
     tasks: list[TaskTimeline] = field(default_factory=list)
     rows: list[RunRow] = field(default_factory=list)
-    """Its runs, in the order in which they ended."""
     turns: list[tuple[float, str]] = field(default_factory=list)
     """What happened to the batch as a whole: (when, what)."""
     versions: dict[int, int] = field(default_factory=dict)
@@ -140,12 +133,10 @@ class BatchTimeline:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Tasks by state."""
         return {name: sum(t.state == name for t in self.tasks)
                 for name in ("finished", "failed", "dropped", "running", "pending")}
 
     def row(self, task: int, run: int) -> RunRow | None:
-        """Return this run; None where it has not ended."""
         return next((r for r in reversed(self.rows) if (r.task, r.run) == (task, run)), None)
 
 
@@ -298,7 +289,6 @@ def _not_finished(story: BatchTimeline, task: TaskTimeline, at: float) -> None:
 def _of_unit(
     story: BatchTimeline, item: Recorded, event: ev.RunsFinished | ev.AttemptFailed, attempt: Attempt | None
 ) -> dict[str, Any]:
-    """Return what the rows of a unit's runs have in common."""
     of = {
         "batch_id": story.state.batch_id, "task": event.task, "run_id_base": event.run_id_base,
         "attempt": event.attempt, "runner": event.runner, "incarnation": event.incarnation, "seconds": event.seconds,
@@ -349,7 +339,6 @@ def _note_dropped(story: BatchTimeline, event: ev.BatchFinalized) -> None:
 
 
 def as_json(story: BatchTimeline) -> dict[str, Any]:
-    """Return the story as plain JSON, for `show --json`."""
     state = story.state
     return {
         "batch_id": state.batch_id, "batch_type": state.batch_type, "state": state.state.value,

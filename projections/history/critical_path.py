@@ -17,8 +17,6 @@ __all__ = ["Segment", "held_up", "segments"]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of a batch's time."""
-
     seconds: float
     what: str
     fault: bool
@@ -91,7 +89,6 @@ def _failed(attempt: Attempt) -> bool:
 
 
 def _usual(story: BatchTimeline) -> float | None:
-    """Return the median of the attempts that finished."""
     spans = [a.ended_at - a.dispatched_at for t in story.tasks for a in t.attempts
              if a.outcome == "finished" and a.ended_at is not None]
     return median(spans) if len(spans) > 2 else None

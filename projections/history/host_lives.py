@@ -26,16 +26,13 @@ class HostLife:
     draining_at: float | None = None
     ended_at: float | None = None
     address: str = ""
-    """Where it connected from."""
     pid: int = 0
     places: dict[str, int] = field(default_factory=dict)
     """What it has: `gpus` and `cores`."""
     reason: str = ""
-    """Why it drains, is lost, or left."""
 
     @property
     def there(self) -> bool:
-        """It takes part."""
         return self.ended_at is None
 
 
@@ -64,5 +61,4 @@ def host_lives(recorded: Iterable[Recorded]) -> list[HostLife]:
 
 
 def last_lives(lives: Iterable[HostLife]) -> dict[str, HostLife]:
-    """Return the last life of each host."""
     return {life.host: life for life in lives}

@@ -24,9 +24,7 @@ class RunnerWork:
     """One runner's part of one batch; of all its lives, or of one."""
 
     units: int = 0
-    """Dispatched to it."""
     runs: int = 0
-    """Finished."""
     response_tokens: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     """Failed attempts by kind."""
@@ -35,9 +33,7 @@ class RunnerWork:
     versions: set[int] = field(default_factory=set)
     """Of the weights that it had when it got a unit."""
     first_at: float | None = None
-    """Unix seconds of the first dispatch."""
     last_at: float | None = None
-    """Of the last that is known of it."""
 
 
 def work_of(recorded: Iterable[Recorded], runner: str, incarnation: int | None = None) -> RunnerWork:

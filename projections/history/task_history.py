@@ -40,17 +40,14 @@ class TaskHistory:
     state: str = "pending"
     """`pending`: what is left of it waits for a runner; `running`, `finished`, `failed`, `dropped`."""
     reason: str = ""
-    """Why it was dropped or failed."""
     submitted_at: float = 0.0
     turns: list[TaskEvent] = field(default_factory=list)
     made: dict[int, RunRow] = field(default_factory=dict)
-    """Its completed runs."""
     other_prompt_tokens: int = 0
     """Read for it beside those of `made`: see `RunsFinished`."""
     other_response_tokens: int = 0
     """Made for it beside those of `made`."""
     delivered: list[ev.PayloadRef] = field(default_factory=list)
-    """What the batch delivered, of all its tasks."""
     dropped_by: dict[str, list[str]] = field(default_factory=dict)
     """Operator of the pipeline -> the ids of this task's experiences that it took out."""
     trained_step: int | None = None

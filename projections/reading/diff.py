@@ -151,8 +151,6 @@ class BatchDifference:
 
 @dataclass(slots=True, kw_only=True)
 class RunsCompared:
-    """Two runs, compared by meaning."""
-
     settings: list[Change]
     same: list[BatchRow] = field(default_factory=list)
     """The batches before the first that differs, as the first run has them."""

@@ -22,8 +22,6 @@ OPEN = ("running", "finalizing", "pending")
 
 @dataclass(slots=True, kw_only=True)
 class HostRow:
-    """A host of a run: how it is, and what it did."""
-
     host: str
     """Its name; empty: the head's own."""
     machine: str = ""
@@ -42,7 +40,6 @@ class HostRow:
     runners: list[str] = field(default_factory=list)
     """Those that live, or did at the log's end."""
     ready: list[str] = field(default_factory=list)
-    """Those of them that serve."""
     runner_places: int = 0
     """Units that those that serve run at once."""
     units: int = 0
@@ -50,9 +47,7 @@ class HostRow:
     finished: int = 0
     """Tasks that ended there, of each batch as it was last submitted."""
     joined: int = 0
-    """How often it joined."""
     lost: int = 0
-    """How often it was lost."""
     runner_deaths: int = 0
     """Deaths of its runners that came from themselves: not those that went with it."""
     attempts_lost: int = 0
@@ -63,15 +58,12 @@ class HostRow:
     """Seconds that it has not been heard of, where it has no connection."""
     why_away: str = ""
     reason: str = ""
-    """Why it drains, is lost, or left."""
 
     @property
     def there(self) -> bool:
-        """It takes part."""
         return self.state in ("leads", "unseen", "joined", "draining")
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
         return asdict(self)
 
 

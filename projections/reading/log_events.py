@@ -45,11 +45,9 @@ class LogEvents:
         return self._events.is_replaced()
 
     def head(self) -> Head:
-        """Return the last position, and the hash there."""
         return self._events.head()
 
     def streams(self, prefix: str = "") -> list[str]:
-        """Return the streams whose names begin with `prefix`, by name."""
         return [name for name, _ in self._events.streams(prefix)]
 
     def events(self, batch_id: BatchId | None = None, after: int = 0) -> Iterator[Recorded]:
@@ -66,7 +64,6 @@ class LogEvents:
     def read(
         self, *, stream: str | None = None, types: Sequence[str] | None = None, after: int = 0
     ) -> Iterator[Recorded]:
-        """Yield events of one stream or of all, of these types or of all, in order."""
         return self._events.read(stream=stream, types=types, after=after)
 
     def rare(
@@ -80,11 +77,9 @@ class LogEvents:
         return self._events.rare(types, after=after, before=before, limit=limit, descending=descending)
 
     def last(self, stream: str, type_name: str) -> Recorded | None:
-        """Return the last event of this type in a stream; None where there is none."""
         return self._events.last(stream, type_name)
 
     def at(self, position: int) -> Recorded | None:
-        """Return the event at this position; None where the log has none there."""
         found = next(self._events.read(after=max(0, position - 1), limit=1), None) if position > 0 else None
         return None if found is None or found.position != position else found
 

@@ -54,8 +54,6 @@ def open_log(url: str) -> Log:
 
 
 class Log(LogEvents):
-    """A log to read. A context manager."""
-
     def _read(self, work: Callable[[Connection], T]) -> T:
         """`work` on the read models. Raises LogError where they are missing or of another version."""
         try:
@@ -82,7 +80,6 @@ class Log(LogEvents):
                                                  descending=descending, limit=limit, offset=offset))
 
     def count_batches(self, *, state: str | None = None, batch_type: str | None = None) -> int:
-        """Return how many there are."""
         return self._read(lambda c: count_batches(c, state=state, batch_type=batch_type))
 
     def batch_row(self, batch_id: BatchId) -> BatchRow:
@@ -94,7 +91,6 @@ class Log(LogEvents):
         return rows[0]
 
     def runner_lives(self) -> list[RunnerIncarnation]:
-        """Return every life of every runner, by name and incarnation."""
         return self._read(runner_history.read_lives)
 
     def weights(
@@ -107,7 +103,6 @@ class Log(LogEvents):
         return self._read(lambda c: runner_history.read_weights(c, version=version, limit=limit, offset=offset))
 
     def count_weights(self) -> int:
-        """Return how many versions were published."""
         return self._read(runner_history.count_weights)
 
     def made(self) -> dict[int, int]:

@@ -54,7 +54,6 @@ class Throughput:
     at: float
     """Unix seconds: the end of the slice."""
     seconds: float
-    """How long the slice is."""
     tokens: float
     """Response tokens a second."""
     experiences: float
@@ -72,7 +71,6 @@ class Stall:
     since: float
     """Unix seconds."""
     at: float
-    """When it was noticed."""
     position: int
 
 
@@ -88,7 +86,6 @@ class Overview:
     config: dict[str, Any]
     """As the system was last started with it, passwords masked; {} where it never said."""
     states: dict[str, int]
-    """Batches by state."""
     types: dict[str, dict[str, int]]
     """The same by type: train, eval, collect."""
     tasks: int
@@ -102,7 +99,6 @@ class Overview:
     trained_steps: int
     """The highest step that was trained; 0: none."""
     model_version: int
-    """The current version of the weights."""
     runners: dict[str, int]
     """Runners (their last life) by state."""
     runner_deaths: int
@@ -110,7 +106,6 @@ class Overview:
     rewards: list[Point]
     """Mean rewards of train and collect batches, in the order of their end, as are the next two."""
     evals: list[Point]
-    """Mean rewards of evals."""
     staleness: list[Point]
     """Weights versions that what was delivered is behind."""
     throughput: list[Throughput]
@@ -119,7 +114,6 @@ class Overview:
     recent: list[Recorded]
     """The last events that are not bulk, newest first."""
     attempts_failed: dict[str, int]
-    """By kind of failure."""
     tasks_dropped: dict[str, int]
     """By reason; numbers in it are shown as N."""
     experiences_dropped: dict[str, int]
@@ -134,11 +128,9 @@ class Distributions:
     attempt_seconds: list[float] = field(default_factory=list)
     """Of attempts that finished some runs, as their runner measured it."""
     failed_seconds: list[float] = field(default_factory=list)
-    """Of attempts that failed, where that is known."""
     rewards: list[float] = field(default_factory=list)
-    """One a run."""
+    """One a run, as the next."""
     response_tokens: list[int] = field(default_factory=list)
-    """One a run."""
     failures: dict[str, int] = field(default_factory=dict)
     """Failed attempts by kind."""
 
@@ -207,7 +199,6 @@ def summarize(
     lives: Sequence[RunnerIncarnation], coordinator_starts: int, model_version: int,
     losses: Mapping[tuple[str, str], int], stalls: Iterable[Recorded], recent: list[Recorded],
 ) -> Overview:
-    """Return the overview from what was read; `rows` in any order, `lives` by runner and incarnation."""
     types: dict[str, dict[str, int]] = {}
     for row in rows:
         of_type = types.setdefault(row.batch_type, {})

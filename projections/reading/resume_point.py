@@ -39,7 +39,6 @@ class ResumePoint:
     version: int = 0
     """The current weights; 0: the model as it was given."""
     path: str = ""
-    """Where they lie."""
     checkpoint: str = ""
     """The newest weights that lie on a disk: where a trainer can begin. "": the model as it was given."""
     checkpoint_version: int = 0

@@ -28,8 +28,6 @@ _FEW = 50
 
 @dataclass(frozen=True, slots=True)
 class Untried:
-    """A prompt that no runner ever got."""
-
     taskset: str | None
     row: Any
     """In its taskset; None for a task without an index."""
@@ -37,15 +35,11 @@ class Untried:
     """The batch in which it was handed in last."""
     task: int
     reason: str
-    """What became of the batch."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PromptsTried:
-    """What was tried of all that was handed in."""
-
     tasks: int = 0
-    """Handed in."""
     sent: int = 0
     """Of these, so many got to a runner."""
     never: list[Untried] = field(default_factory=list)
@@ -137,7 +131,6 @@ def _indices(log: Log, handed: Recorded) -> Iterator[dict[str, Any]]:
 
 
 def _read(log: Log) -> dict[str, tuple[int, int]]:
-    """Return how far each taskset was read."""
     missing = {name.removeprefix("taskset/") for name in log.streams("taskset/")}
     out: dict[str, tuple[int, int]] = {}
     for item in log.rare(["TasksetAdvanced"], descending=True):

@@ -82,7 +82,6 @@ def read_batches(
 
 
 def count_batches(connection: Connection, *, state: str | None = None, batch_type: str | None = None) -> int:
-    """Return how many there are."""
     query = _chosen(select(func.count()).select_from(read_models.batches), state, batch_type)
     return int(connection.execute(query).scalar_one())
 

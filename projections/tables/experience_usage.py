@@ -98,11 +98,9 @@ class Usage:
     """Uses of what train batches delivered."""
 
     delivered: int = 0
-    """Experiences."""
     once: int = 0
     never: int = 0
     twice: list[Used] = field(default_factory=list)
-    """Used more than once."""
     redone: int = 0
     """Uses that were undone by a trainer that came back from an older checkpoint."""
 
@@ -160,7 +158,6 @@ def _used(group: Gathered, item: Recorded, step: int | None, uses: list[dict[str
 
 
 def read_usage(connection: Connection) -> Usage:
-    """Return the uses of everything delivered."""
     out = Usage()
     uses: dict[tuple[str, int], list[Any]] = {}
     for row in connection.execute(select(_uses).order_by(_uses.c.position, _uses.c.number)):

@@ -42,8 +42,8 @@ from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.prepared import Gathered, Prepared
 from trinity_es.events.store.log import EventLog, Recorded
 from trinity_es.events.values import BatchId, BatchLifecycleState
+from trinity_es.projections.batch import mean_reward
 from trinity_es.projections.hosts import host_of
-from trinity_es.projections.run import mean_reward
 from trinity_es.projections.tables import experience_usage, host_work, open_leases, runner_history, serve_answers
 
 __all__ = [
@@ -163,7 +163,6 @@ class _Group:
         self._system_ends: dict[str, float | None] = {}
 
     def flush(self) -> None:
-        """Write what was gathered."""
         connection = self.new.write()
         _CHANGE.change_all(connection, [
             {"key": stream} | {f"new_{name}": value for name, value in change.items()}
@@ -180,7 +179,6 @@ class _Group:
         self._changes, self._losses = {}, {}
 
     def batch_event(self, item: Recorded, event: ev.Event) -> None:
-        """Take one more event of a batch in."""
         connection = self._connection
         if isinstance(event, ev.TaskFinished):
             if "@" in event.runner:
@@ -244,7 +242,6 @@ class _Group:
 
 
 def stored_version(log: EventLog) -> int:
-    """Return which version of the read models this log's tables are of; 0 where it has none."""
     c = schema.checkpoints.c
     query = select(c.version).where(c.name == ReadModels.name)
     return int(log.query(lambda connection: connection.execute(query).scalar_one_or_none()) or 0)
@@ -354,7 +351,6 @@ _LOSING = (ev.AttemptFailed, ev.TaskDropped, ev.TaskReopened, ev.BatchFinalized)
 
 
 def projectors() -> list[ReadModels]:
-    """Return the projectors for `EventLog.open(projectors=...)`."""
     return [ReadModels()]
 
 
@@ -404,8 +400,6 @@ def untrained_since(connection: Connection, step: int, position: int) -> list[tu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """All batches of one type and state together."""
-
     batch_type: str
     state: str
     batches: int

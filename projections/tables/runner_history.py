@@ -71,9 +71,7 @@ class RunnerIncarnation:
     """`running`, `lost`, `retired`, `failed`, `quarantined`, or `replaced`: a later life began, and this one's end is
     not known, as where its whole system ended; `ended_at` is then when the later one began."""
     reason: str
-    """Of its end."""
     model_version: int
-    """The weights that it served last."""
     attempts_lost: int
     """Units that it had when it ended."""
     seconds_lost: float
@@ -81,7 +79,6 @@ class RunnerIncarnation:
 
     @property
     def state(self) -> str:
-        """Its last state: `started`, `ready`, or how it ended."""
         return self.how if self.how != "running" else "started" if self.ready_at is None else "ready"
 
     @property
@@ -150,7 +147,6 @@ class WeightsVersion:
     published_at: float
     """Unix seconds, of its first publication."""
     position: int
-    """The same."""
     method: str
     """Of its last publication: a version in memory may be published again as a checkpoint."""
     path: str
@@ -414,7 +410,6 @@ def seen(life: RunnerIncarnation, up: bool | None) -> str:
 
 
 def read_lives(connection: Connection) -> list[RunnerIncarnation]:
-    """Return every life of every runner, by name and incarnation."""
     rows = connection.execute(select(_lives).order_by(_lives.c.runner, _lives.c.incarnation)).mappings().all()
     out: list[RunnerIncarnation] = []
     for row, after in zip_longest(rows, rows[1:]):
@@ -432,7 +427,6 @@ def runner_states(connection: Connection) -> dict[str, tuple[int, str]]:
 
 
 def last_incarnation(connection: Connection) -> int:
-    """Return the highest incarnation of any runner so far; 0 when there was none."""
     return int(connection.execute(select(func.max(_lives.c.incarnation))).scalar() or 0)
 
 
@@ -463,7 +457,6 @@ def read_weights(
 
 
 def count_weights(connection: Connection) -> int:
-    """Return how many versions were published."""
     return int(connection.execute(select(func.count(_published.c.version.distinct()))).scalar_one())
 
 

@@ -40,8 +40,6 @@ PAGE = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerState:
-    """One answer as it stands."""
-
     message: str
     payload: ev.PayloadRef | None
     model_version: int
@@ -74,12 +72,10 @@ _table = Table(
 
 
 def create(connection: Connection) -> None:
-    """Make the table where there is none."""
     _metadata.create_all(connection, checkfirst=True)
 
 
 def reset(connection: Connection) -> None:
-    """Empty it."""
     connection.execute(delete(_table))
 
 
@@ -114,7 +110,6 @@ def _change(connection: Connection, messages: Sequence[str], new: dict[str, obje
 
 
 def find(connection: Connection, messages: Sequence[str]) -> dict[str, AnswerState]:
-    """Return the ones of these answers that are in the log."""
     found: dict[str, AnswerState] = {}
     for first in range(0, len(messages), PAGE):
         rows = connection.execute(select(_table).where(_table.c.message.in_(messages[first : first + PAGE])))

@@ -68,8 +68,6 @@ _NEEDED = {"es_event_pkey", "es_event_stream_version_key", "es_event_commit", "e
 
 @dataclass(slots=True, kw_only=True)
 class Verification:
-    """What was found."""
-
     url: str
     """Where the log is, without a password."""
     problems: list[str] = field(default_factory=list)
@@ -80,7 +78,6 @@ class Verification:
     """The last position that was checked."""
     batches: int = 0
     payloads: int = 0
-    """Payloads that were read."""
 
 
 def canonical(value: Any) -> bytes:

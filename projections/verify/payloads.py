@@ -119,7 +119,6 @@ class Payloads:
         self._log, self._url, self._needs = log, url, needs
         self.problems, self.notes = Problems(), list[str]()
         self.read = 0
-        """Payloads that were read."""
 
     def check(self, progress: Callable[[int, int], None] | None) -> None:
         """Read them all; `progress(done, of)` counts them."""

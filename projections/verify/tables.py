@@ -107,6 +107,5 @@ def _missing(
 
 
 def short(value: Any, length: int = 80) -> str:
-    """Return a value as a problem shows it."""
     shown = repr(value)
     return shown if len(shown) <= length else shown[: length - 3] + "..."

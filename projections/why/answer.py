@@ -34,8 +34,6 @@ SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """One thing that a batch waits for."""
-
     cause: str
     """Of a unit: `running`, `slow`, `hung`, `unstored` (its runner can't store what it finished), `interrupted` (when
     the system ended), `away` (its host is). Of a host: `draining`, `host_lost`. Of a runner that takes no units:
@@ -134,7 +132,6 @@ class Why:
 
     @property
     def line(self) -> str:
-        """All in one line."""
         return f"batch {self.batch_id} is {self.state}, {self.settled} of {self.tasks} tasks settled; {self.sentence}"
 
     def sentences(self) -> list[str]:
@@ -163,7 +160,6 @@ class Why:
         return "\n".join(self.sentences())
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
         out = asdict(self) | {"cause": self.cause, "line": self.line, "sentences": self.sentences()}
         return out | {"waiting": [asdict(w) for w in self.waiting]}
 
@@ -225,14 +221,13 @@ _WAYS = {
     "unstored": "do what it says: what is finished is kept in the runner, and is stored by itself after that",
     "unseen": "ask on that host: `trinity-es why` there sees its processes",
     "fenced": "stop the system that is not wanted with `trinity-es down` on its own host; the batch is the other one's",
-    "failed": "mend what it names (its text log in system.log_dir tells more), then `trinity-es down` and "
-              "`trinity-es up`; nothing of the batch is lost",
+    "failed": "mend what it names, then `trinity-es down` and `trinity-es up`; nothing of the batch is lost",
     "no_server": ADD_SERVER,
     "away": "nothing, where the host comes back in time; else see to its network, or to the machine: `trinity-es "
             "hosts` tells how it is",
     "host_lost": "`trinity-es join` on it brings it back, where it does not come by itself",
     "draining": "nothing, where other hosts work; else `trinity-es join` on another, or start it there again",
-    "ended": "`trinity-es up CONFIG` starts runners again",
+    "ended": "`trinity-es down` and `trinity-es up` start runners again",
     "hung": "a silent runner is ended after system.heartbeat_timeout or hang_timeout, and what it had is attempted "
             "again; where that does not come, the workflow blocks: see the runner's text log, or give the batch up "
             "with abort_batch",

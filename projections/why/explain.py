@@ -17,18 +17,26 @@ from functools import partial
 from typing import Any
 
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import BatchNotFound, said_and_where
+from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.values import BatchId, BatchLifecycleState, local_time, sort_batch_id
 from trinity_es.projections.batch import BatchState, Flight
 from trinity_es.projections.hosts import host_of
 from trinity_es.projections.why.answer import OF_TRAINER, Waiting, Why, counted, resume_command, span
 from trinity_es.projections.why.hosts import hosts_now, idle_hosts, on_its_host
+from trinity_es.projections.why.runners import (
+    SILENT_SECONDS,
+    behind,
+    coordinator_away,
+    has_no_server,
+    idle,
+    refuses,
+    serves,
+    short,
+)
 from trinity_es.projections.why.situation import BatchTimes, RunnerSnapshot, SystemSnapshot, with_live
 
 __all__ = ["why"]
 
-SILENT_SECONDS = 10.0
-"""How long a runner, which beats every two seconds, is not heard of, or its loop answers not, until it is silent."""
 QUIET_SECONDS = 1.0
 """How long a loop may not answer before that is told, though it is no sign of hanging yet."""
 LATE_SECONDS = 5.0
@@ -97,7 +105,7 @@ def _ended(situation: SystemSnapshot, course: BatchTimes, *, up: bool) -> Ranked
     resume = resume_command(situation.store) if situation.of_run else ""
     cause, text = "nothing", "it waits for nothing"
     if state.state is BatchLifecycleState.ABORTED:
-        text = f"it was aborted: {_short(course.error)}"
+        text = f"it was aborted: {short(course.error)}"
     elif state.trained_step is not None:
         text = f"it was trained in step {state.trained_step}: it waits for nothing"
     elif state.batch_type == "train":
@@ -111,7 +119,7 @@ def _ended(situation: SystemSnapshot, course: BatchTimes, *, up: bool) -> Ranked
         what = f"{counted(len(failed), 'task')} of {state.expected_task_count} failed at least in part, the first is"
         if state.failed_whole:
             what = "each of its runs failed, the first of"
-        text += f"; {what} task {task}: {_short(status.message or '')}"
+        text += f"; {what} task {task}: {short(status.message or '')}"
     w = Waiting(cause=cause, what="the trainer", text=text, since=course.moved_at)
     return (0.0, 0.0), replace(w, resume=resume, system_up=up) if cause == "all_failed" else w
 
@@ -148,15 +156,15 @@ def _open(
         yield ranked(on_its_host(w, hosts.get(host_of(flight.runner)), now, situation.host_timeout))
     lives = {name: r for name, r in lives.items() if (h := hosts.get(host_of(name))) is None or h.there}
     for r in lives.values():
-        if r.state == "ready" and _refuses(situation, r):
-            yield ranked(_behind(r))
+        if r.state == "ready" and refuses(situation, r):
+            yield ranked(behind(r))
     asked = [r for r in lives.values() if r.model != "rollout"]
     lives = {name: r for name, r in lives.items() if r.model == "rollout"}
     gone = {name for name, r in lives.items() if r.leaving or (situation.of_servers and r.state == "retired")}
     lives = {name: r for name, r in lives.items() if name not in gone}  # nobody waits for what was taken away
     for r in asked if state.flights else ():
         if r.state != "ready":  # who asks it waits, until its attempt's timeout at most
-            w = _idle(situation, r, now)
+            w = idle(situation, r, now)
             yield ranked(replace(w, text=f"workflows that ask model {r.model}: {w.text}", person=False), _RANK_ASKED)
     if not state.pending:
         return
@@ -167,10 +175,10 @@ def _open(
     leaving = {name for name, h in hosts.items() if h.state == "draining"}
     of_hosts = [*idle_hosts(hosts.values(), lives, now, bool([n for n in lives if host_of(n) not in leaving]))]
     lives = {name: r for name, r in lives.items() if host_of(name) not in leaving}
-    serving = [r for r in lives.values() if _serves(situation, r)]
+    serving = [r for r in lives.values() if serves(situation, r)]
     if serving:
         yield ranked(_without_place(situation, course, serving, now))
-    elif not lives and _has_no_server(situation, live, bool(gone)):
+    elif not lives and has_no_server(situation, live, bool(gone)):
         text = f"{_units(course)} without a runner: there is no server{' any more' if gone else ' yet'}"
         if (live or {}).get("server_list"):
             text += f"; {(live or {})['server_list']}"
@@ -180,7 +188,7 @@ def _open(
         text = f"{_units(course)} without a runner: none has come up yet"
         yield ranked(Waiting(cause="no_runner", what=_units(course), text=text), _RANK_RUNNER)
     # Where every runner needs a person, so does the batch, but for what is still in the air.
-    others = [*(_idle(situation, r, now) for r in lives.values() if r not in serving), *of_hosts]
+    others = [*(idle(situation, r, now) for r in lives.values() if r not in serving), *of_hosts]
     stuck = not serving and not state.flights and all(w.person for w in others)
     for w in others:
         text = w.text if serving else f"{_units(course)} without a runner: {w.text}"
@@ -190,7 +198,6 @@ def _open(
 def _machine(
     situation: SystemSnapshot, now: float, live: Mapping[str, Any] | None, system: Mapping[str, Any] | None
 ) -> Waiting | None:
-    """Return what is wrong with the system as a whole."""
     facts = system or {}
     resume = resume_command(situation.store) if situation.of_run else ""
     gone = partial(Waiting, what="the actor system", since=situation.last_at, resume=resume)
@@ -213,17 +220,14 @@ def _machine(
             return None
         return Waiting(cause="no_answer", what="the actor system", text="the actor system runs but does not answer")
     if live.get("system", {}).get("fenced"):
-        text = f"another system took this store, so this one stands still: {_short(live['system']['fenced'])}"
+        text = f"another system took this store, so this one stands still: {short(live['system']['fenced'])}"
         return Waiting(cause="fenced", what="the actor system", text=text, person=True)
     if live.get("trouble"):
         return Waiting(cause="unwritten", what="the log", text=live["trouble"], person=bool(live.get("refuses")))
     if "weights_version" not in live:  # only the guardian answered
         children = live.get("system", {}).get("children", [])
         child: Mapping[str, Any] = next((c for c in children if c.get("name") == "coordinator"), {})
-        again = child.get("restart_in")
-        soon = "it is being started" if again is None else f"it is started in {span(again)}"
-        reason = f" ({_short(child['reason'])})" if child.get("reason") else ""
-        text = f"there is no coordinator now{reason}: {soon}; runners go on meanwhile and keep what they finish"
+        text = f"{coordinator_away(child)}; runners go on meanwhile and keep what they finish"
         return Waiting(cause="no_coordinator", what="the coordinator", text=text)
     return None
 
@@ -241,7 +245,7 @@ def _trainers_turn(course: BatchTimes, now: float, live: Mapping[str, Any] | Non
     if state.open_task_count if state.batch_type == "collect" else settled < needed:
         return None
     if course.error:
-        text = f"its pipeline failed, and nobody has finalized it again: {_short(course.error)}"
+        text = f"its pipeline failed, and nobody has finalized it again: {short(course.error)}"
         return Waiting(cause="finalize_failed", what="the trainer", text=text, since=course.moved_at)
     rows = {row.get("batch_id"): row for row in (live or {}).get("batches", [])}
     have = "all its tasks are settled" if settled == tasks else f"{settled} of {tasks} tasks are settled, enough"
@@ -267,7 +271,6 @@ def _unit(state: BatchState, unit: ev.Unit, strikes: int) -> str:
 
 
 def _units(course: BatchTimes) -> str:
-    """Return the units that no runner has."""
     key, first = next(iter(course.state.pending.items()))
     more = len(course.state.pending) - 1
     told = _unit(course.state, first, course.state.strikes.get(key, 0))
@@ -305,7 +308,7 @@ def _flying(
         runner is None or runner.state in ("lost", "quarantined", "down", "failed")
     )
     if life is not None and gone:
-        cause, told = "lost", f"its runner is gone ({_short(life.reason) or life.state}), so it is attempted again"
+        cause, told = "lost", f"its runner is gone ({short(life.reason) or life.state}), so it is attempted again"
     elif beat is not None and beat > SILENT_SECONDS:
         cause, told = "hung", f"hung: its runner has given no sign of life for {span(beat)}"
     elif runner is not None and (runner.silent or 0.0) > SILENT_SECONDS:
@@ -321,7 +324,7 @@ def _flying(
     of = "" if limit is None else f" of at most {span(limit)}"
     what = _unit(state, unit, flight.strikes)
     first = state.tasks[unit.task].first_error if unit.attempt > 1 else None
-    again = "" if first is None else f" (before it: {_short(first, 120)})"
+    again = "" if first is None else f" (before it: {short(first, 120)})"
     text = f"{what} on {flight.runner} #{flight.incarnation} for {span(age)}{of}: {told}{again}"
     return Waiting(
         cause=cause, what=what, text=text,
@@ -332,7 +335,6 @@ def _flying(
 
 
 def _signs(runner: RunnerSnapshot | None, since: float, now: float) -> str:
-    """Signs that a runner lives."""
     if runner is None:
         return ""
     signs = []
@@ -346,7 +348,7 @@ def _signs(runner: RunnerSnapshot | None, since: float, now: float) -> str:
         loop = ", and its engine's loop " + (f"has not answered for {span(runner.silent)}" if quiet else "answers")
     told = f"its runner {', '.join(signs)}{loop}" if signs else ""
     waits = runner.runs_wait or (f"it waits for {runner.waits_for}" if runner.waits_for else "")
-    return "; ".join(part for part in (told, _short(waits)) if part)
+    return "; ".join(part for part in (told, short(waits)) if part)
 
 
 def _without_place(situation: SystemSnapshot, course: BatchTimes, serving: list[RunnerSnapshot], now: float) -> Waiting:
@@ -373,82 +375,3 @@ def _without_place(situation: SystemSnapshot, course: BatchTimes, serving: list[
         text = f"{units} without another runner: the last attempt failed on {free[0].name}"
         return Waiting(cause="elsewhere", what=units, text=text, since=since)
     return Waiting(cause="dispatch", what=units, text=f"{units} about to be given to {free[0]}", since=since)
-
-
-# --- runners --------------------------------------------------------------------------------------------------------
-def _loading(situation: SystemSnapshot, runner: RunnerSnapshot) -> int | None:
-    """Return the version that a runner is loading: as it was told, or as the log has it."""
-    if runner.loading is not None:
-        return runner.loading
-    behind = situation.published_at is not None and runner.model_version != situation.weights
-    return situation.weights if behind and not _refuses(situation, runner) else None
-
-
-def _refuses(situation: SystemSnapshot, runner: RunnerSnapshot) -> bool:
-    """Return True if a runner could not load the current weights, and has what it had before."""
-    return runner.refused is not None and runner.refused[0] == situation.weights
-
-
-def _serves(situation: SystemSnapshot, runner: RunnerSnapshot) -> bool:
-    return runner.state == "ready" and _loading(situation, runner) is None
-
-
-def _has_no_server(situation: SystemSnapshot, live: Mapping[str, Any] | None, gone: bool) -> bool:
-    """Return True if no server is to be an engine, as the system says, or else as the log has it. `gone`: one left."""
-    told = (live or {}).get("servers")
-    return situation.of_servers and (gone if told is None else not any(s["wanted"] for s in told))
-
-
-def _idle(situation: SystemSnapshot, runner: RunnerSnapshot, now: float) -> Waiting:
-    """Return a runner that takes no units, and why."""
-    since = runner.since
-    ago = "" if since is None else f" {span(now - since)} ago"
-    person = False
-    match runner.state:
-        case "ready":
-            version, since = _loading(situation, runner), situation.published_at
-            ago = "" if since is None else f", published {span(now - since)} ago"
-            cause = "weights"
-            text = f"{runner} is loading weights version {version}{ago}; it has version {runner.model_version}"
-            text += f" and waits for {_short(runner.waits_for)}" if runner.waits_for else ""
-        case "failed":
-            cause, person = "refused" if _refuses(situation, runner) else "failed", True
-            text = f"{runner} failed{ago}: {_short(runner.reason)}"
-        case "quarantined":
-            cause, person = "quarantined", True
-            text = f"{runner} was quarantined{ago} and is not started again: {_short(runner.reason)}"
-        case "lost":
-            again = "" if runner.restart_in is None else f" in {span(runner.restart_in)}"
-            cause, text = "lost", f"{runner} was lost ({_short(runner.reason)}) and is started again{again}"
-        case "retired" | "down":
-            cause, person, text = "ended", True, f"{runner} was ended{ago}"
-        case _:
-            awaited = f": {_short(runner.waits_for)}" if runner.waits_for else ""
-            cause = "server" if awaited and runner.server else "loading"
-            text = f"{runner} {'waits to start' if awaited else 'is loading'} its engine"
-            text += ("" if since is None else f", for {span(now - since)} now") + awaited
-    return Waiting(
-        cause=cause, what=str(runner), text=text, runner=runner.name, incarnation=runner.incarnation, since=since,
-        seen=runner.seen, person=person, server=runner.server,
-    )
-
-
-def _behind(runner: RunnerSnapshot) -> Waiting:
-    """Return a runner that takes units, and makes tokens with older weights than the current ones."""
-    version, why = runner.refused or (None, "")
-    text = f"{runner} goes on with weights version {runner.model_version}: it can't load version {version}: "
-    return Waiting(
-        cause="refused", what=str(runner), text=text + _short(why), runner=runner.name,
-        incarnation=runner.incarnation, seen=runner.seen, server=runner.server,
-    )
-
-
-# --- words ----------------------------------------------------------------------------------------------------------
-
-
-def _short(text: str, width: int = 300) -> str:
-    """Return an error's text on one line, of printable characters: of one with a traceback as `said_and_where`."""
-    said, where = ("".join(c if c.isprintable() else " " for c in " ".join(part.split()))
-                   for part in said_and_where(text))
-    where, room = where and f" {where}", width - len(where)
-    return (said if len(said) <= room else said[: room - 1] + "…") + where

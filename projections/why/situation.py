@@ -50,8 +50,6 @@ class BatchTimes:
 
 @dataclass(slots=True, kw_only=True)
 class RunnerSnapshot:
-    """A runner's latest life."""
-
     name: str
     incarnation: int = 0
     state: str = ""
@@ -97,8 +95,6 @@ class RunnerSnapshot:
 
 @dataclass(slots=True, kw_only=True)
 class HostSnapshot:
-    """A host that joined, as it last was."""
-
     name: str
     state: str
     """`joined`, `draining`, `lost`, `left`."""
@@ -108,7 +104,6 @@ class HostSnapshot:
     heard: float | None = None
     """When it was last heard of, where it has no connection and the system told."""
     why_away: str = ""
-    """Why it has none."""
 
     @property
     def there(self) -> bool:
@@ -122,7 +117,6 @@ class SystemSnapshot:
     courses: dict[BatchId, BatchTimes] = field(default_factory=dict)
     runners: dict[str, RunnerSnapshot] = field(default_factory=dict)
     hosts: dict[str, HostSnapshot] = field(default_factory=dict)
-    """Those that joined."""
     host_timeout: float | None = None
     """hosts.timeout: seconds after which one that is not heard of is lost."""
     weights: int = 0
@@ -140,7 +134,6 @@ class SystemSnapshot:
     store: str = ""
     """URL of the log, without a password, as its config names it."""
     last_at: float | None = None
-    """The last event that was observed."""
 
 
 _HOST_STATES: dict[type[ev.Event], str] = {

@@ -72,17 +72,6 @@ def test_the_reason_of_a_drop_is_the_events(folder: Path) -> None:
     assert dropped.position in [t["position"] for t in found["turns"]]
 
 
-def test_a_death_costs_the_attempts_that_were_lost_with_the_runner(folder: Path) -> None:
-    lives, _ = answer(folder, "runners")
-    assert isinstance(lives, list)
-    with opened(folder) as log:
-        ends = [r.event for r in log.read(types=["RunnerLost", "RunnerFailed"])]
-        lost = [r for r in log.read(types=["AttemptFailed"])
-                if isinstance(r.event, ev.AttemptFailed) and r.event.kind == "runner_lost"]
-    assert sorted(life["runner"] for life in lives if life["how"] == "lost") == sorted({e.runner for e in ends})
-    assert sum(life["attempts_lost"] for life in lives) == len(lost) > 0
-
-
 def test_the_slowest_step_is_the_one_that_took_longest_and_its_cause_is_the_failure(folder: Path) -> None:
     rows, _ = answer(folder, "--slowest")
     assert isinstance(rows, list)
@@ -91,47 +80,3 @@ def test_the_slowest_step_is_the_one_that_took_longest_and_its_cause_is_the_fail
     assert [r["seconds"] for r in rows] == seconds[:-4:-1]
     assert "timeout" in rows[0]["held_up_by"]["what"]
     assert rows[0]["held_up_by"]["fault"] is True
-
-
-def test_no_experience_was_used_twice(folder: Path) -> None:
-    found, code = answer(folder, "usage")
-    assert isinstance(found, dict)
-    with opened(folder) as log:
-        delivered = [r.event.selected for r in log.read(types=["BatchFinalized"])
-                     if isinstance(r.event, ev.BatchFinalized)]
-    assert (code, found["once"], found["twice"]) == (0, sum(delivered), [])
-
-
-def test_the_prompts_never_tried_are_those_that_were_never_dispatched(folder: Path) -> None:
-    found, _ = answer(folder, "prompts")
-    assert isinstance(found, dict)
-    never = set()
-    with opened(folder) as log:
-        for row in log.batches():
-            sent = {u.task for r in log.events(row.batch_id) if isinstance(r.event, ev.TasksDispatched)
-                    for u in r.event.units}
-            never |= {(row.batch_id, task) for task in range(row.tasks) if task not in sent}
-    assert {(u["batch_id"], u["task"]) for u in found["never"]} == never != set()
-
-
-def test_the_batch_of_that_moment_is_the_fold_of_what_had_been_recorded(folder: Path) -> None:
-    found, _ = answer(folder, "replay")
-    with opened(folder) as log:
-        at = log.position_of(1_772_352_081.0)  # 08:01:21 UTC
-        finished = [r for r in log.events(4) if isinstance(r.event, ev.TaskFinished) and r.position <= (at or 0)]
-    assert isinstance(found, dict)
-    assert found["state"]["completed_task_count"] == len(finished) == 24
-
-
-def test_the_log_is_untouched(folder: Path) -> None:
-    found, code = answer(folder, "verify")
-    assert isinstance(found, dict)
-    assert (code, found["problems"]) == (0, [])
-
-
-def test_the_runs_part_where_the_other_was_cut_off(folder: Path) -> None:
-    found, code = answer(folder, "diff")
-    assert isinstance(found, dict)
-    assert code == 1
-    assert (found["same"], found["first"]["batch_id"]) == ([1, 2, 3], 4)
-    assert [c["path"] for c in found["settings"]] == ["buffer.total_steps"]

@@ -64,7 +64,7 @@ def test_a_pipe_gets_a_line_a_step_and_a_runner_that_changes(path: Path) -> None
     assert lines[3] == "runner-0: lost: \\x1b[2J[red]killed[/red]"
     assert lines[4].startswith("step 2/2")
     assert len(lines) == 5
-    assert view.state.position == last
+    assert view.position == last
 
 
 def test_a_run_that_goes_on_says_what_is_trained_without_being_generated(path: Path) -> None:

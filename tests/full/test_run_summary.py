@@ -18,7 +18,6 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import Write
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.reading.log_reader import open_log
-from trinity_es.projections.run import fold_run
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.text import sparkline
 
@@ -72,13 +71,22 @@ def test_what_a_run_says_at_its_end(tmp_path: Path, path: Path) -> None:
         *evaluated(90, "2/letters", 0.4), *evaluated(90, "2/digits", 0.6),
     ])
     with open_log(str(path)) as log:
-        state = fold_run(log.events())
-    told = run_summary(config, state)
+        told = run_summary(config, log)
+        row = log.batch_row(2)
     assert told["response_tokens"] == 1000
     assert told["tokens_per_second"] == pytest.approx(1000 / (10 + 40))  # of 10 to 20 and 50 to 90 s
     assert (told["weight_versions"], told["model_version"]) == (3, 2)
     assert (told["eval_reward_before"], told["eval_reward_after"]) == (0.1, 0.4)
-    assert state.batches["batch/2"].model_version == 3
+    assert row.model_version == 3
+
+
+def summary_and_line(path: Path) -> tuple[dict[str, Any], str]:
+    """The summary of a log, and what a view says of its first step."""
+    config = Config.from_dict({"store": {"url": f"sqlite:///{path}"}}, folder=path.parent)
+    out = io.StringIO()
+    with open_log(str(path)) as log, RunView(str(path), Console(file=out, width=160)):
+        told = run_summary(config, log)
+    return told, next(line for line in out.getvalue().splitlines() if line.startswith("step 1"))
 
 
 def test_the_time_that_a_system_was_down_or_loaded_engines_makes_no_step_slower(path: Path) -> None:
@@ -86,19 +94,13 @@ def test_the_time_that_a_system_was_down_or_loaded_engines_makes_no_step_slower(
     write(path, [
         (0, "system", began[0]), (5, "runner/runner-0", READY), (10, "batch/1", submitted(1)),
         (14, "batch/1", done(300)),  # and all is killed
-        (100, "clock", ev.ClockStepped(seconds=1.0, before=14.0)), (100, "system", ev.SystemConfigured(config={})),
-        (100, "system", began[1]), (100, "runner/runner-0", ev.RunnerLost(**LIFE, reason="its system is gone")),
+        (100, "clock", ev.ClockStepped(seconds=1.0, before=14.0)), (100, "system", began[1]),
+        (100, "runner/runner-0", ev.RunnerLost(**LIFE, reason="its system is gone")),
         (112, "runner/runner-1", ev.RunnerReady(**OTHER, places=1, model_version=0, load_seconds=12.0)),
         (116, "batch/1", done(500)), (116, "batch/1", finalized(1, "train", "rollout/reward/mean", 0.5)),
     ])
-    with open_log(str(path)) as log:
-        state = fold_run(log.events())
-    assert state.busy_seconds == pytest.approx(4 + 4)
-    assert state.batches["batch/1"].away_seconds == pytest.approx(86)
-    out = io.StringIO()
-    with RunView(str(path), Console(file=out, width=160)):
-        pass
-    [line] = [line for line in out.getvalue().splitlines() if line.startswith("step 1")]
+    told, line = summary_and_line(path)
+    assert told["tokens_per_second"] == pytest.approx(800 / (4 + 4))
     assert "  800 tokens  40 tokens/s" in line
     assert line.endswith("  20.00 s")
 
@@ -109,13 +111,8 @@ def test_a_clock_that_is_set_makes_no_step_longer_or_shorter(path: Path) -> None
         (3615, "clock", ev.ClockStepped(seconds=3600.0, before=START + 11)), (3615, "batch/1", done(100)),
         (3616, "batch/1", finalized(1, "train", "rollout/reward/mean", 0.5)),
     ])
-    with open_log(str(path)) as log:
-        state = fold_run(log.events())
-    assert state.busy_seconds == pytest.approx(6)
-    out = io.StringIO()
-    with RunView(str(path), Console(file=out, width=160)):
-        pass
-    [line] = [line for line in out.getvalue().splitlines() if line.startswith("step 1")]
+    told, line = summary_and_line(path)
+    assert told["tokens_per_second"] == pytest.approx(400 / 6)
     assert line.endswith("  6.00 s")
 
 
@@ -136,24 +133,6 @@ def test_the_rate_of_a_batch_is_its_own_tokens_by_its_own_seconds(path: Path) ->
         "reward 0.000  256 tokens  256 tokens/s  version 0  1.00 s"] * 3
     assert "  280 tokens  5.6 tokens/s  version 0  50.00 s" in out.getvalue()
     assert "eval f  0/1 tasks  reward 0.500  0 tokens  0.00 s" in out.getvalue()
-
-
-def test_the_weights_of_a_run_are_those_that_every_runner_has(path: Path) -> None:
-    started = ev.RunnerStarted(**LIFE, pid=1, host="h", engine="vllm")
-    judge = ev.RunnerStarted(runner="judge-0", incarnation=3, pid=1, host="h", engine="vllm", model="judge")
-    events: list[tuple[str, ev.Event]] = [
-        ("runner/runner-0", started), ("runner/judge-0", judge),
-        *((f"runner/{life['runner']}", ev.RunnerReady(**life, places=1, model_version=0, load_seconds=1.0))
-          for life in (LIFE, OTHER, {"runner": "judge-0", "incarnation": 3})),
-        ("runner/runner-0", ev.WeightsLoaded(**LIFE, version=1, seconds=1.0)),
-        ("runner/runner-1", ev.WeightsLoaded(**OTHER, version=1, seconds=1.0)),
-        ("runner/runner-0", ev.WeightsLoaded(**LIFE, version=2, seconds=1.0)),
-        ("runner/runner-1", ev.RunnerLost(**OTHER, reason="killed")), ("runner/runner-0", ev.RunnerRetired(**LIFE)),
-    ]
-    write(path, [(number, stream, event) for number, (stream, event) in enumerate(events)])
-    with open_log(str(path)) as log:
-        every = list(log.events())
-    assert [fold_run(every[: n + 1]).model_version for n in range(len(every))] == [0, 0, 0, 0, 0, 0, 1, 1, 2, 2]
 
 
 def test_tokens_that_come_at_once_after_a_silence_were_not_made_at_once(tmp_path: Path, path: Path) -> None:
@@ -180,7 +159,7 @@ def test_an_eval_that_gave_nothing_is_counted_and_named(
                   (10 * n + 5, f"batch/{n}", finalized(n, "train", "rollout/reward/mean", reward))]
     write(path, [*failed, *steps, *evaluated(40, "2/letters", 0.4), *evaluated(41, "3/letters", 0.5)])
     with open_log(str(path)) as log:
-        told = run_summary(config, fold_run(log.events()))
+        told = run_summary(config, log)
     assert (told["eval_reward_before"], told["eval_reward_after"]) == (None, 0.5)
     assert [e["reward"] for e in told["evals"]] == [None, 0.4, 0.5]
     print_summary(told)

@@ -75,58 +75,39 @@ def test_a_list_of_servers_that_can_not_be_read_is_a_problem() -> None:
     assert problems({"state": "retired"}, [], None, told) == [listed, *problems({"state": "retired"}, [])]
 
 
-@pytest.mark.parametrize(("waited", "told"), [(60.0, True), (1.0, False)])
-def test_an_engine_that_waits_for_its_server_is_a_problem_after_a_while(waited: float, told: bool) -> None:
-    row = {"state": "started", "waits_for": AWAITED, "progressed": time.time() - waited}
-    found = problems(row, [SERVER], "started")
-    assert len(found) == told
-    for line in found:
-        assert f"runner-0 waits to start its engine: {AWAITED}; start or mend the server {URL}, or take it away" in line
-        assert f"`trinity-es scale CONFIG --remove {URL}`" in line
-
-
-@pytest.mark.parametrize("state", ["failed", "quarantined"])
-def test_a_runner_of_a_server_is_brought_back_alone_or_its_server_is_taken_away(state: str) -> None:
-    [line] = problems({"state": state}, [SERVER], state)
-    assert "`trinity-es restart-runner runner-0`" in line
-    assert f"`trinity-es scale CONFIG --remove {URL}`" in line
-    assert "down" not in line
-
-
-def test_a_runner_whose_engine_ended_after_it_had_served_needs_nobody() -> None:
-    [line] = problems({"state": "failed", "places": 4}, [SERVER], "failed")
-    assert line.startswith("runner-0 failed: it broke; it is started again")
-
-
 REFUSAL = f"{URL} takes no weights. Start it with VLLM_SERVER_DEV_MODE=1 in its environment"
+AGAIN, AWAY = "`trinity-es restart-runner runner-0`", f"`trinity-es scale CONFIG --remove {URL}`"
+REFUSES: dict[str, Any] = {"places": 4, "model_version": 0, "refused": REFUSAL}
+LOADS: dict[str, Any] = {"places": 4, "model_version": 0, "loading": 1}
 
 
-@pytest.mark.parametrize("row", [
-    {"state": "ready"}, {"state": "failed", "places": 4, "reason": f"it could not load weights 1: {REFUSAL}"},
+@pytest.mark.parametrize(("row", "ago", "begins", "says"), [
+    ({"state": "started", "waits_for": AWAITED}, {"progressed": 60.0},
+     f"waits to start its engine: {AWAITED}; start or mend the server {URL}, or take it away", [AWAY]),
+    ({"state": "started", "waits_for": AWAITED}, {"progressed": 1.0}, None, []),
+    ({"state": "failed"}, {}, "failed: it broke; mend what it names", [AGAIN, AWAY]),
+    ({"state": "failed", "places": 4}, {}, "failed: it broke; it is started again", []),
+    ({"state": "quarantined"}, {}, "was quarantined and is not started again: it broke; mend", [AGAIN, AWAY]),
+    (REFUSES, {}, f"goes on with weights version 0: it can't load version 0: {REFUSAL}; mend what it names, or publish "
+     "a newer version: it tries again by itself; or take its server away", [AWAY]),
+    (REFUSES | {"state": "failed", "reason": f"it could not load weights 1: {REFUSAL}"}, {},
+     f"failed: it could not load weights 1: {REFUSAL}; mend what it names, or publish a newer version", [AWAY]),
+    (REFUSES | {"refused": ""}, {}, None, []),
+    (LOADS, {"loading_since": 3600.0}, "has been loading weights version 1 for 60 min, and gets no work meanwhile: "
+     f"see whether {URL} does something, else `trinity-es", [AGAIN, AWAY]),
+    (LOADS, {"loading_since": 30.0}, None, []), (LOADS | {"loading": None}, {}, None, []),
 ])
-def test_a_runner_that_can_t_load_the_current_weights_is_a_problem_with_its_reason_and_a_way_out(
-    row: dict[str, Any]
+def test_what_is_wrong_with_a_runner_is_told_with_the_way_out(
+    row: dict[str, Any], ago: dict[str, float], begins: str | None, says: list[str]
 ) -> None:
-    [line] = problems({"places": 4, "model_version": 0, "refused": REFUSAL} | row, [SERVER])
-    assert REFUSAL in line
-    assert "or publish a newer version: it tries again by itself; or take its server away" in line
-    assert f"`trinity-es scale CONFIG --remove {URL}`" in line
-    if row["state"] == "ready":
-        assert line.startswith("runner-0 goes on with weights version 0: it can't load version")
-    assert problems(row | {"state": "ready", "refused": ""}, [SERVER]) == []
-
-
-@pytest.mark.parametrize(("seconds", "told"), [(3600.0, True), (30.0, False)])
-def test_an_engine_that_loads_weights_for_long_is_a_problem(seconds: float, told: bool) -> None:
-    row = {"places": 4, "model_version": 0, "loading": 1, "loading_since": time.time() - seconds}
-    found = problems(row, [SERVER])
-    assert len(found) == told
+    at = {name: time.time() - seconds for name, seconds in ago.items()}
+    child = row.get("state") if row.get("state") != "ready" and "refused" not in row else None
+    found = problems(row | at, [SERVER], child)
+    assert len(found) == (begins is not None)
     for line in found:
-        assert line.startswith("runner-0 has been loading weights version 1 for 60 min")
-        assert f"see whether {URL} does something, else `trinity-es" in line
-        assert "`trinity-es restart-runner runner-0`" in line
-        assert f"`trinity-es scale CONFIG --remove {URL}`" in line
-    assert problems(row | {"loading": None, "loading_since": None}, [SERVER]) == []
+        assert line.startswith(f"runner-0 {begins}")
+        assert [said for said in says if said not in line] == []
+        assert "trinity-es down" not in line
 
 
 def test_a_person_is_shown_since_when_weights_are_loaded() -> None:

@@ -36,8 +36,6 @@ _WIDTH = 500
 
 @dataclass(slots=True)
 class _Attempt:
-    """A unit that a runner has."""
-
     unit: ev.Unit
     dispatched_at: float
     pid: int

@@ -78,9 +78,7 @@ class Rollout:
     """Empty where the log does not say."""
     host: str
     config: dict[str, Any]
-    """Of the system that made it."""
     rollout_args: dict[str, Any]
-    """Of the task."""
     version: int
     """The weights that are loaded: those of its first token."""
     weights: str
@@ -92,8 +90,6 @@ class Rollout:
 
 @dataclass(slots=True, kw_only=True)
 class Regeneration:
-    """The comparison."""
-
     rollout: Rollout
     turns: list[Turn]
     engine_version: str

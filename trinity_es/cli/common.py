@@ -69,7 +69,6 @@ def note(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print the one JSON document of a command."""
     document = orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS)
     write_json(harmless_json(document).decode())
 
@@ -85,7 +84,6 @@ def write_json(line: str) -> None:
 
 
 def read_config(path: Path, overrides: list[str] | None = None) -> Config:
-    """Return the config of a command line. Raises ConfigError."""
     from trinity_es.config.config import load_config
 
     return load_config(path, overrides or [])

@@ -17,14 +17,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, TrinityError
-from trinity_es.projections.run import RunState
+from trinity_es.projections.tables.batch_list import BatchRow
 
 __all__ = ["STEPS", "EngineName", "Place", "Verdict", "draw", "find", "find_examples", "judge", "make", "serving"]
 
@@ -42,13 +42,10 @@ MOST_EVALS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A demo's folder."""
-
     folder: Path
     config: Path
     steps: int
     learns: bool
-    """Whether a model is trained in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +239,7 @@ def _config(*, seed: int, steps: int, engine: EngineName, port: int = 0) -> str:
     )
 
 
-def draw(state: RunState, path: Path) -> str | None:
+def draw(rows: Sequence[BatchRow], path: Path) -> str | None:
     """Return the reward curve as a picture; its path, or None where matplotlib is missing."""
     try:
         import matplotlib as mpl
@@ -251,8 +248,8 @@ def draw(state: RunState, path: Path) -> str | None:
         from matplotlib import pyplot as plt
     except ImportError:
         return None
-    train = [(int(b.batch_id), b.reward) for b in state.train() if b.reward is not None]
-    evals = [(_step_of(b.batch_id), b.reward) for b in state.evals() if b.reward is not None]
+    train, evals = ([(int(str(b.batch_id).partition("/")[0]), b.reward) for b in rows
+                     if b.batch_type == kind and b.reward is not None] for kind in ("train", "eval"))
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
     axes.plot([s for s, _ in train], [r for _, r in train], color="#4c78a8", linewidth=1.2, label="train, each step")
     axes.plot([s for s, _ in evals], [r for _, r in evals], "o--", color="#e45756", label="eval")
@@ -263,10 +260,6 @@ def draw(state: RunState, path: Path) -> str | None:
     figure.savefig(path)
     plt.close(figure)
     return str(path)
-
-
-def _step_of(batch_id: int | str) -> int:
-    return int(str(batch_id).split("/", 1)[0])
 
 
 def judge(told: dict[str, Any], *, steps: int, engine: str) -> Verdict:

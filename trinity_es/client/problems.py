@@ -11,28 +11,13 @@ from typing import Any
 
 from trinity_es.client.unanswered import stopped_processes
 from trinity_es.config.config import Config
-from trinity_es.projections.why.answer import (
-    ADD_SERVER,
-    Why,
-    another_life,
-    go_on,
-    mend,
-    mend_weights,
-    mended,
-    resume_command,
-    span,
-    start_server,
-)
-from trinity_es.projections.why.explain import SILENT_SECONDS
-from trinity_es.projections.why.situation import RunnerSnapshot, SystemSnapshot, with_live
+from trinity_es.projections.why.answer import ADD_SERVER, Why, go_on, mended, resume_command, span
+from trinity_es.projections.why.runners import coordinator_away, problem
+from trinity_es.projections.why.situation import SystemSnapshot, with_live
 from trinity_es.text import plain
 
 __all__ = ["problems"]
 
-AWAITED_SECONDS = 10.0
-"""How long an engine may wait for what somebody else has to do, its server say, before that is a problem."""
-LOADING_SECONDS = 300.0
-"""How long an engine may load weights before that is a problem: nothing else ends a server that hangs in it."""
 _WHOLE = {"no_server", "unwritten", "no_system", "ending", "restarting", "no_answer", "fenced", "no_coordinator",
           "no_database"}
 """Causes that are told once for the system, not once a batch."""
@@ -77,18 +62,15 @@ def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, w
     if out["keeper"] is None and out.get("keeper_ended") and config.system.keeper:
         yield (f"its keeper (pid {out['keeper_ended']}) has ended: batches go on, and nobody starts the guardian or "
                "the admin again should one die; `trinity-es down` and `trinity-es up` bring a keeper back")
-    children = {c["name"]: c for c in live["system"].get("children", [])}
     fenced = live["system"].get("fenced")
     if fenced:
         yield (f"another system took this store ({fenced}), so this one stands still: end the one that is not wanted "
                "with `trinity-es down` on its host")
         return
     if out["coordinator"] is None and not live.get("refuses"):  # else one is there, and says below what it waits for
-        child = children.get("coordinator", {})
-        again = child.get("restart_in")
-        soon = "it is being started" if again is None else f"it is started in {span(again)}"
-        yield (f"there is no coordinator now ({child.get('reason') or 'it has not come up yet'}): {soon}; if it does "
-               f"not come, coordinator.log in {logs} tells why")
+        children = {c["name"]: c for c in live["system"].get("children", [])}
+        yield (f"{coordinator_away(children.get('coordinator', {}))}; if it does not come, coordinator.log in {logs} "
+               "tells why")
     if live.get("trouble"):
         yield f"{live['trouble']} (coordinator.log in {logs} tells more)"
     for output in live.get("outputs", []):
@@ -107,9 +89,9 @@ def problems(config: Config, out: dict[str, Any], live: dict[str, Any] | None, w
     if live.get("server_list") is not None and not any(s["wanted"] for s in live["servers"]):
         yield f"there is no server, so nothing is generated: {ADD_SERVER}"
     now = time.time()
-    for name, life in with_live(SystemSnapshot(), live, now):
-        wrong = _wrong(life, now)
-        if wrong:
+    situation = SystemSnapshot(weights=live.get("weights_version", 0))
+    for name, life in with_live(situation, live, now):
+        if wrong := problem(situation, life, now):
             yield f"{name} {wrong} ({name}.log in {logs} tells more)"
     for told in whys:
         if told.stalled and told.cause not in _WHOLE:
@@ -138,48 +120,6 @@ def _wrong_host(host: dict[str, Any]) -> str | None:
         why = host["why_away"] or "the coordinator was started"
         return (f"has not been heard of for {span(host['away_for'])} ({why}): after {span(host['lost_after'])} it is "
                 "lost, and what it has is attempted elsewhere")
-    return None
-
-
-def _wrong(life: RunnerSnapshot, now: float) -> str | None:
-    """Return what is wrong with a runner, and the way out; None: nothing."""
-    match life.state:
-        case "retired":  # it was let go: that it says nothing any more is as it should be
-            return None
-        case "failed" if life.refused is not None:
-            return f"failed: {life.reason}; {mend_weights(life.server)}"
-        case "ready" if life.refused is not None:
-            version, why = life.refused
-            return (f"goes on with weights version {life.model_version}: it can't load version {version}, the current "
-                    f"one: {why}; {mend_weights(life.server)}")
-        case "failed" if life.places:  # it has served: its process ends, and another follows
-            return f"failed: {life.reason}; it is started again"
-        case "failed":
-            anew = "mend what it names, then `trinity-es down` and `trinity-es up`"
-            return f"failed: {life.reason}; {mend(life.name, life.server) if life.server else anew}"
-        case "quarantined":
-            return f"is quarantined and not started again: {life.reason}; {mend(life.name, life.server)}"
-        case "lost":
-            again = "" if life.restart_in is None else f" in {span(life.restart_in)}"
-            return f"was lost: {life.reason}; it is started again{again}"
-        case "down":
-            return f"is down: {life.reason or 'it was ended'}; `trinity-es down` and `trinity-es up` start it again"
-        case "started" if life.waits_for and now - (life.progressed or 0.0) > AWAITED_SECONDS and not life.leaving:
-            way = f"; {start_server(life.server)}" if life.server else ""
-            return f"waits to start its engine: {life.waits_for}{way}"
-    loads = now - (life.loading_since or now) if life.state == "ready" and life.loading is not None else 0.0
-    if loads > LOADING_SECONDS:
-        awaited = f" (it waits for {life.waits_for})" if life.waits_for else ""
-        what = life.server or "its engine"
-        return (f"has been loading weights version {life.loading} for {span(loads)}{awaited}, and gets no work "
-                f"meanwhile: see whether {what} does something, else {another_life(life.name, life.server)}")
-    if life.trouble:
-        return f"can't store what it finished, keeps it and tries again: {life.trouble}"
-    if (life.silent or 0.0) > SILENT_SECONDS:
-        return (f"is hung: its engine's loop has not answered for {span(life.silent or 0.0)}; it is ended after "
-                "system.hang_timeout and started again")
-    if life.runs_wait and life.state == "ready":
-        return f"is up, and {life.runs_wait}: see to that"
     return None
 
 

@@ -14,8 +14,6 @@ __all__ = ["Teardown", "end_system"]
 
 @dataclass(slots=True)
 class Teardown:
-    """How a system ended."""
-
     killed: int = 0
     """Processes that did not end by themselves."""
     left: list[int] = field(default_factory=list)

@@ -108,7 +108,6 @@ def seconds(name: str, value: Any) -> float | None:
 
 
 def text(name: str, value: Any) -> str:
-    """Return a text. Raises DataError."""
     if not isinstance(value, str):
         raise DataError(f"{name} is {shown(value)}: a text is expected")
     return value
@@ -122,7 +121,6 @@ def listed(name: str, value: Any, of: str) -> list[Any]:
 
 
 def mapping(name: str, value: Any) -> dict[Any, Any]:
-    """Return a mapping, {} for None. Raises DataError."""
     if value is None or isinstance(value, Mapping):
         return dict(value or {})
     raise DataError(f"{name} is a {type(value).__name__}: a mapping is expected")

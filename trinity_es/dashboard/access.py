@@ -34,15 +34,12 @@ WEEK = 7 * 86400
 
 
 def _name_of(host: str) -> str:
-    """Return the name in a Host header, without its port."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].lower().rstrip(".")
 
 
 class AccessMiddleware:
-    """Lets in who may read."""
-
     def __init__(self, app: Any, *, token: str | None, hosts: Iterable[str] = (), cookie: str = "trinity_es") -> None:
         self.app, self.token, self.cookie = app, token, cookie
         own = socket.gethostname().lower()

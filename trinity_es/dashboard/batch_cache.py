@@ -97,8 +97,6 @@ class CachedBatch:
 
 
 class BatchCache:
-    """The courses that were looked at last."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._generation = ""

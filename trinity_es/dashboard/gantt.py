@@ -36,8 +36,6 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """One attempt."""
-
     x: float
     width: float
     row: int
@@ -57,8 +55,6 @@ class Lane:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One run of a task."""
-
     run: int
     kind: str
     """`q0` to `q5` by its reward, `done` without one, `failed`, `running`, `pending`, `dropped`."""
@@ -142,7 +138,6 @@ def drawing(story: BatchTimeline, window: Window, tasks: Sequence[TaskTimeline])
 
 
 def rewards_between(state: BatchState) -> tuple[float, float]:
-    """Return the lowest and the highest reward of its runs."""
     rewards = [r.metrics["reward"] for t in state.tasks for r in t.done.values() if "reward" in r.metrics]
     return (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
 
@@ -180,7 +175,6 @@ def _cell(
 
 
 def busy(story: BatchTimeline) -> dict[str, list[tuple[int, Attempt]]]:
-    """Return every attempt by the name of its runner."""
     found: dict[str, list[tuple[int, Attempt]]] = {}
     for task in story.tasks:
         for attempt in task.attempts:

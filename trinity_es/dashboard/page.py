@@ -37,8 +37,6 @@ class Nav:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """What is shown: a template and its values."""
-
     template: str
     title: str
     nav: str = ""
@@ -56,7 +54,6 @@ class Attachment:
     """What is saved and not shown: text, which no browser opens as a page."""
 
     name: str
-    """Of the file."""
     text: str
 
 
@@ -70,8 +67,6 @@ class Route:
 
 @dataclass(kw_only=True)
 class PageRequest:
-    """One request for a page."""
-
     log: Log
     path: str
     query: Mapping[str, str]
@@ -88,12 +83,10 @@ class PageRequest:
         return self.query.get(name, default)
 
     def choice(self, name: str, allowed: tuple[str, ...] | list[str], default: str = "") -> str:
-        """Return one of these; the default where it is none of them."""
         value = self.query.get(name, default)
         return value if value in allowed else default
 
     def number(self, name: str, default: int = 0, *, low: int = 0, high: int = 2**53) -> int:
-        """Return a whole number between these; the default where it is no number."""
         text = self.query.get(name, "")
         if not (text.isascii() and text.removeprefix("-").isdigit() and len(text) < 20):
             return default
@@ -109,12 +102,10 @@ class PageRequest:
         return link(self.path, **{**self.query, **changes})
 
     def batch(self) -> BatchId:
-        """Return the batch that `id` names. Raises BatchNotFound."""
         return batch_of(self.log, self.text("id"))
 
 
 def link(path: str, **query: object) -> str:
-    """Return a path with parameters; those that are None are left out."""
     told = {k: str(v) for k, v in query.items() if v is not None}
     return f"{path}?{urlencode(told)}" if told else path
 
@@ -132,25 +123,20 @@ def batch_of(log: Log, ref: str) -> BatchId:
 
 
 def batch_url(batch_id: BatchId, **query: object) -> str:
-    """Return where a batch is shown."""
     return link("/batch", id=batch_ref(batch_id), **query)
 
 
 def rollout_url(batch_id: BatchId, task: int, run: int) -> str:
-    """Return where a rollout is shown."""
     return link("/rollout", id=batch_ref(batch_id), task=task, run=run)
 
 
 def rollouts_url(batch_id: BatchId, **query: object) -> str:
-    """Return where the rollouts of a batch are listed."""
     return link("/rollouts", id=batch_ref(batch_id), **query)
 
 
 def runner_url(name: str) -> str:
-    """Return where a runner is shown."""
     return link("/runner", name=name)
 
 
 def weights_url(version: int | None = None) -> str:
-    """Return where versions of the weights are shown, or one of them."""
     return link("/weights", version=version)

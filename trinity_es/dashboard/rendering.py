@@ -39,7 +39,6 @@ def count(value: float | None) -> str | Markup:
 
 
 def number(value: float | None, digits: int = 3) -> str | Markup:
-    """Return a number with so many digits after the point, however large."""
     if value is None:
         return NONE
     if not math.isfinite(value):
@@ -52,7 +51,6 @@ def percent(part: float, whole: float) -> str:
 
 
 def clock(seconds: float | None) -> str | Markup:
-    """Hour, minute, second, in local time."""
     return NONE if seconds is None else _local(seconds, "%H:%M:%S")
 
 
@@ -97,7 +95,6 @@ def tail_of(path: str, parts: int) -> str:
 
 
 def state(name: str) -> Markup:
-    """Return the name of a state in its colour."""
     return Markup('<span class="state s-{0}">{0}</span>').format(plain(name, 20))
 
 

@@ -41,8 +41,6 @@ PREVIEW_BYTES = 32_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One turn of a conversation."""
-
     role: str
     text: str
     left_out: int = 0
@@ -155,7 +153,6 @@ def _text_of(content: Any) -> str:
 
 
 def as_json(value: Any) -> str:
-    """Return a JSON value for people."""
     return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS, default=str).decode()
 
 

@@ -32,8 +32,6 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """One token as a page shows it."""
-
     place: int
     """In the whole sequence, from 0."""
     id: int
@@ -59,8 +57,6 @@ class Token:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlay:
-    """The tokens that are shown, and how many are not."""
-
     tokens: list[Token] = field(default_factory=list)
     prompt_tokens: int = 0
     response_tokens: int = 0
@@ -74,7 +70,6 @@ class Overlay:
 
 
 def level(logprob: float) -> int:
-    """Return its step on the scale."""
     return next((i for i, most in enumerate(_STEPS) if -logprob <= most), LEVELS - 1)
 
 

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.handmade import finished, unit, write
+from trinity_es.cli.run_in_view import run_summary
+from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog
 from trinity_es.projections.batch import batch_result, fold
 from trinity_es.projections.history import attempts
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.reading.resume_point import is_over, resume_point
-from trinity_es.projections.run import fold_run
 from trinity_es.projections.tables.read_models import projectors
 
 Events = list[ev.Event]
@@ -81,12 +82,11 @@ def test_the_run_counts_the_tokens_of_both_tries_and_the_tasks_of_the_last(tmp_p
     path = tmp_path / "log.sqlite"
     write(path, [("batch/1", [*ALL_FAILED, *again, TRAINED])])
     with open_log(str(path)) as log:
-        run, told, row = fold_run(log.events()), attempts.tell(log.events(1)), log.batch_row(1)
+        config = Config.from_dict({"store": {"url": f"sqlite:///{path}"}}, folder=tmp_path)
+        run, told, row = run_summary(config, log), attempts.tell(log.events(1)), log.batch_row(1)
         assert log.check_result(1)[0] == log.check_result(1)[1]
-    [batch] = run.train()
-    assert (batch.finished, batch.failed_attempts, batch.trained_step) == (2, 0, 1)
-    assert (run.failed_attempts, run.open) == (2, set())
-    assert (row.finished, row.failed, row.failed_attempts) == (2, 0, 0)
+    assert (run["batches"], run["failed_attempts"]) == (1, 2)
+    assert (row.finished, row.failed, row.failed_attempts, row.trained_step) == (2, 0, 0, 1)
     assert (told.earlier, told.turns[0][1]) == (1, "submitted again: try 2")
     with EventLog.open(str(path), projectors=projectors()) as opened:
         opened.rebuild()

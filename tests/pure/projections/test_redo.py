@@ -15,7 +15,6 @@ from trinity_es.events.values import batch_stream
 from trinity_es.projections.batch import batch_result, fold
 from trinity_es.projections.history import attempts, task_history
 from trinity_es.projections.reading.log_reader import Log, open_log
-from trinity_es.projections.run import fold_run
 from trinity_es.projections.tables.read_models import projectors
 
 FAILED = ev.AttemptFailed(task=1, run_id_base=0, failed_runs=[0, 1], attempt=1, runner="runner-0", incarnation=1,
@@ -58,7 +57,6 @@ def test_state_and_tables_count_what_it_has_now(path: Path, log: Log) -> None:
     row = log.batch_row(1)
     assert (row.finished, row.failed, row.dropped, row.experiences) == (1, 0, 0, 2)
     assert ("task", "enough") not in log.losses(1)
-    assert fold_run(log.events()).batches[batch_stream(1)].finished == 1
     with EventLog.open(str(path), projectors=projectors()) as opened:
         before = tables(opened)
         opened.rebuild()

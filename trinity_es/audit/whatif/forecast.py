@@ -30,8 +30,6 @@ NOT_MODELLED = (
 
 @dataclass(slots=True, kw_only=True)
 class Figures:
-    """What became of a batch."""
-
     seconds: float | None = None
     """From its submission to its end; None: it has not ended."""
     finished: int = 0
@@ -59,8 +57,6 @@ class Forecast:
 
 @dataclass(slots=True, kw_only=True)
 class Prediction:
-    """The answer."""
-
     settings: Settings
     was: dict[str, Any]
     """The same settings as they were recorded."""
@@ -103,7 +99,6 @@ def _joined(first: Prediction, second: Prediction) -> Prediction:
 
 
 def recorded_settings(past: History) -> dict[str, Any]:
-    """Return the settings of `Settings` as the log has them."""
     explorer = past.config["explorer"]
     return {
         "timeout": explorer["max_timeout"],
@@ -116,7 +111,6 @@ def recorded_settings(past: History) -> dict[str, Any]:
 
 
 def replayed(past: History, settings: Settings, chosen: Sequence[BatchId] | None = None) -> Prediction:
-    """Return the prediction from a record that was read."""
     replay = Simulation(past, settings)
     replay.run()
     rows = []

@@ -58,12 +58,9 @@ class Duration:
 
 @dataclass(slots=True, kw_only=True)
 class PastBatch:
-    """One batch of the record."""
-
     submitted: ev.BatchSubmitted
     submitted_at: float
     state: BatchState | None = None
-    """As it is at the end of the record."""
     took: dict[tuple[int, int, int], Duration] = field(default_factory=dict)
     """By task, run and attempt."""
     rest: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
@@ -95,7 +92,6 @@ class PastBatch:
         return max(0.0, self.finalizing_at - self.due_at)
 
     def usual_rest(self) -> tuple[float, float]:
-        """Return the median of `rest`."""
         found = list(self.rest.values())
         return (median(r[0] for r in found), median(r[1] for r in found)) if found else (0.0, 0.0)
 
@@ -124,11 +120,8 @@ class WeightsUpdate:
 
 @dataclass(slots=True, kw_only=True)
 class History:
-    """The record."""
-
     config: dict[str, Any]
     batches: list[PastBatch]
-    """In the order of their submission."""
     lives: list[Life]
     changes: list[WeightsUpdate]
     pace: ev.PaceMeasured | None

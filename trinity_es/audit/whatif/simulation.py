@@ -319,7 +319,6 @@ class Simulation:
         return dynamic_timeout.allowed(self.pace.steps, self.pace.attempts, self.pace.seconds, **self.dynamic)
 
     def dispatch(self) -> None:
-        """Dispatch as the coordinator does."""
         batches = [s for s in self.states.values() if not s.state.ended]
         if not any(s.pending for s in batches):
             return

@@ -46,7 +46,6 @@ BatchArgument = Annotated[
     str, typer.Argument(metavar="BATCH", help="Id of the batch, as `trinity-es batches` shows it: 3, or 0/letters.")
 ]
 SHOWN = 50
-"""Batches in a list for people."""
 
 
 def batches(

@@ -13,8 +13,8 @@ import typer
 from trinity_es.cli.common import ConfigArgument, JsonOption, SetOption, note, print_json, read_config
 from trinity_es.cli.run_in_view import in_view, quiet
 from trinity_es.config.config import Config
+from trinity_es.projections.batch import missing_runs
 from trinity_es.projections.reading.log_reader import open_log
-from trinity_es.projections.run import missing_runs
 from trinity_es.run import single_task
 from trinity_es.run.checkpoint_eval import BenchRow, batch_id_of, read_results
 from trinity_es.run.explorer import Explorer
@@ -51,7 +51,7 @@ def run_benchmark(settings: Config, as_json: bool) -> None:
         if explorer.locate():
             if explorer.resumed:
                 note(f"going on with the benchmark in {where}")
-            rows = in_view(settings, explorer, explorer.benchmark, as_json=as_json)[1]
+            rows = in_view(settings, explorer, explorer.benchmark, as_json=as_json)
         else:
             note(f"the benchmark in {where} is complete")
             with open_log(settings.store.url) as log:

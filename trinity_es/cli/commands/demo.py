@@ -13,7 +13,7 @@ from trinity_es.cli.common import JsonOption, note, print_json, read_config
 from trinity_es.cli.demo_folder import Place
 from trinity_es.cli.run_in_view import explore, print_summary, quiet, run_summary, short_path
 from trinity_es.config.config import Config
-from trinity_es.projections.run import RunState
+from trinity_es.projections.reading.log_reader import open_log
 
 __all__ = ["demo", "end_demo"]
 
@@ -47,15 +47,16 @@ def demo(
     settings = read_config(place.config)
     note(f"if it is interrupted: trinity-es resume {shlex.quote(short_path(place.config))}")
     with demo_folder.serving(place):
-        state = explore(settings, as_json=as_json)
-    end_demo(place, settings, state, as_json)
+        explore(settings, as_json=as_json)
+    end_demo(place, settings, as_json)
 
 
-def end_demo(place: Place, settings: Config, state: RunState, as_json: bool) -> None:
+def end_demo(place: Place, settings: Config, as_json: bool) -> None:
     """Show what came of a demo: the summary, the picture and the verdict. Exits 1 when the model did not learn."""
-    told = run_summary(settings, state)
+    with open_log(settings.store.url) as log:
+        told, rows = run_summary(settings, log), log.batches()
     told["folder"], told["config"] = str(place.folder), str(place.config)
-    told["picture"] = demo_folder.draw(state, place.folder / "reward.png")
+    told["picture"] = demo_folder.draw(rows, place.folder / "reward.png")
     verdict = demo_folder.judge(told, steps=place.steps, engine="vllm" if place.learns else "scripted")
     told["learned"], told["verdict"] = verdict.learned, verdict.text
     if as_json:

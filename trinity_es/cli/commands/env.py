@@ -136,7 +136,6 @@ def _scripted() -> Config:
 
 
 def _with_environment(settings: Config, name: str) -> Config:
-    """Return the config with one taskset: that of this environment."""
     inputs = settings.buffer.explorer_input
     mine = next((t for t in [*inputs.tasksets, *inputs.eval_tasksets] if _names(t.path, name)), None)
     taskset: dict[str, Any] = {"path": f"{PREFIX}{name}"} if mine is None else mine.model_dump(exclude_unset=True)

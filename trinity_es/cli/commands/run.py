@@ -17,11 +17,12 @@ from trinity_es.cli.common import (
     print_json,
     read_config,
 )
+from trinity_es.cli.render.progress import last_failure
 from trinity_es.cli.run_in_view import explore, print_summary, run_summary
 from trinity_es.cli.which_config import named_once, settings_of_run
 from trinity_es.config.config import Config
 from trinity_es.events.errors import WorkflowError
-from trinity_es.projections.run import RunState
+from trinity_es.projections.reading.log_reader import open_log
 
 __all__ = ["resume", "run"]
 
@@ -42,7 +43,8 @@ def run(config: ConfigArgument, overrides: SetOption = None, as_json: JsonOption
     if settings.mode == "bench":
         run_benchmark(settings, as_json)
     else:
-        _end(settings, explore(settings, as_json=as_json), as_json)
+        explore(settings, as_json=as_json)
+        _end(settings, as_json)
 
 
 def resume(
@@ -69,21 +71,23 @@ def resume(
     if settings.mode == "bench":
         run_benchmark(settings, as_json)
         return
-    state = explore(settings, as_json=as_json, resuming=True)
+    explore(settings, as_json=as_json, resuming=True)
     place = demo_folder.find(settings)
     if place is None:
-        _end(settings, state, as_json)
+        _end(settings, as_json)
     else:
-        end_demo(place, settings, state, as_json)
+        end_demo(place, settings, as_json)
 
 
-def _end(settings: Config, state: RunState, as_json: bool) -> None:
-    told = run_summary(settings, state)
+def _end(settings: Config, as_json: bool) -> None:
+    with open_log(settings.store.url) as log:
+        told = run_summary(settings, log)
+        failed = [row for row in log.batches() if row.failed_attempts][-1:]
+        why = [last_failure(log, row, 1000) for row in failed]
     if as_json:
         print_json(told)
     else:
         print_summary(told)
-    failed = [batch for batch in state.batches.values() if batch.last_failure]
-    if failed and not state.response_tokens:
-        raise WorkflowError(f"nothing was generated, for each run failed, the last with {failed[-1].last_failure}: "
-                            f"`trinity-es show {failed[-1].batch_id}` has them all")
+    if failed and not told["response_tokens"]:
+        raise WorkflowError(f"nothing was generated, for each run failed, the last with {why[0]}: `trinity-es show "
+                            f"{failed[0].batch_id}` has them all")

@@ -34,8 +34,6 @@ __all__ = ["Progress", "down", "redo", "restart_runner", "scale", "up"]
 
 
 class On(StrEnum):
-    """What starts a run's processes."""
-
     RAY = "ray"
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trinity_es.cli.render.tables import columns
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId
 from trinity_es.projections.reading.diff import MISSING, BatchDifference, Change, Fork, RunsCompared
@@ -26,7 +27,6 @@ _MOST = 20
 def print_moments(
     out: Console, batch_id: BatchId, ends: tuple[int, int], changes: Sequence[Change], between: Sequence[Recorded]
 ) -> None:
-    """Print what changed in a batch, and the events that did it."""
     out.print(Text(f"batch {plain(batch_id)} between positions {ends[0]} and {ends[1]}: {len(between)} events",
                    style="bold"))
     out.print(_changes(changes, f"at {ends[0]}", f"at {ends[1]}") if changes else Text("nothing changed"))
@@ -74,9 +74,7 @@ def print_runs(out: Console, names: tuple[str, str], runs: RunsCompared) -> None
     out.print(_changes(runs.first.changes, one, two))
     if runs.later:
         out.print(Text(f"after it {len(runs.later)} more differ", style="bold"))
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for name in ("batch", "differs in"):
-            table.add_column(name)
+        table = columns("batch", "differs in", whole=())
         for difference in runs.later[:_MOST]:
             told = ", ".join(f"{c.path} {_value(c.before)} | {_value(c.after)}" for c in difference.changes)
             table.add_row(Text(plain(difference.batch_id)), Text(plain(told, 140)))
@@ -91,10 +89,7 @@ def _times(difference: BatchDifference) -> list[str]:
 
 
 def _changes(changes: Sequence[Change], first: str, second: str) -> Table:
-    table = Table(box=None, pad_edge=True, header_style="bold")
-    table.add_column("what")
-    table.add_column(Text(first))
-    table.add_column(Text(second))
+    table = columns("what", first, second, whole=())
     for change in changes[:_MOST]:
         table.add_row(Text(plain(change.path, 60)), Text(_value(change.before)), Text(_value(change.after)))
     if len(changes) > _MOST:
@@ -111,7 +106,6 @@ def _value(value: Any) -> str:
 
 
 def print_line(out: Console, line: str) -> None:
-    """Print one line as it is, however narrow the terminal."""
     out.print(Text(line), soft_wrap=True)
 
 

@@ -16,7 +16,6 @@ __all__ = ["show"]
 
 
 def _of_run(run: dict[str, Any] | None, store: str, last: dict[str, Any] | None) -> str:
-    """Return how far a run is of which nothing runs."""
     if run is None and last is not None:
         ago = span(time.time() - last["ended_at"])
         return f": batch {plain(last['batch_id'])}, the last, was {last['state']} {ago} ago"
@@ -60,7 +59,6 @@ def _host_line(h: dict[str, Any]) -> str:
 
 
 def show(out: Console, found: dict[str, Any]) -> None:
-    """Show what `client.health.look` found."""
     def line(text: str, style: str = "") -> None:
         out.print(Text(plain(text), style=style), soft_wrap=True)
 

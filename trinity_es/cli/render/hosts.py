@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from trinity_es.cli.render.tables import columns, fitted
+from trinity_es.cli.render.tables import columns, counted_text, fitted, state_text, when
 from trinity_es.projections.reading.host_list import HostRow
 from trinity_es.projections.why.answer import span
-from trinity_es.text import clock, devices, error_line, plain
+from trinity_es.text import devices, error_line, plain
 
 __all__ = ["print_hosts"]
 
-_STATES = {"leads": "green", "joined": "green", "draining": "yellow", "lost": "red", "gone": "red"}
 _NUMBERS = ("epoch", "units", "places", "tasks", "lost")
 
 
@@ -25,11 +24,11 @@ def print_hosts(out: Console, rows: Sequence[HostRow], asked: bool) -> None:
     for row in rows:
         table.add_row(
             Text(plain(row.host or f"{row.machine or 'this'} (head)", 40)), str(row.epoch or ""),
-            Text(row.state, style=_STATES.get(row.state, "")),
-            "" if row.since is None else clock(row.since, date=True), _heard(row), Text(plain(row.address, 40)),
+            state_text(row.state),
+            when(row.since), _heard(row), Text(plain(row.address, 40)),
             devices(row.places), f"{len(row.ready)} of {len(row.runners)} ready" if row.runners else "",
             str(row.units), str(row.runner_places), f"{row.finished:,}",
-            Text(str(row.lost), style="red" if row.lost else "dim") if row.host else "",
+            counted_text(row.lost) if row.host else "",
             Text(error_line(_why(row), 120)),
         )
     fitted(out, table, ("lost", "has", "places", "epoch", "address", "since"))

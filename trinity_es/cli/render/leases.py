@@ -16,7 +16,6 @@ __all__ = ["print_leases"]
 
 
 def print_leases(out: Console, leases: Sequence[OpenLease], now: float) -> None:
-    """Print a line a lease; `now`: unix seconds."""
     if not leases:
         out.print("no lease is open")
         return

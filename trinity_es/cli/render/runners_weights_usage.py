@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trinity_es.cli.render.tables import columns, fitted, state_text
+from trinity_es.cli.render.tables import columns, counted_text, fitted, left_out, state_text, when
 from trinity_es.events.values import BatchId
 from trinity_es.projections.adapters import AdapterVersion
 from trinity_es.projections.hosts import host_of
@@ -23,7 +23,8 @@ from trinity_es.projections.tables.runner_history import (
     natural,
     seen,
 )
-from trinity_es.text import clock, error_line, plain
+from trinity_es.projections.why.answer import counted
+from trinity_es.text import error_line, plain
 
 __all__ = ["MOST", "print_adapters", "print_lives", "print_prompts", "print_runners", "print_usage", "print_weights"]
 
@@ -34,10 +35,6 @@ MOST = 50
 def _table(*names: str, right: Sequence[str] = ()) -> Table:
     return columns(*names, right=right,
                    whole=(*right, "state", "how", "started", "ended", "published", "last death"))
-
-
-def _when(at: float | None) -> str:
-    return "" if at is None else clock(at, date=True)
 
 
 def print_runners(out: Console, lives: Sequence[RunnerIncarnation], up: bool | None = None) -> None:
@@ -55,9 +52,8 @@ def print_runners(out: Console, lives: Sequence[RunnerIncarnation], up: bool | N
         table.add_row(
             *([Text(plain(host_of(runner.name) or "(head)", 40))] if several else []),
             Text(plain(runner.name)), state_text(runner.how), str(runner.last.model_version), str(runner.lives),
-            Text(str(deaths), style="red" if deaths else "dim"),
-            *([Text(str(with_host), style="yellow" if with_host else "dim")] if several else []),
-            str(runner.attempts_lost), f"{runner.seconds_lost:.1f}", _when(last.ended_at if last else None),
+            counted_text(deaths), *([counted_text(with_host, "yellow")] if several else []),
+            str(runner.attempts_lost), f"{runner.seconds_lost:.1f}", when(last.ended_at if last else None),
             Text(error_line(last.reason, 100) if last else ""),
         )
     fitted(out, table, ("weights", "lives", "seconds lost", "attempts lost", "last death"))
@@ -72,15 +68,11 @@ def _print_by_host(out: Console, found: Sequence[RunnerLives]) -> None:
         hosts.setdefault(host_of(runner.name), []).extend(life for life in runner.all if life.died)
     for host, died in sorted(hosts.items(), key=lambda item: natural(item[0])):
         own, gone = ([life for life in died if life.went_with_host is with_it] for with_it in (False, True))
-        told = [f"{_count(len(some), 'death')} {how} ({_count(sum(x.attempts_lost for x in some), 'attempt')}, "
+        told = [f"{counted(len(some), 'death')} {how} ({counted(sum(x.attempts_lost for x in some), 'attempt')}, "
                 f"{sum(x.seconds_lost for x in some):.1f} s lost)"
                 for some, how in ((own, "of a runner"), (gone, "with the host")) if some]
         out.print(Text(f"{f'host {plain(host, 40)}' if host else 'the head'}: {', '.join(told) or 'nothing died'}"),
                   soft_wrap=True)
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 def print_lives(out: Console, lives: Sequence[RunnerIncarnation], up: bool | None = None) -> None:
@@ -91,14 +83,13 @@ def print_lives(out: Console, lives: Sequence[RunnerIncarnation], up: bool | Non
     for life in lives[-MOST:]:
         table.add_row(
             Text(plain(f"{life.runner} #{life.incarnation}", 60)), str(life.pid), Text(plain(life.host, 40)),
-            Text(plain(life.engine, 20)), _when(life.started_at),
-            "" if life.load_seconds is None else f"{life.load_seconds:.1f}", _when(life.ended_at),
+            Text(plain(life.engine, 20)), when(life.started_at),
+            "" if life.load_seconds is None else f"{life.load_seconds:.1f}", when(life.ended_at),
             state_text(seen(life, up)), str(life.model_version), str(life.attempts_lost), f"{life.seconds_lost:.1f}",
             Text(error_line(life.reason, 100)),
         )
     fitted(out, table, ("engine", "weights", "pid", "host", "seconds lost", "started", "load s", "attempts lost"))
-    if len(lives) > MOST:
-        out.print(Text(f"{len(lives) - MOST} before them: --json has all", style="dim"))
+    left_out(out, len(lives), MOST)
 
 
 def print_weights(out: Console, versions: Sequence[WeightsVersion], made: Mapping[int, int], before: int) -> None:
@@ -109,14 +100,13 @@ def print_weights(out: Console, versions: Sequence[WeightsVersion], made: Mappin
         had = ", ".join(f"{plain(load.runner, 30)} {load.at - version.published_at:+.1f}"
                         for load in version.loads[:16])
         failed = ", ".join(f"{plain(load.runner, 30)}: {error_line(load.error, 80)}" for load in version.failures[:4])
-        table.add_row(str(version.version), _when(version.published_at), Text(plain(version.method, 20)),
+        table.add_row(str(version.version), when(version.published_at), Text(plain(version.method, 20)),
                       Text(plain(version.path, 80)), Text(had), Text(failed, style="red"),
                       f"{made.get(version.version, 0):,}")
     fitted(out, table, ("by", "where"))
     if made.get(0):
         out.print(Text(f"version 0, the model as it was given, made {made[0]:,} delivered experiences", style="dim"))
-    if before:
-        out.print(Text(f"{before:,} before them: --json has all", style="dim"))
+    left_out(out, before, 0)
 
 
 def print_adapters(out: Console, adapters: Sequence[AdapterVersion]) -> None:
@@ -127,16 +117,14 @@ def print_adapters(out: Console, adapters: Sequence[AdapterVersion]) -> None:
         had = ", ".join(f"{plain(runner, 30)} {at - one.published_at:+.1f}" for runner, _, at, _ in one.loads[:16])
         failed = ", ".join(f"{plain(runner, 30)}: {error_line(error, 80)}" for runner, _, _, error in one.failures[:4])
         table.add_row(
-            Text(plain(one.adapter, 60)), str(one.version), _when(one.published_at), str(one.rank), f"{one.size:,}",
-            Text(plain(one.path, 80)), Text(had), Text(failed, style="red"), _when(one.removed_at),
+            Text(plain(one.adapter, 60)), str(one.version), when(one.published_at), str(one.rank), f"{one.size:,}",
+            Text(plain(one.path, 80)), Text(had), Text(failed, style="red"), when(one.removed_at),
         )
     fitted(out, table, ("removed", "rank", "where"))
-    if len(adapters) > MOST:
-        out.print(Text(f"{len(adapters) - MOST} before them: --adapters --json has all", style="dim"))
+    left_out(out, len(adapters), MOST, "before them (--adapters)")
 
 
 def print_usage(out: Console, usage: Usage) -> None:
-    """Print the counts, and what was used more than once."""
     out.print(Text(f"{usage.delivered:,} experiences delivered to training: {usage.once:,} used once, "
                    f"{usage.never:,} not used, {usage.more:,} used more than once"))
     if usage.redone:
@@ -146,8 +134,7 @@ def print_usage(out: Console, usage: Usage) -> None:
         positions = ", ".join(map(str, used.positions))
         out.print(Text(f"  batch {plain(used.batch_id)} experiences {used.first} to {used.first + used.count - 1}: "
                        f"in steps {steps} (positions {positions})", style="red"), soft_wrap=True)
-    if len(usage.twice) > MOST:
-        out.print(Text(f"  and {len(usage.twice) - MOST} more: --json has all", style="dim"))
+    left_out(out, len(usage.twice), MOST, "more")
 
 
 def print_prompts(

@@ -24,8 +24,8 @@ from trinity_es.projections.tables.batch_list import BatchRow
 from trinity_es.text import clock, error_line, name_of, plain
 
 __all__ = [
-    "columns", "console", "fitted", "metrics_table", "print_batches", "print_state", "print_story", "rewarded",
-    "state_json", "state_text",
+    "columns", "console", "counted_text", "fitted", "left_out", "metrics_table", "number", "print_batches",
+    "print_state", "print_story", "rewarded", "state_json", "state_text", "when",
 ]
 
 _BAR = 24
@@ -40,7 +40,7 @@ _WORDY = 24
 _STATES = {
     "finalized": "green", "finished": "green", "ready": "green", "running": "cyan", "finalizing": "cyan",
     "started": "cyan", "aborted": "yellow", "dropped": "yellow", "failed": "red", "lost": "red",
-    "joined": "green", "draining": "yellow",
+    "joined": "green", "leads": "green", "draining": "yellow", "gone": "red",
 }
 
 
@@ -51,9 +51,12 @@ def console(stderr: bool = False) -> Console:
 
 
 def fitted(out: Console, table: Table, spare: Sequence[str]) -> None:
-    """Print a table. Where the terminal is too narrow for it, columns of `spare` are left out, the first one first,
-    and named: a number that is there is there whole.
+    """Print a table. If the terminal is too narrow for it, columns of `spare` are left out, the first one first, and
+    named: a number that is there is there whole. A table of many rows is plain text.
     """
+    if table.row_count > _FAST:
+        _print_plain(out, table)
+        return
     columns, wide, wanted, rooms = list(table.columns), out.options.update_width(_PIPE), [], []
     for column in columns:
         head = Measurement.get(out, wide, column.header)
@@ -82,6 +85,15 @@ def fitted(out: Console, table: Table, spare: Sequence[str]) -> None:
         out.print(Text(f"too narrow here for {', '.join(left_out)}: a pipe and --json have all", style="dim"))
 
 
+def _print_plain(out: Console, table: Table) -> None:
+    cells = [[str(column.header), *map(str, column.cells)] for column in table.columns]
+    widths = [max(map(len, column)) for column in cells]
+    for line in zip(*cells, strict=True):
+        aligned = (cell.ljust(width) if column.justify == "left" else cell.rjust(width)
+                   for cell, width, column in zip(line, widths, table.columns, strict=True))
+        out.file.write("  ".join(aligned).rstrip() + "\n")
+
+
 def columns(*names: str, right: Sequence[str] = (), whole: Sequence[str] | None = None) -> Table:
     """Return a table with these columns: those in `whole` (None: all) never break, those in `right` are numbers."""
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -92,64 +104,55 @@ def columns(*names: str, right: Sequence[str] = (), whole: Sequence[str] | None 
 
 
 def state_text(name: str) -> Text:
-    """Return the name of a state, in its colour."""
     return Text(name, style=_STATES.get(name, ""))
 
 
-def _number(value: float | None, digits: int = 3) -> str:
+def counted_text(count: int, style: str = "red") -> Text:
+    """Return a number of things that should be none: in this colour, if it is not 0."""
+    return Text(str(count), style=style if count else "dim")
+
+
+def number(value: float | None, digits: int = 3) -> str:
     return "" if value is None else f"{value:z.{digits}f}"
 
 
-_COLUMNS = ("id", "type", "state", "tasks", "finished", "failed attempts", "experiences", "reward", "tokens", "version",
-            "dropped", "step", "submitted", "seconds")
-_WORDS = 3
-"""The number of them that hold words, and are aligned left."""
+def when(at: float | None) -> str:
+    return "" if at is None else clock(at, date=True)
+
+
+def left_out(out: Console, count: int, most: int, where: str = "before them") -> None:
+    if count > most:
+        out.print(Text(f"{count - most:,} {where}: --json has all", style="dim"))
+
+
+_NUMBERS = ("tasks", "finished", "failed attempts", "experiences", "reward", "tokens", "version", "dropped", "step",
+            "submitted", "seconds")
 _SPARE = ("experiences", "version", "dropped", "submitted", "tokens", "step", "finished", "type")
-"""Those that a narrow terminal does without, the first one first."""
+"""Columns that a narrow terminal does without, the first one first."""
 
 
 def print_batches(
     out: Console, rows: Sequence[BatchRow], causes: Sequence[dict[str, Any] | None] | None = None
 ) -> None:
     """`trinity-es batches`; `causes`: what held each up (`seconds, what`), where that is known."""
-    cells = [_batch_cells(row) for row in rows]
-    if causes is not None:
-        told = ["" if c is None else f"{c['seconds']:.2f} s: {error_line(c['what'], 110)}" for c in causes]
-        cells = [[*line, what] for line, what in zip(cells, told, strict=True)]
-    names = [*_COLUMNS, *(["held up by"] if causes is not None else [])]
-    if len(rows) > _FAST:
-        widths = [max(len(name), *(len(line[i]) for line in cells)) for i, name in enumerate(names)]
-        for line in [names, *cells]:
-            aligned = (c.ljust(w) if i < _WORDS or i >= len(_COLUMNS) else c.rjust(w)
-                       for i, (c, w) in enumerate(zip(line, widths, strict=True)))
-            out.file.write("  ".join(aligned).rstrip() + "\n")
-        return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for i, name in enumerate(names):
-        words = i < _WORDS or i >= len(_COLUMNS)
-        table.add_column(name, justify="left" if words else "right", no_wrap=0 < i < _WORDS or not words,
-                         overflow="fold" if words else "ellipsis")
-    styles = {2: _STATES, 5: {"0": "dim"}, 10: {"0": "dim"}}
-    for line in cells:
-        table.add_row(*(Text(cell, style=styles.get(i, {}).get(cell, {5: "red", 10: "yellow"}.get(i, "")))
-                        for i, cell in enumerate(line)))
+    told = [["" if c is None else f"{c['seconds']:.2f} s: {error_line(c['what'], 110)}"] for c in causes or ()]
+    table = columns("id", "type", "state", *_NUMBERS, *(["held up by"] if causes is not None else []),
+                    right=_NUMBERS, whole=("type", "state", *_NUMBERS))
+    for row, cause in zip(rows, told or [[]] * len(rows), strict=True):
+        seconds = None if row.ended_at is None else row.ended_at - row.submitted_at
+        table.add_row(
+            Text(name_of(row.batch_id)), row.batch_type, state_text(row.state), str(row.tasks), str(row.finished),
+            counted_text(row.failed_attempts), str(row.experiences), rewarded(row), f"{row.response_tokens:,}",
+            "" if row.model_version is None else str(row.model_version), counted_text(row.dropped, "yellow"),
+            "" if row.trained_step is None else str(row.trained_step), when(row.submitted_at), number(seconds, 2),
+            *map(Text, cause),
+        )
     fitted(out, table, _SPARE)
-
-
-def _batch_cells(row: BatchRow) -> list[str]:
-    seconds = None if row.ended_at is None else row.ended_at - row.submitted_at
-    return [
-        name_of(row.batch_id), row.batch_type, row.state, str(row.tasks), str(row.finished), str(row.failed_attempts),
-        str(row.experiences), rewarded(row), f"{row.response_tokens:,}",
-        "" if row.model_version is None else str(row.model_version), str(row.dropped),
-        "" if row.trained_step is None else str(row.trained_step), clock(row.submitted_at, date=True),
-        _number(seconds, 2),
-    ]
 
 
 def rewarded(row: BatchRow) -> str:
     """Return a batch's mean reward, and of how many of its tasks runs are missing in it."""
-    return _number(row.reward) + (f" ({row.failed} short)" if row.failed and row.reward is not None else "")
+    return number(row.reward) + (f" ({row.failed} short)" if row.failed and row.reward is not None else "")
 
 
 # --- one batch ------------------------------------------------------------------------------------------------------
@@ -221,7 +224,7 @@ def _tasks_table(story: BatchTimeline, tasks: Sequence[TaskTimeline], rows: Sequ
         table.add_row(
             str(task.task), *([plain(rows[task.task], 40)] if named else []), state_text(task.state),
             Text(_bar(story, task, span), style=_STATES.get(task.state, "")),
-            str(task.runs), took, _number(task.reward),
+            str(task.runs), took, number(task.reward),
             f"{task.response_tokens:,}", "" if last is None else str(last.model_version), Text(_course(story, task)),
         )
     return table
@@ -263,7 +266,6 @@ def _course(story: BatchTimeline, task: TaskTimeline) -> str:
 
 
 def print_state(out: Console, state: BatchState) -> None:
-    """`trinity-es replay`: the state as it was."""
     head = Text(f"batch {name_of(state.batch_id)}  {state.batch_type}  ", style="bold")
     out.print(head + state_text(state.state.value))
     flying: dict[str, int] = {}
@@ -290,7 +292,6 @@ def print_state(out: Console, state: BatchState) -> None:
 
 
 def state_json(state: BatchState) -> dict[str, Any]:
-    """Return a batch's state as plain JSON."""
     return {
         "batch_id": state.batch_id, "batch_type": state.batch_type, "state": state.state.value,
         "expected_task_count": state.expected_task_count, "completed_task_count": state.completed_task_count,

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from trinity_es.cli.render.tables import state_text
+from trinity_es.cli.render.tables import columns, state_text
 from trinity_es.events.experience import Experience
 from trinity_es.projections.history.attempts import RunRow
 from trinity_es.projections.history.task_history import TaskHistory, prompt_of
@@ -20,20 +19,17 @@ __all__ = ["print_run", "print_task"]
 _SHORT = 600
 """Characters of a text, unless all of it is asked for."""
 _MOST = 100
-"""Maximum number of turns shown."""
 
 
 def print_task(out: Console, course: TaskHistory, asked: dict[str, Any] | None) -> None:
-    """Print a task: what was asked, what happened, what its runs came to."""
     _head(out, course, asked)
     for turn in course.turns[:_MOST]:
         _line(out, f"  +{turn.at - course.submitted_at:8.2f} s  {turn.position:>7}  {error_line(turn.what, 400)}")
     if len(course.turns) > _MOST:
         _line(out, f"  and {len(course.turns) - _MOST} more: --json has all")
     if course.made:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for name in ("run", "runner", "attempt", "weights", "reward", "prompt tokens", "tokens", "seconds", "position"):
-            table.add_column(name, justify="left" if name == "runner" else "right")
+        numbers = ("attempt", "weights", "reward", "prompt tokens", "tokens", "seconds", "position")
+        table = columns("run", "runner", *numbers, right=("run", *numbers), whole=())
         for run, m in sorted(course.made.items()):
             table.add_row(
                 str(run), Text(plain(f"{m.runner} #{m.incarnation}")), str(m.attempt), _span(m),
@@ -63,7 +59,6 @@ def print_run(
     out: Console, course: TaskHistory, asked: dict[str, Any] | None, made: RunRow, weights: Sequence[dict[str,
     Any]], found: Sequence[tuple[Experience, bool]], gone: str | None, *, every: bool,
 ) -> None:
-    """Print a rollout: who made it with which weights, and each of its experiences."""
     _head(out, course, asked)
     reward = "" if made.reward is None else f", reward {made.reward:.6g}"
     _line(out, f"run         {made.run}: attempt {made.attempt} on {plain(made.runner)} #{made.incarnation}, "

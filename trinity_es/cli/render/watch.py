@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from trinity_es.cli.render.tables import columns, console, rewarded, state_text
+from trinity_es.cli.render.tables import columns, console, counted_text, rewarded, state_text, when
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogError, LogUnavailable
 from trinity_es.events.store.log import Recorded
@@ -48,8 +48,6 @@ _OPEN = ("running", "finalizing", "pending")
 
 @dataclass(slots=True, kw_only=True)
 class Picture:
-    """What `watch` shows, as of `position`."""
-
     url: str
     position: int
     now: float
@@ -62,12 +60,9 @@ class Picture:
     rewards: list[float] = field(default_factory=list)
     """Of the last train batches, in order."""
     runners: list[RunnerIncarnation] = field(default_factory=list)
-    """The last life of each."""
     deaths: dict[str, int] = field(default_factory=dict)
     hosts: list[HostLife] = field(default_factory=list)
-    """The last life of each host that joined."""
     finished: dict[str, int] = field(default_factory=dict)
-    """Tasks that ended on each."""
     tokens_per_second: float = 0.0
     tasks_per_second: float = 0.0
     stalls: list[Recorded] = field(default_factory=list)
@@ -120,7 +115,6 @@ def look(log: Log, now: float | None = None, events: int = 12, followed: Followe
 
 
 def _measure(log: Log, out: Picture) -> None:
-    """Return tokens and tasks a second."""
     if out.last_at is None:
         return
     end = out.now if out.now - out.last_at < WINDOW else out.last_at
@@ -139,7 +133,6 @@ def _measure(log: Log, out: Picture) -> None:
 
 # --- drawn ----------------------------------------------------------------------------------------------------------
 def picture_view(picture: Picture, height: int | None = None) -> RenderableType:
-    """Return the picture; no taller than `height` lines."""
     parts: list[RenderableType] = [_head(picture), _runners(picture)]
     if picture.hosts:
         parts.append(_hosts(picture))
@@ -182,7 +175,7 @@ def _runners(picture: Picture) -> Table:
         deaths = picture.deaths.get(life.runner, 0)
         table.add_row(
             Text(plain(f"{life.runner} #{life.incarnation}", 40)), state_text(state), str(life.model_version),
-            Text(str(deaths), style="red" if deaths else "dim"), "" if since is None else clock(since, date=True),
+            counted_text(deaths), when(since),
         )
     return table
 

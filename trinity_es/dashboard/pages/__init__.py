@@ -22,10 +22,8 @@ MODULES = ["overview", "batches", "batch", "rollouts", "rollout", "runners", "we
 
 
 def routes() -> list[Route]:
-    """Return every page."""
     return [route for name in MODULES for route in import_module(f"{__name__}.{name}").ROUTES]
 
 
 def navigation() -> list[Nav]:
-    """Return what stands at the top of every page."""
     return [nav for name in MODULES for nav in getattr(import_module(f"{__name__}.{name}"), "NAV", [])]

@@ -23,7 +23,6 @@ from trinity_es.text import summary
 __all__ = ["ROUTES", "asof", "batch", "courses", "steps", "tasks_of"]
 
 SIZE = 50
-"""Tasks on a page."""
 STEPS = 200
 """Events that are shown at first, and that come with each "more"."""
 DRAWN = 1000
@@ -31,7 +30,6 @@ DRAWN = 1000
 GRID = 384
 """Tasks in the grid of a state in the past."""
 SHOWN = 6000
-"""Characters of an event that are shown."""
 SORTS = ("task", "state", "reward", "tokens", "attempts", "seconds")
 STATES = ("pending", "running", "finished", "failed", "dropped")
 SPREAD = ("mean", "min", "max", "std")
@@ -40,8 +38,6 @@ ENDED = (BatchLifecycleState.FINALIZED, BatchLifecycleState.ABORTED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one runner did for the batch."""
-
     name: str
     attempts: int
     finished: int
@@ -52,7 +48,6 @@ class Work:
 
     @property
     def host(self) -> str:
-        """The host that it is on; empty: the head's own."""
         return host_of(self.name)
 
 
@@ -85,7 +80,6 @@ def batch(ask: PageRequest) -> Page:
 
 # --- its tasks ------------------------------------------------------------------------------------------------------
 def tasks_of(story: BatchTimeline, state: str, sort: str, descending: bool) -> list[TaskTimeline]:
-    """Return tasks in one state, or all; those without a value come last."""
     chosen = [t for t in story.tasks if not state or t.state == state]
     if sort == "task":
         return chosen[::-1] if descending else chosen
@@ -146,7 +140,6 @@ class Metrics:
 
     name: str
     kinds: list[str]
-    """Those of `SPREAD` that there are."""
     spreads: list[tuple[str, list[float | None]]]
     """(name, a value of each of these)"""
     single: list[tuple[str, float]]
@@ -172,7 +165,6 @@ def _grouped(metrics: Mapping[str, float]) -> list[Metrics]:
 
 
 def _neighbours(ask: PageRequest, position: int) -> dict[str, Any]:
-    """Return the batches submitted just before and after."""
     return {
         "before": _submitted(ask, before=position, descending=True),
         "after": _submitted(ask, after=position, descending=False),
@@ -234,7 +226,6 @@ def steps(ask: PageRequest) -> Page:
 
 
 def asof(ask: PageRequest) -> Page:
-    """Return the state as of event `n` of the batch."""
     batch_id = ask.batch()
     with courses(ask).of(ask.log, batch_id) as course:
         n = ask.number("n", 1, low=1, high=len(course.positions))
@@ -262,7 +253,6 @@ def _moment(ask: PageRequest, course: CachedBatch, n: int) -> dict[str, Any]:
 
 
 def _touched(recorded: Recorded) -> set[int]:
-    """Return the tasks that an event is about."""
     event = recorded.event
     if (units := getattr(event, "units", None)) is not None:
         return {unit.task for unit in units}

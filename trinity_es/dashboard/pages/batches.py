@@ -15,8 +15,6 @@ TYPES = ("train", "eval", "collect")
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column, and what the list is sorted by when its head is clicked."""
-
     title: str
     sort: str = ""
     right: bool = True

@@ -20,8 +20,6 @@ TASKS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """One of the two."""
-
     log: str
     """Its URL, without a password."""
     batch_id: BatchId

@@ -27,7 +27,6 @@ BINS = 24
 LAST = 10
 """Batches whose distributions are shown."""
 OPEN = 8
-"""Open batches that are shown."""
 EVENTS = 12
 
 T = TypeVar("T")
@@ -51,7 +50,6 @@ class _Once:
 
 
 def overview(ask: PageRequest) -> Page:
-    """Make the page of a run at a glance, all of it live."""
     run: _Once = ask.kept.setdefault("overview", _Once())
     waits: _Once = ask.kept.setdefault("waits", _Once())
     head = ask.log.head().hash

@@ -75,7 +75,6 @@ def _asked(ask: PageRequest) -> tuple[BatchTimeline, RunRow, Found, int]:
 
 
 def _neighbours(batch: BatchTimeline, row: RunRow) -> tuple[RunRow | None, RunRow | None]:
-    """Return the runs before and after this one, by task and run."""
     order = sorted(batch.rows, key=lambda r: (r.task, r.run))
     at = next(i for i, r in enumerate(order) if r is row)
     return order[at - 1] if at else None, order[at + 1] if at + 1 < len(order) else None

@@ -25,7 +25,6 @@ BATCHES = 10
 """Batches whose events one page about a runner reads."""
 EVENTS = 40
 LIVES = 200
-"""Lives that are listed, the newest."""
 ABOUT_WEIGHTS = ("RunnerReady", "WeightsLoaded", "WeightsFailed")
 ABOUT_LIFE = (*RUNNER_LIFE, "WeightsFailed")
 SORTS = ("runner", "lives", "deaths", "attempts_lost", "seconds_lost")
@@ -38,7 +37,6 @@ class Bar:
     x: float
     width: float
     kind: str
-    """A CSS class."""
     title: str
 
 
@@ -123,8 +121,6 @@ def runners(ask: PageRequest) -> Page:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worked:
-    """What the runner did of one batch."""
-
     batch_id: BatchId
     work: RunnerWork
 

@@ -37,7 +37,6 @@ def weights(ask: PageRequest) -> Page:
 
 
 def _version(ask: PageRequest, number: int) -> Page:
-    """Return one version: who had it when."""
     found = next(iter(ask.log.weights(version=number)), None)
     ready = [
         WeightsLoad(runner=r.event.runner, incarnation=r.event.incarnation, at=r.recorded_at,

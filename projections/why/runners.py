@@ -1,0 +1,135 @@
+"""The states of a runner in words, for what a batch waits for and for what is wrong with a system. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trinity_es.events.errors import said_and_where
+from trinity_es.projections.why.answer import Waiting, another_life, span
+from trinity_es.projections.why.situation import RunnerSnapshot, SystemSnapshot
+
+__all__ = [
+    "SILENT_SECONDS", "behind", "coordinator_away", "has_no_server", "idle", "problem", "refuses", "serves", "short",
+]
+
+SILENT_SECONDS = 10.0
+"""How long a runner, which beats every two seconds, is not heard of, or its loop answers not, until it is silent."""
+AWAITED_SECONDS = 10.0
+"""How long an engine may wait for what somebody else has to do, its server say, before that is a problem."""
+LOADING_SECONDS = 300.0
+"""How long an engine may load weights before that is a problem: nothing else ends a server that hangs in it."""
+
+
+def _loading(situation: SystemSnapshot, runner: RunnerSnapshot) -> int | None:
+    """Return the version that a runner is loading: as it was told, or as the log has it."""
+    if runner.loading is not None:
+        return runner.loading
+    behind = situation.published_at is not None and runner.model_version != situation.weights
+    return situation.weights if behind and not refuses(situation, runner) else None
+
+
+def refuses(situation: SystemSnapshot, runner: RunnerSnapshot) -> bool:
+    """Return True if a runner could not load the current weights, and has what it had before."""
+    return runner.refused is not None and runner.refused[0] == situation.weights
+
+
+def serves(situation: SystemSnapshot, runner: RunnerSnapshot) -> bool:
+    return runner.state == "ready" and _loading(situation, runner) is None
+
+
+def has_no_server(situation: SystemSnapshot, live: Mapping[str, Any] | None, gone: bool) -> bool:
+    """Return True if no server is to be an engine, as the system says, or else as the log has it. `gone`: one left."""
+    told = (live or {}).get("servers")
+    return situation.of_servers and (gone if told is None else not any(s["wanted"] for s in told))
+
+
+def idle(situation: SystemSnapshot, runner: RunnerSnapshot, now: float) -> Waiting:
+    return _waiting(runner, *_state(situation, runner, now))
+
+
+def behind(runner: RunnerSnapshot) -> Waiting:
+    """Return a runner that takes units, and makes tokens with older weights than the current ones."""
+    version, why = runner.refused or (None, "")
+    text = f"goes on with weights version {runner.model_version}: it can't load version {version}: {short(why)}"
+    return _waiting(runner, "refused", text, None, person=False)
+
+
+def problem(situation: SystemSnapshot, runner: RunnerSnapshot, now: float) -> str | None:
+    """Return what is wrong with a runner, and the way out, to be said after its name; None: nothing."""
+    waits, wrong = "", None
+    match runner.state:
+        case "retired":  # it was let go: that it says nothing any more is as it should be
+            return None
+        case "failed" | "quarantined" | "lost" | "down":
+            wrong = idle(situation, runner, now)
+        case "ready" if refuses(situation, runner):
+            wrong = behind(runner)
+        case "started" if runner.waits_for and now - (runner.progressed or 0.0) > AWAITED_SECONDS:
+            wrong = None if runner.leaving else idle(situation, runner, now)
+        case "ready" if runner.loading is not None:
+            waits = f" (it waits for {runner.waits_for})" if runner.waits_for else ""
+    if wrong is not None:
+        served = wrong.cause == "failed" and runner.places  # its process ends, and another follows
+        way = "it is started again" if served else "" if wrong.cause in ("lost", "loading") else wrong.way_out
+        return wrong.text.removeprefix(f"{runner} ") + (f"; {way}" if way else "")
+    loads = now - (runner.loading_since or now) if runner.state == "ready" and runner.loading is not None else 0.0
+    if loads > LOADING_SECONDS:
+        return (f"has been loading weights version {runner.loading} for {span(loads)}{waits}, and gets no work "
+                f"meanwhile: see whether {runner.server or 'its engine'} does something, else "
+                f"{another_life(runner.name, runner.server)}")
+    if runner.trouble:
+        return f"can't store what it finished, keeps it and tries again: {runner.trouble}"
+    if (runner.silent or 0.0) > SILENT_SECONDS:
+        return (f"is hung: its engine's loop has not answered for {span(runner.silent or 0.0)}; it is ended after "
+                "system.hang_timeout and started again")
+    return f"is up, and {runner.runs_wait}: see to that" if runner.runs_wait and runner.state == "ready" else None
+
+
+def _state(
+    situation: SystemSnapshot, runner: RunnerSnapshot, now: float
+) -> tuple[str, str, float | None, bool]:
+    """Return the cause, what to say after the runner's name, since when, and whether it needs a person."""
+    since = runner.since
+    ago = "" if since is None else f" {span(now - since)} ago"
+    reason, waits = short(runner.reason), short(runner.waits_for)
+    match runner.state:
+        case "ready":
+            since = situation.published_at
+            ago = "" if since is None else f", published {span(now - since)} ago"
+            text = f"is loading weights version {_loading(situation, runner)}{ago}; it has version "
+            return "weights", f"{text}{runner.model_version}{waits and f' and waits for {waits}'}", since, False
+        case "failed":
+            return "refused" if refuses(situation, runner) else "failed", f"failed{ago}: {reason}", since, True
+        case "quarantined":
+            return "quarantined", f"was quarantined{ago} and is not started again: {reason}", since, True
+        case "lost":
+            again = "" if runner.restart_in is None else f" in {span(runner.restart_in)}"
+            return "lost", f"was lost ({reason}) and is started again{again}", since, False
+        case "retired" | "down":
+            return "ended", f"was ended{ago}", since, True
+    text = f"{'waits to start' if waits else 'is loading'} its engine"
+    text += ("" if since is None else f", for {span(now - since)} now") + (waits and f": {waits}")
+    return "server" if waits and runner.server else "loading", text, since, False
+
+
+def _waiting(runner: RunnerSnapshot, cause: str, text: str, since: float | None, person: bool) -> Waiting:
+    return Waiting(
+        cause=cause, what=str(runner), text=f"{runner} {text}", runner=runner.name, incarnation=runner.incarnation,
+        since=since, seen=runner.seen, person=person, server=runner.server,
+    )
+
+
+def coordinator_away(child: Mapping[str, Any]) -> str:
+    """Return why there is no coordinator, and when there is one again. `child`: what the guardian says of it."""
+    again, reason = child.get("restart_in"), short(child.get("reason") or "")
+    soon = "it is being started" if again is None else f"it is started in {span(again)}"
+    return f"there is no coordinator now{reason and f' ({reason})'}: {soon}"
+
+
+def short(text: str, width: int = 300) -> str:
+    """Return an error's text on one line, of printable characters: of one with a traceback as `said_and_where`."""
+    said, where = ("".join(c if c.isprintable() else " " for c in " ".join(part.split()))
+                   for part in said_and_where(text))
+    where, room = where and f" {where}", width - len(where)
+    return (said if len(said) <= room else said[: room - 1] + "…") + where
