@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import math
 import re
 import socket
 import ssl
@@ -29,8 +31,9 @@ if TYPE_CHECKING:
     Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 __all__ = [
-    "BODY_LIMIT", "STOP_SECONDS", "Gone", "bearer", "begin", "end", "http_protocol", "json_response", "listen",
-    "make_app", "make_server", "no_route", "read_body", "tls_options", "url_of", "while_listening",
+    "BODY_LIMIT", "STOP_SECONDS", "Gone", "bearer", "begin", "end", "json_response",
+    "limited_http", "listen", "make_app", "make_server", "no_route", "read_body", "server_class", "tls_options",
+    "url_of", "while_listening",
 ]
 
 START_SECONDS = 30.0
@@ -43,9 +46,20 @@ KEEP_ALIVE_SECONDS = 60
 
 BODY_LIMIT = 32 * 2**20
 """Maximum size of a request's body, in bytes: ten million tokens do not fit, and no model has room for them."""
+MOST_CONNECTIONS = 16_384
+"""Maximum of connections at the same time; those beyond wait. Fewer where this process may open fewer files."""
+SPARE_FILES = 256
+"""Files that are left for what is no client: engines that are asked, the log, actors."""
+FULL_SECONDS = 0.05
+"""Pause before it is looked again whether there is room for another connection."""
+IDLE_SECONDS = 1.0
+"""How long a connection may be idle, where others wait, before it is ended."""
+TELL_SECONDS = 60.0
+"""Interval between two lines of a text log that say that there is no room."""
 BODY_SECONDS = 300.0
 """How long a request's body may take."""
 
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
@@ -127,19 +141,42 @@ def tls_options(cert: str, key: str) -> dict[str, Any]:
     return {"ssl_certfile": cert, "ssl_keyfile": key}
 
 
-def http_protocol() -> Any:
-    """Return uvicorn's `http`, which keeps nothing of a request that was answered."""
+def limited_http() -> Any:
+    """Return uvicorn's `http`, whose connections give way where others wait, and keep nothing of what was answered."""
     try:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
     except ImportError:
         return "h11"
 
-    class Protocol(HttpToolsProtocol):
+    class Limited(HttpToolsProtocol):
+        _playing: Any = None
+        """The request that is answered now; uvicorn's own `cycle` is the last that was read."""
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._unset_keepalive_if_required()  # uvicorn leaves it where the connection was reset
+            self.pipeline.clear()
+            if self._playing is not None and not self._playing.response_complete:
+                self._playing.disconnected = True
+                self._playing.message_event.set()
+            super().connection_lost(exc)
+
         def on_response_complete(self) -> None:
             # What begins in here (a timer, the next request) would keep this request's context, and all that is in it.
             Context().run(super().on_response_complete)
 
-    return Protocol
+        def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+            self._playing = cycle
+            if getattr(self.server_state, "full", False):
+                cycle.keep_alive = False  # its client is told so, and its place is another's
+            super()._start_asgi_task(cycle, app)
+
+        def give_way(self) -> None:
+            """End this connection where it has been idle for long."""
+            idle = self.timeout_keep_alive_task
+            if idle is not None and idle.when() - self.loop.time() < self.timeout_keep_alive - IDLE_SECONDS:
+                self.transport.close()
+
+    return Limited
 
 
 def no_route(method: str, path: str, routes: Mapping[str, str]) -> ApiError:
@@ -170,13 +207,94 @@ def make_app(routes: Iterable[tuple[str, str, Handler]]) -> Any:
     return app
 
 
+def most_connections(files: int) -> int:
+    """Return how many connections a server takes whose process may open so many files: each may ask an engine."""
+    return min(MOST_CONNECTIONS, max(1, files // 4, (files - SPARE_FILES) // 2))
+
+
+def server_class() -> Any:
+    """Return uvicorn's server that leaves connections waiting for which there is no room.
+
+    asyncio's own would accept them until the process can open no file, for its requests either, and log each failure.
+    """
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        arriving = 0
+        """Connections that are accepted and not served yet."""
+        files = most = 0
+        """Files that this process may open; connections that are served at the same time."""
+
+        @property
+        def taken(self) -> int:
+            """Connections that are there now."""
+            return len(self.server_state.connections) + self.arriving
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            for listening in sockets or ():
+                listening.setblocking(False)
+                listening.listen(self.config.backlog)
+            await super().startup(sockets=[])
+            self.files = open_files()
+            self.most, self.told_at = most_connections(self.files), -math.inf
+            self.accepting = [asyncio.create_task(self.accept(listening)) for listening in sockets or ()]
+            self.meeting: set[asyncio.Task[None]] = set()
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            for task in self.accepting:
+                task.cancel()
+            await asyncio.gather(*self.accepting, return_exceptions=True)
+            await super().shutdown(sockets)
+
+        async def accept(self, listening: socket.socket) -> None:
+            loop, state = asyncio.get_running_loop(), self.server_state
+            while True:
+                state.full = self.taken >= self.most  # type: ignore[attr-defined]  # `Limited` reads it
+                if self.taken >= self.most:
+                    self.tell(f"{self.taken} connections are there, which is the most that {self.files} open files "
+                              "allow")
+                    for connection in list(state.connections):
+                        getattr(connection, "give_way", lambda: None)()  # h11's has none
+                    await asyncio.sleep(FULL_SECONDS)
+                    continue
+                try:
+                    end, _ = await loop.sock_accept(listening)
+                except OSError as e:
+                    self.tell(f"a connection could not be accepted ({e.strerror})")
+                    await asyncio.sleep(FULL_SECONDS)
+                    continue
+                self.arriving += 1
+                task = asyncio.create_task(self.meet(end))
+                self.meeting.add(task)
+                task.add_done_callback(self.meeting.discard)
+
+        async def meet(self, end: socket.socket) -> None:
+            def protocol() -> Any:
+                return self.config.http_protocol_class(  # type: ignore[call-arg]  # as uvicorn makes it
+                    config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
+            try:
+                await asyncio.get_running_loop().connect_accepted_socket(protocol, sock=end, ssl=self.config.ssl)
+            except OSError:  # its client is gone, or speaks no TLS
+                end.close()
+            finally:
+                self.arriving -= 1
+
+        def tell(self, why: str) -> None:
+            if (now := time.monotonic()) - self.told_at >= TELL_SECONDS:
+                self.told_at = now
+                _log.warning("%s: new clients wait; raise the limit of open files (ulimit -Hn, LimitNOFILE=)", why)
+
+    return Server
+
+
 def make_server(app: Any, stop_seconds: int = STOP_SECONDS, **tls: Any) -> Any:
     """Return a server of an ASGI application, which cancels what goes on for so long after its end. May be called in a
     thread. `tls`: what `tls_options` returned.
     """
     import uvicorn
 
-    class Server(uvicorn.Server):
+    class Server(server_class()):  # type: ignore[misc]  # it is made when it is asked for
         ending: asyncio.Event
 
         @contextlib.contextmanager
@@ -192,9 +310,8 @@ def make_server(app: Any, stop_seconds: int = STOP_SECONDS, **tls: Any) -> Any:
     config = uvicorn.Config(
         app, lifespan="off", log_config=None, access_log=False, ws="none", interface="asgi3", proxy_headers=False,
         timeout_graceful_shutdown=stop_seconds, timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        http=http_protocol(), **tls,
+        http=limited_http(), **tls,
     )
-    open_files()
     config.load()
     server = Server(config)
     server.ending = asyncio.Event()
@@ -253,4 +370,5 @@ def json_response(value: Any, status: int = 200) -> Response:
     """Return any JSON value as a response."""
     from starlette.responses import Response
 
-    return Response(orjson.dumps(value), status_code=status, media_type="application/json")
+    left = {"connection": "close"} if status == 408 else {}  # the rest of the body comes yet
+    return Response(orjson.dumps(value), status_code=status, media_type="application/json", headers=left)

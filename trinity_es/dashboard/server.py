@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from urllib.parse import quote
 
 from trinity_es.actors.addresses import is_loopback
-from trinity_es.actors.serving.http_server import http_protocol, listen, tls_options, url_of
+from trinity_es.actors.serving.http_server import limited_http, listen, server_class, tls_options, url_of
 from trinity_es.events.errors import ConfigError, StartupError
 
 __all__ = ["Dashboard", "token_for"]
@@ -66,9 +66,9 @@ class Dashboard:
             cookie=f"trinity_es_{self._listening.getsockname()[1]}",  # cookies don't know ports
             closing=lambda: self._server.should_exit,
         )
-        self._server = uvicorn.Server(uvicorn.Config(
+        self._server = server_class()(uvicorn.Config(
             app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=3, server_header=False,
-            proxy_headers=False, http=http_protocol(), **tls,
+            proxy_headers=False, http=limited_http(), **tls,
         ))
 
     @property

@@ -225,7 +225,11 @@ class Proxy:
 
     async def _health(self, request: Request) -> Response:
         serving = sum(w.serving for w in self.engines.all())
-        told = {"status": "ok" if serving else "no engine serves", "engines": serving}
+        server = self._server
+        full = server.taken >= server.most
+        well = f"full: new clients wait, as {server.files} open files allow no more" if full else "ok"
+        told = {"status": well if serving else "no engine serves", "engines": serving, "connections": server.taken,
+                "most_connections": server.most}
         return json_response(told, 200 if serving else 503)
 
     async def _stats(self, request: Request) -> Response:

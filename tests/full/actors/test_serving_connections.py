@@ -1,10 +1,12 @@
-"""Connections to an engine's endpoint whose clients go, or whose answers fail, at any moment."""
+"""Connections to an engine's endpoint as no good client has them: they end, wait and pipeline where they like."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import logging
+import resource
+import socket
 import weakref
 from typing import Any
 
@@ -15,6 +17,8 @@ import pytest
 from tests.helpers.endpoint import CHAT, TOKEN, Recorder, posted, serving, until
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving.engine_server import EngineServer
+from trinity_es.actors.serving.http_server import most_connections
+from trinity_es.events.store.database.disk import is_out_of_files
 
 
 def asked(path: str, body: object = CHAT) -> bytes:
@@ -37,7 +41,19 @@ async def test_a_client_that_goes_in_the_middle_of_its_body_is_no_error(caplog: 
     assert [r for r in caplog.records if r.levelno >= logging.ERROR] == []
 
 
-async def test_a_connection_whose_request_is_over_does_not_hold_its_run() -> None:
+async def test_a_client_that_goes_aborts_what_is_answered_though_it_asked_for_more() -> None:
+    engine = Recorder(rules=[{"prompt": "hello", "hang": True}])
+    async with serving(engine) as server:
+        _, writer = await connected(server)
+        writer.write(asked("/v1/chat/completions") * 2)
+        await until(lambda: engine.asked, "the request")
+        writer.transport.abort()
+        await until(lambda: engine.aborted == 1, "its end in the engine")
+        assert len(engine.asked) == 1
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["idle", "reset"])
+async def test_a_connection_whose_request_is_over_does_not_hold_its_run(reset: bool) -> None:
     engine = Recorder()
     async with serving(engine) as server:
         model = Model(engine, server=server)
@@ -47,6 +63,11 @@ async def test_a_connection_whose_request_is_over_does_not_hold_its_run() -> Non
         await asyncio.wait_for(reader.readuntil(b"}]"), 20)
         server.forget(session)
         await until(lambda: not server._server.server_state.tasks, "the end of the request")
+        if reset:
+            linger = b"\x01\x00\x00\x00\x00\x00\x00\x00"
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            writer.transport.abort()
+            await until(lambda: not server._server.server_state.connections, "the end of the connection")
         held = weakref.ref(model)
         del model
         gc.collect()
@@ -102,3 +123,55 @@ async def test_an_answer_that_is_ended_before_its_client_reads_has_one_start(fra
         await answered
     assert (sent[0], sent.count("http.response.start")) == ("http.response.start", 1)
     assert len(sent) > 1
+
+
+@pytest.mark.parametrize(("files", "most"), [(256, 64), (1024, 384), (4096, 1920), (65536, 16384)])
+def test_half_of_the_files_are_for_clients(files: int, most: int) -> None:
+    assert most_connections(files) == most
+
+
+async def test_where_no_connection_more_fits_clients_wait_and_those_that_are_there_are_answered(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serving(Recorder()) as server:
+        server._server.most = 3
+        idle, _ = await connected(server), await connected(server)
+        idle[1].write(asked("/v1/chat/completions"))
+        await asyncio.wait_for(idle[0].readuntil(b"}]"), 20)
+
+        async def client() -> tuple[int, str]:
+            async with httpx.AsyncClient(timeout=60) as http:
+                headers = {"authorization": f"Bearer {TOKEN}"}
+                answer = await http.post(f"{server.url}/v1/chat/completions", json=CHAT, headers=headers)
+                assert server._server.taken <= 3
+                return answer.status_code, answer.headers.get("connection", "")
+
+        answers = await asyncio.wait_for(asyncio.gather(*(client() for _ in range(30))), 60)
+        assert {status for status, _ in answers} == {200}
+        assert (200, "close") in answers, "a client that others wait behind gives its place"
+        await until(lambda: idle[0].at_eof() or server._server.taken < 3, "an idle connection to give way")
+    told = [r for r in caplog.records if "new clients wait" in r.message]
+    assert len(told) == 1
+    assert [r for r in caplog.records if r.levelno >= logging.ERROR] == []
+
+
+async def test_a_process_without_a_file_left_says_so_once_and_answers_who_is_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    async with serving(Recorder()) as server, httpx.AsyncClient(base_url=server.url, headers=headers) as http:
+        assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        waiting = socket.socket()
+        waiting.setblocking(False)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            waiting.connect_ex(("127.0.0.1", int(server.url.rpartition(":")[2])))
+            await until(lambda: "a connection could not be accepted" in caplog.text, "the refusal")
+            assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+            assert is_out_of_files()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        await until(lambda: server._server.taken == 2, "who waited")
+        waiting.close()
+    assert caplog.text.count("could not be accepted (Too many open files)") == 1
