@@ -9,37 +9,17 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import pytest
 
+from tests.helpers.config_files import problems, refused, write
 from tests.helpers.paths import ROOT
 from trinity_es.actors.config.config import HostIdentity, LaunchedConfig
 from trinity_es.config.config import Config, ConfigError, UnknownWorkflow, load_config
-from trinity_es.config.config_docs import describe
 from trinity_es.events.secrets import Secret
 from trinity_es.system.launch import launched
 from trinity_es.workflows.math_rewards import _Math
-
-
-def write(folder: Path, text: str) -> Path:
-    path = folder / "run.yaml"
-    path.write_text(dedent(text))
-    return path
-
-
-def problems(folder: Path, text: str) -> list[str]:
-    """What is wrong with a file, and with what it names."""
-    with pytest.raises((ConfigError, UnknownWorkflow)) as e:
-        load_config(write(folder, text)).check()
-    return [p.replace(str(folder) + os.sep, "") for p in e.value.details["problems"]]
-
-
-def refused(folder: Path, text: str, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as e:
-        load_config(write(folder, text), overrides)
-    return str(e.value).replace(str(folder) + os.sep, "")
 
 
 # --- what is accepted -----------------------------------------------------------------------------------------------
@@ -244,22 +224,22 @@ def test_every_problem_is_told_at_once_a_line_each(tmp_path: Path) -> None:
         store: {durability: maybe}
     """)
     assert set(found) == {
-        "run.yaml line 12: name must be usable as a folder name (letters, digits, _ - .), not '../up'",
-        "run.yaml line 2: explorer.max_timeout must be a number, not 'abc'",
-        "run.yaml line 4: unknown key explorer.runner_per_model; it is explorer.max_concurrency here: one runner an "
+        "line 12: name must be usable as a folder name (letters, digits, _ - .), not '../up'",
+        "line 2: explorer.max_timeout must be a number, not 'abc'",
+        "line 4: unknown key explorer.runner_per_model; it is explorer.max_concurrency here: one runner an "
         "engine runs so many units at once",
-        "run.yaml line 3: explorer.concurrent_mode must be one of 'sequential', 'asynchronous', 'multi-threading', "
+        "line 3: explorer.concurrent_mode must be one of 'sequential', 'asynchronous', 'multi-threading', "
         "not 'fast'",
-        "run.yaml line 5: explorer.rollout_model.engine_type must be one of vllm, http, scripted, \"module:Class\", "
+        "line 5: explorer.rollout_model.engine_type must be one of vllm, http, scripted, \"module:Class\", "
         "not 'tgi'",
-        "run.yaml line 5: explorer.rollout_model.gpu_memory_utilization must be less than or equal to 1, not 2",
-        "run.yaml line 5: explorer.rollout_model.dtype must be text, not on; in quotes it is: \"on\"",
-        "run.yaml line 5: explorer.rollout_model.seed must be a whole number, not 1.5",
-        "run.yaml line 5: explorer.rollout_model.top_p must be a finite number, not nan",
-        "run.yaml line 7: buffer.batch_size must be greater than or equal to 1, not 0",
-        "run.yaml line 10: buffer.explorer_input.eval_tasksets[0].name is required",
-        "run.yaml line 11: trainer must be a mapping of keys, not a list",
-        "run.yaml line 13: store.durability must be one of 'process', 'power', not 'maybe'",
+        "line 5: explorer.rollout_model.gpu_memory_utilization must be less than or equal to 1, not 2",
+        "line 5: explorer.rollout_model.dtype must be text, not on; in quotes it is: \"on\"",
+        "line 5: explorer.rollout_model.seed must be a whole number, not 1.5",
+        "line 5: explorer.rollout_model.top_p must be a finite number, not nan",
+        "line 7: buffer.batch_size must be greater than or equal to 1, not 0",
+        "line 10: buffer.explorer_input.eval_tasksets[0].name is required",
+        "line 11: trainer must be a mapping of keys, not a list",
+        "line 13: store.durability must be one of 'process', 'power', not 'maybe'",
     }
     assert len(found) == 13
 
@@ -413,15 +393,6 @@ def test_p15_an_auxiliary_model_is_by_default_the_model_and_is_checked_like_it(t
 
 
 # --- docs -----------------------------------------------------------------------------------------------------------
-def test_every_key_has_a_type_a_default_and_a_description() -> None:
-    rows = describe()
-    assert len(rows) > 60
-    assert [row for row in rows if not all(row)] == []
-    assert len({row[0] for row in rows}) == len(rows)
-    assert ("trainer.class", "text or null", "null") in [row[:3] for row in rows]
-    assert ("explorer.max_timeout", "number", "1800.0") in [row[:3] for row in rows]
-
-
 def test_the_config_page_is_what_the_code_prints() -> None:
     printed = subprocess.run(
         [sys.executable, "-m", "trinity_es.config.config_docs"], cwd=ROOT, capture_output=True, text=True, check=True

@@ -138,40 +138,30 @@ def test_p38_an_error_is_shown_with_its_whole_traceback(config: Path) -> None:
     assert "in run_async" in done.stdout  # the outer end too, which a log's shorter text may have lost
 
 
-def test_p38_another_workflow_and_an_eval_taskset_may_be_chosen(config: Path) -> None:
-    told = played(config, "--taskset", "check", "--workflow", "tests.pure.test_debug:Asking")
-    assert [(e["reward"], e["response_length"]) for e in told["experiences"]] == [(2.0, 3)]
+JUDGE = "explorer.auxiliary_models=[{name: judge, engine_type: scripted, script: {response: good}}]"
 
 
-def test_p38_a_workflow_finds_its_auxiliary_models(config: Path) -> None:
-    judge = '{name: judge, engine_type: scripted, script: {response: good}}'
-    told = played(config, "--workflow", "tests.pure.test_debug:Judged", "--set", f"explorer.auxiliary_models=[{judge}]")
-    assert [e["reward"] for e in told["experiences"]] == [1.0, 1.0]
-
-
-def test_p38_a_client_of_the_workflow_s_own_goes_past_a_proxy(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HTTP_PROXY", "http_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    for name in ("NO_PROXY", "no_proxy"):
-        monkeypatch.setenv(name, "corp.invalid")
-    told = played(config, "--workflow", "tests.pure.test_debug:ByItself")["experiences"]
-    assert [e["response_length"] for e in told] == [4, 4]
-
-
-def test_p38_a_workflow_asks_by_its_openai_client(config: Path) -> None:
-    told = played(config, "--workflow", "tests.pure.test_debug:ByClient")["experiences"]
-    assert {(e["reward"], e["response_length"]) for e in told} == {(3.0, 4)}
+@pytest.mark.parametrize(("workflow", "more", "found"), [
+    ("Asking", ["--taskset", "check"], [(2.0, 3)]), ("ByClient", [], [(3.0, 4)] * 2), ("ByItself", [], [(0.0, 4)] * 2),
+    ("Judged", ["--set", JUDGE], [(1.0, 5)] * 2),
+])
+def test_p38_another_workflow_asks_as_in_a_run_also_past_a_proxy(
+    config: Path, monkeypatch: pytest.MonkeyPatch, workflow: str, more: list[str], found: list[tuple[float, int]]
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "corp.invalid" if "no" in name.lower() else "http://127.0.0.1:9")
+    told = played(config, "--workflow", f"{__name__}:{workflow}", *more)["experiences"]
+    assert [(e.get("reward", 0.0), e["response_length"]) for e in told] == found
 
 
 def test_p38_what_is_not_there_is_named(config: Path) -> None:
-    wrong = cli("debug", config, "--taskset", "third")
-    assert (wrong.exit_code, "there is no taskset third in the config (there are: first, second, check)" in wrong.stderr
-            ) == (2, True)
-    beyond = cli("debug", config, "--index", 9)
-    assert (beyond.exit_code, "taskset first has 9 rows, 0 to 8: there is no 9" in beyond.stderr) == (2, True)
-    unknown = cli("debug", config, "--workflow", "nothing")
-    assert unknown.exit_code == 2
-    assert "'nothing' is not registered" in unknown.stderr
+    for option, value, told in (
+        ("--taskset", "third", "there is no taskset third in the config (there are: first, second, check)"),
+        ("--index", 9, "taskset first has 9 rows, 0 to 8: there is no 9"),
+        ("--workflow", "nothing", "'nothing' is not registered"),
+    ):
+        wrong = cli("debug", config, option, value)
+        assert (wrong.exit_code, told in wrong.stderr) == (2, True), wrong.stderr
 
 
 def test_p9_reply_prefix_is_the_beginning_of_the_answer(config: Path) -> None:

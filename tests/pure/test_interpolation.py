@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import pytest
 
+from tests.helpers.config_files import refused, write
 from trinity_es.config.config import Config, load_config
 from trinity_es.config.interpolation import escaped, resolved
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.secrets import Secret
 
 VARIABLES = {"A": "a", "N": "8", "EMPTY": "", "SET_NULL": "null", "OTHERS": "has ${A} in"}
-
-
-def write(folder: Path, text: str) -> Path:
-    path = folder / "run.yaml"
-    path.write_text(dedent(text))
-    return path
-
-
-def refused(folder: Path, text: str, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as e:
-        load_config(write(folder, text), overrides)
-    return str(e.value).replace(str(folder) + os.sep, "")
 
 
 @pytest.fixture(autouse=True)

@@ -140,26 +140,6 @@ def test_a_row_of_many_keys_is_read_in_the_time_of_its_length(tmp_path: Path) ->
         opened(tmp_path / "t.jsonl")
 
 
-@pytest.mark.parametrize("rest", ['"answer": "5", "answer": "6"', '"meta": {"prompt": 1, "prompt": 2}'])
-def test_a_key_that_stands_twice_is_refused_with_its_line(tmp_path: Path, rest: str) -> None:
-    (tmp_path / "rows.jsonl").write_text(f'{{"prompt": "a", "meta": {{"prompt": 1}}}}\n{{"prompt": "b", {rest}}}')
-    with pytest.raises(TasksetError, match=r"line 2: the key '\w+' stands twice"):
-        opened(tmp_path / "rows.jsonl")
-
-
-@pytest.mark.parametrize("digits", [20, 5000])
-def test_a_whole_number_beyond_64_bits_is_refused_with_its_line(tmp_path: Path, digits: int) -> None:
-    (tmp_path / "rows.jsonl").write_text(f'{{"prompt": "a", "answer": 1{"0" * digits}}}')
-    with pytest.raises(TasksetError, match=r"line 1: not JSON \(10000.*0 is a whole number of more than 64 bits"):
-        opened(tmp_path / "rows.jsonl")
-
-
-def test_a_row_that_is_nested_too_deep_is_refused_with_its_line(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": ' + "[" * 900 + "]" * 900 + "}")
-    with pytest.raises(TasksetError, match=r"line 1: not JSON \(it is nested too deep\)"):
-        opened(tmp_path / "rows.jsonl")
-
-
 @pytest.mark.parametrize("name", ["response_key", "workflow_key", "reward_fn_key"])
 def test_a_key_of_the_format_that_no_row_has_is_refused(tmp_path: Path, name: str) -> None:
     rows = lines(tmp_path, [{"prompt": "a"}, {"prompt": "b", "level": 3}])
@@ -181,10 +161,26 @@ def test_a_split_that_chooses_nothing_or_two_files_is_refused(tmp_path: Path) ->
         opened(tmp_path, split="rows")
 
 
-@pytest.mark.parametrize(("name", "content"), [("rows.jsonl.gz", b"\x1f\x8b\x08"), ("rows.csv", b"prompt,answer\na,5")])
-def test_a_file_of_another_kind_is_refused_as_that(tmp_path: Path, name: str, content: bytes) -> None:
+ARRAY = r"line 1: .*an object a line; one array becomes that with `jq -c"
+LONG = "10000.*0 is a whole number of more than 64 bits"
+
+
+@pytest.mark.parametrize(("name", "content", "said"), [
+    ("t.jsonl.gz", b"\x1f\x8b\x08", "t.jsonl.gz is compressed or a table of texts"),
+    ("t.csv", b"prompt,answer\na,5", "t.csv is compressed or a table of texts"),
+    *(("t.jsonl", text, "is empty") for text in (b"", b"\n \n", b"\xef\xbb\xbf")),
+    *(("t.jsonl", text, ARRAY) for text in (b'[\n  {"prompt": "a"}\n]\n', b'[{"prompt": "a"}]')),
+    *(("t.jsonl", b'{"prompt": "a", "meta": {"prompt": 1}}\n{"prompt": "b", %s}' % rest, "line 2: the key .* twice")
+      for rest in (b'"answer": "5", "answer": "6"', b'"meta": {"prompt": 1, "prompt": 2}')),
+    *(("t.jsonl", b'{"prompt": "a", "answer": 1%s}' % (b"0" * n), rf"line 1: not JSON \({LONG}") for n in (20, 5000)),
+    ("t.jsonl", b'{"prompt": "a", "answer": %s%s}' % (b"[" * 900, b"]" * 900),
+     r"line 1: not JSON \(it is nested too deep\)"),
+], ids=lambda value: ascii(value)[:40])
+def test_a_file_that_is_no_lines_of_rows_is_refused_with_its_line(
+    tmp_path: Path, name: str, content: bytes, said: str
+) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(TasksetError, match=f"{name} is compressed or a table of texts"):
+    with pytest.raises(TasksetError, match=said):
         opened(tmp_path / name)
 
 

@@ -41,6 +41,11 @@ def chooses(**how: Any) -> dict[str, Any]:
     return {"data_selector": how, "epochs": 2}
 
 
+def learns(epochs: int | None = None, **kwargs: Any) -> dict[str, Any]:
+    how = {"selector_type": "difficulty_based", "feature_keys": ["weak", "strong"], "kwargs": kwargs}
+    return {"data_selector": how, "epochs": epochs}
+
+
 def test_p50_selectors_choose_the_rows_of_the_known_system(tmp_path: Path) -> None:
     assert drawn(levels(tmp_path, **chooses(selector_type="sequential")), 6, 6, 9) == [
         [0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 0, 1], [2, 3, 4, 5, 6, 7, 8, 9]]  # the rest of two epochs
@@ -66,10 +71,8 @@ def test_p50_a_selector_goes_on_from_any_cursor_and_ends_with_the_epochs(tmp_pat
 
 
 def test_p50_difficulty_learns_as_the_known_system_does(tmp_path: Path) -> None:
-    keys = ["weak", "strong"]
-    how = {"selector_type": "difficulty_based", "feature_keys": keys,
-           "kwargs": {"m": 4, "tau": 0, "target_reward": 0.8}}
-    taskset = levels(tmp_path, **chooses(**how))
+    how = learns(2, m=4, tau=0, target_reward=0.8)
+    taskset = levels(tmp_path, **how)
     assert drawn(taskset, 4) == [[0, 1, 2, 3]]  # all rates are 1/2
     assert isinstance(taskset.selector, Difficulty)
     mix = Mix([taskset])
@@ -81,7 +84,7 @@ def test_p50_difficulty_learns_as_the_known_system_does(tmp_path: Path) -> None:
     alphas, betas = taskset.selector.beliefs
     assert (alphas[1], betas[1]) == pytest.approx((0.8 + 0.2 + 0.8 * 4 + 0.2 * 4, 0.8 + 0.2), rel=1e-12)
     assert (alphas[5], betas[5]) == pytest.approx((1 + 0.2 * expected * 4, 1 + 0.2 * (1 - expected) * 4), rel=1e-12)
-    again = levels(tmp_path, **chooses(**how))
+    again = levels(tmp_path, **how)
     Mix([again]).learn({"t": ([0, 1, 2, 3], [0.0, 1.0, 0.5, 0.25])})
     rates = alphas / (alphas + betas)
     best = np.argsort(np.abs(0.8 - rates), kind="stable")[:3].tolist()
@@ -96,11 +99,8 @@ def test_p50_difficulty_learns_as_the_known_system_does(tmp_path: Path) -> None:
 
 
 def test_p50_difficulty_draws_by_weights_and_the_same_again(tmp_path: Path) -> None:
-    how = {"selector_type": "difficulty_based", "feature_keys": ["weak", "strong"],
-           "kwargs": {"tau": 0.05, "do_sample": True}}
-
     def learnt() -> Taskset:
-        taskset = levels(tmp_path, **{**chooses(**how), "epochs": None})
+        taskset = levels(tmp_path, **learns(tau=0.05, do_sample=True))
         Mix([taskset]).learn({"t": (list(range(10)), [float(i == 6) for i in range(10)])})
         return taskset
 
@@ -114,29 +114,14 @@ def test_p50_difficulty_draws_by_weights_and_the_same_again(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("reward", [1.1, -1.0, 30.0])
 def test_difficulty_draws_though_rewards_are_no_rates(tmp_path: Path, reward: float) -> None:
-    how = {"selector_type": "difficulty_based", "feature_keys": ["weak", "strong"], "kwargs": {"do_sample": True}}
-    taskset = levels(tmp_path, **{**chooses(**how), "epochs": None})
+    taskset, bound = levels(tmp_path, **learns(do_sample=True)), levels(tmp_path, **learns(do_sample=True))
     for _ in range(3):
         Mix([taskset]).learn({"t": (list(range(10)), [reward] * 10)})
         assert len(drawn(taskset, 3)[0]) == 3
-    bound = levels(tmp_path, **{**chooses(**how), "epochs": None})
-    for _ in range(3):
         Mix([bound]).learn({"t": (list(range(10)), [min(max(reward, 0.0), 1.0)] * 10)})
     assert isinstance(taskset.selector, Difficulty)
     assert isinstance(bound.selector, Difficulty)
     assert np.array_equal(taskset.selector.beliefs, bound.selector.beliefs)
-
-
-@pytest.mark.parametrize(("how", "says"), [
-    ({"selector_type": "easiest"}, "must be one of"),
-    ({"selector_type": "difficulty_based", "feature_keys": ["weak"]}, "difficulty_based takes two"),
-    ({"selector_type": "offline_easy2hard"}, "offline_easy2hard takes one or more"),
-    ({"selector_type": "random", "feature_keys": ["weak"]}, "random takes no"),
-])
-def test_p50_a_selector_that_can_not_be_is_refused_with_the_config(how: dict[str, Any], says: str) -> None:
-    tasksets = [{"name": "t", "path": "t.jsonl", "data_selector": how}]
-    with pytest.raises(ConfigError, match=says):
-        Config.from_dict({"buffer": {"explorer_input": {"tasksets": tasksets}}})
 
 
 def test_p50_a_selector_that_does_not_fit_the_rows_is_refused(tmp_path: Path) -> None:
@@ -179,13 +164,21 @@ def test_p50_tasksets_interleave_as_in_the_known_system(tmp_path: Path) -> None:
     assert set(read.values()) == {2}
 
 
-def test_p50_orders_that_contradict_each_other_are_refused() -> None:
-    one, two = ({"name": n, "path": "t.jsonl"} for n in "ab")
-    for inputs, says in (
-        ({"tasksets": [one, {**two, "epochs": 3}], "interleave": "shuffled"}, "different epochs"),
-        ({"tasksets": [one, {**two, "ratio": 3.0}], "interleave": "shuffled"}, "gives shares by size"),
-        ({"tasksets": [{**one, "shuffle": True, "data_selector": {}}]}, "has shuffle and data_selector"),
-        ({"eval_tasksets": [{**one, "data_selector": {"selector_type": "random"}}]}, "an eval plays every row once"),
-    ):
-        with pytest.raises(ConfigError, match=says):
-            Config.from_dict({"buffer": {"explorer_input": inputs}})
+ONE, TWO = ({"name": name, "path": "t.jsonl"} for name in "ab")
+
+
+@pytest.mark.parametrize(("inputs", "says"), [
+    *(({"tasksets": [{**ONE, "data_selector": how}]}, says) for how, says in (
+        ({"selector_type": "easiest"}, "must be one of"),
+        ({"selector_type": "difficulty_based", "feature_keys": ["weak"]}, "difficulty_based takes two"),
+        ({"selector_type": "offline_easy2hard"}, "offline_easy2hard takes one or more"),
+        ({"selector_type": "random", "feature_keys": ["weak"]}, "random takes no"),
+    )),
+    ({"tasksets": [ONE, {**TWO, "epochs": 3}], "interleave": "shuffled"}, "different epochs"),
+    ({"tasksets": [ONE, {**TWO, "ratio": 3.0}], "interleave": "shuffled"}, "gives shares by size"),
+    ({"tasksets": [{**ONE, "shuffle": True, "data_selector": {}}]}, "has shuffle and data_selector"),
+    ({"eval_tasksets": [{**ONE, "data_selector": {"selector_type": "random"}}]}, "an eval plays every row once"),
+])
+def test_p50_an_order_that_can_not_be_is_refused_with_the_config(inputs: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Config.from_dict({"buffer": {"explorer_input": inputs}})

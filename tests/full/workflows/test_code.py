@@ -39,31 +39,20 @@ async def test_a_program_that_passes_its_tests_is_right(pool: WorkerPool, kind: 
     assert await rewards(pool, f"{kind}code_workflow", answers, **task) == [1, 0, 0, 0]
 
 
-@pytest.mark.parametrize(("response", "accuracy"), [
-    (block(GOOD, ""), 1), (block("1/0") + block(GOOD), 1), (block(GOOD) + block("$ ls", "sh"), 1), (GOOD, 1),
-    (block(GOOD, "py"), 1), (block("print('x')\n" + GOOD), 1),
+@pytest.mark.parametrize(("response", "truth", "accuracy", "share"), [
+    (GOOD, ADDS, 1, 1), (GOOD, "\n".join(ADDS), 1, 1), (GOOD, json.dumps(ADDS), 1, 1),
+    ("def add(a, b):\n    return 3", ADDS, 0, 0.5),
+    (block(GOOD, ""), ADDS, 1, 1), (block(GOOD, "py"), ADDS, 1, 1), (block("print('x')\n" + GOOD), ADDS, 1, 1),
+    (block("1/0") + block(GOOD), ADDS, 1, 1), (block(GOOD) + block("$ ls", "sh"), ADDS, 1, 1),
+    ("print(int(input()) * 2)", DOUBLES, 1, 1), ("print(int(input()) * 2)", json.dumps(DOUBLES), 1, 1),
+    ("if __name__ == '__main__':\n    print(int(input()) * 2, '')", DOUBLES, 1, 1),
+    ("print(4)", DOUBLES, 0, 0.5), ("print(int(input()) * 2); exit(1)", DOUBLES, 0, 0),
 ])
-def test_the_program_is_the_last_block_of_python(response: str, accuracy: float) -> None:
-    assert judged(response) == accuracy
-
-
-@pytest.mark.parametrize("truth", [ADDS, "\n".join(ADDS), json.dumps(ADDS)])
-def test_tests_are_texts_or_json_of_them(truth: Any) -> None:
-    assert judged(GOOD, truth) == 1
-
-
-def test_a_program_that_reads_and_prints_is_judged_by_what_it_prints() -> None:
-    assert judged("print(int(input()) * 2)", DOUBLES) == 1
-    assert judged("print(int(input()) * 2)", json.dumps(DOUBLES)) == 1
-    assert judged("if __name__ == '__main__':\n    print(int(input()) * 2, '')", DOUBLES) == 1
-    assert judged("print(4)", DOUBLES) == 0
-    assert judged("print(4)", DOUBLES, partial=True) == 0.5
-    assert judged("print(int(input()) * 2); exit(1)", DOUBLES) == 0
-
-
-def test_partial_gives_the_share_of_tests_that_pass() -> None:
-    assert judged("def add(a, b):\n    return 3", partial=True) == 0.5
-    assert judged("def add(a, b):\n    return 3") == 0
+def test_the_last_block_of_python_is_judged_by_its_tests_or_by_what_it_prints(
+    response: str, truth: Any, accuracy: float, share: float
+) -> None:
+    assert judged(response, truth) == accuracy
+    assert judged(response, truth, partial=True) == share
 
 
 @pytest.mark.parametrize("program", [
@@ -72,8 +61,13 @@ def test_partial_gives_the_share_of_tests_that_pass() -> None:
     "import os; os.abort()", "print('x' * 10**8)", "import sys; sys.stdin.read()",
     "import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()",
     "import os; os.close(1)", "def add(a, b): return add(a, b)", "print(open('/proc/self/cmdline').read())",
+    *(f"{trick}\n{GOOD}" for trick in (
+        "import signal\nsignal.raise_signal(9)", "import _signal\n_signal.raise_signal(9)",
+        "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (0, 0))\nwhile True: pass",
+        "import os\nos.kill(0, 9)", "import trinity_es_is_not_here",
+    )),
 ])
-def test_a_program_that_hangs_crashes_floods_or_ends_early_is_wrong(program: str) -> None:
+def test_a_program_that_hangs_crashes_floods_ends_early_or_kills_itself_is_wrong(program: str) -> None:
     assert judged(program) == 0
 
 
@@ -118,13 +112,6 @@ def test_what_a_program_has_no_business_with_is_refused(attempt: str, tmp_path: 
     assert (tmp_path / "kept").read_text() == "kept"
 
 
-def test_a_program_may_write_in_its_folder_and_use_what_is_installed() -> None:
-    program = GOOD + "\nimport numpy, tempfile\nopen('a', 'w').write('1')\nassert open('a').read() == '1'\n"
-    program += "with tempfile.TemporaryFile() as f:\n    f.write(b'x')\n"
-    assert judged(program) == 1
-    assert judged("import trinity_es_is_not_here\n" + GOOD) == 0
-
-
 def test_a_program_has_neither_the_environment_nor_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "s3cret")
     check = "import os, sys\nassert 'SECRET' not in os.environ and len(sys.argv) == 1 and not sys.stdin.read()"
@@ -160,7 +147,9 @@ def command_of(process: psutil.Process) -> str:
     "import asyncio\n\n\nasync def added(a, b):\n    return a + b\n\n\n"
     "def add(a, b):\n    return asyncio.run(added(a, b))",
     "def add(a: int, b: int) -> int:\n    return a + b if add.__annotations__['a'] is int else 0",
-], ids=["dataclass", "pickle", "asyncio", "annotations"])
+    GOOD + "\nimport numpy, tempfile\nopen('a', 'w').write('1')\nassert open('a').read() == '1'\n"
+    "with tempfile.TemporaryFile() as f:\n    f.write(b'x')\n",
+], ids=["dataclass", "pickle", "asyncio", "annotations", "files in its folder, and what is installed"])
 def test_what_plain_python_does_a_judged_program_may(program: str) -> None:
     assert judged(program) == 1
 
@@ -184,29 +173,15 @@ def _judged_process() -> psutil.Process | None:
     return next((p for p in ours if "judged_program.py" in command_of(p)), None)
 
 
-@pytest.mark.parametrize("trick", [
-    "import signal\nsignal.raise_signal(9)", "import _signal\n_signal.raise_signal(9)",
-    "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (0, 0))\nwhile True: pass", "import os\nos.kill(0, 9)",
+@pytest.mark.parametrize(("truth", "says"), [
+    ({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, "call the function 'add' with inputs: write them as"),
+    *((truth, "the row's tests are ") for truth in (
+        None, 5, [], [1], {"inputs": ["1"]}, {"inputs": ["1"], "outputs": []})),
+    *(([*ADDS, test], "is no Python") for test in ("assert add(1, 2 == 3", "assert add(1, 2) = 3", "assert\0")),
 ])
-def test_a_program_that_would_kill_itself_is_wrong(trick: str) -> None:
-    assert judged(f"{trick}\n{GOOD}") == 0
-
-
-def test_tests_that_call_a_function_with_inputs_are_refused_and_no_zero() -> None:
-    with pytest.raises(DataError, match=r"call the function 'add' with inputs: write them as texts"):
-        judged(GOOD, {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]})
-
-
-@pytest.mark.parametrize("truth", [None, 5, [], [1], {"inputs": ["1"]}, {"inputs": ["1"], "outputs": []}])
-def test_tests_of_no_known_form_are_the_datas_fault(truth: Any) -> None:
-    with pytest.raises(DataError, match="the row's tests are "):
+def test_tests_that_can_not_be_played_are_the_datas_fault_and_no_zero(truth: Any, says: str) -> None:
+    with pytest.raises(DataError, match=says):
         judged(GOOD, truth)
-
-
-@pytest.mark.parametrize("test", ["assert add(1, 2 == 3", "assert add(1, 2) = 3", "assert\0"])
-def test_a_test_that_is_no_python_is_the_datas_fault_and_no_zero(test: str) -> None:
-    with pytest.raises(DataError, match="is no Python"):
-        judged(GOOD, [*ADDS, test])
 
 
 @pytest.mark.parametrize("test", [

@@ -50,12 +50,19 @@ def call(name: str, /, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-async def react(pool: WorkerPool, *answers: str, tools: tuple[str, ...] = ("multiply",), **args: Any) -> Any:
-    engine = Answers(*answers)
-    done = await played(
-        pool, "react_workflow", engine, raw_task={"prompt": "6 * 7?", "answer": "42"}, reward_fn=f"{HERE}:right",
-        workflow_args={"tools": [f"{HERE}:{name}" for name in tools], **args},
+async def asked(
+    pool: WorkerPool, engine: Answers, *, answer: str = "42", tools: tuple[str, ...] = ("multiply",),
+    max_tokens: int = 4000, **args: Any,
+) -> Any:
+    return await played(
+        pool, "react_workflow", engine, raw_task={"prompt": "6 * 7?", "answer": answer}, reward_fn=f"{HERE}:right",
+        workflow_args={"tools": [f"{HERE}:{name}" for name in tools], **args}, rollout_args={"max_tokens": max_tokens},
     )
+
+
+async def react(pool: WorkerPool, *answers: str, **how: Any) -> Any:
+    engine = Answers(*answers)
+    done = await asked(pool, engine, **how)
     assert not done.failures, done.failures
     [experience] = done.experiences
     return experience, engine
@@ -75,12 +82,7 @@ async def test_a_tool_is_called_and_its_result_told(pool: WorkerPool) -> None:
     assert [t["function"]["name"] for t in experience.tools] == ["multiply"]
 
 
-async def test_an_answer_without_a_call_is_the_last(pool: WorkerPool) -> None:
-    experience, engine = await react(pool, "It is 41.")
-    assert (experience.reward, len(engine.prompts)) == (0.0, 1)
-
-
-@pytest.mark.parametrize(("asked", "says"), [
+@pytest.mark.parametrize(("called", "says"), [
     (call("divide", a=1), "error: there is no tool 'divide', but multiply, breaks, floods, weather"),
     ("<tool_call>multiply(1, 2)</tool_call>", "error: JSONDecodeError"),
     ("<tool_call>[1]</tool_call>", "error: TypeError"),
@@ -90,17 +92,17 @@ async def test_an_answer_without_a_call_is_the_last(pool: WorkerPool) -> None:
     (call("weather", city="Paris", days=[]), "error: ValidationError"),
 ])
 async def test_a_call_that_fails_is_told_to_the_model_which_may_try_again(
-    pool: WorkerPool, asked: str, says: str
+    pool: WorkerPool, called: str, says: str
 ) -> None:
-    experience, engine = await react(pool, asked, "42", tools=("multiply", "breaks", "floods", "weather"))
+    experience, engine = await react(pool, called, "42", tools=("multiply", "breaks", "floods", "weather"))
     assert says in engine.prompts[1]
     assert (experience.reward, experience.metrics["tool_errors"]) == (1.0, 1.0)
 
 
 async def test_several_calls_of_one_answer_are_told_in_their_order(pool: WorkerPool) -> None:
-    asked = call("multiply", a=2, b=3) + call("weather", city="Rome", days=[1]) + call("floods")
-    _, engine = await react(pool, asked, "42", tools=("multiply", "weather", "floods"))
-    told = engine.prompts[1].removeprefix(f"6 * 7?\n{asked}\n")
+    calls = call("multiply", a=2, b=3) + call("weather", city="Rome", days=[1]) + call("floods")
+    _, engine = await react(pool, calls, "42", tools=("multiply", "weather", "floods"))
+    told = engine.prompts[1].removeprefix(f"6 * 7?\n{calls}\n")
     assert told == '6\n{"city":"Rome","days":[1]}\n' + "x" * MOST_CHARACTERS + "... (cut)\n"
 
 
@@ -110,16 +112,14 @@ async def test_a_tool_may_be_async_and_gives_what_json_can_say(pool: WorkerPool)
     assert experience.metrics["tool_errors"] == 0.0
 
 
-async def test_it_ends_after_its_last_turn_or_an_answer_that_was_cut_off(pool: WorkerPool) -> None:
+async def test_it_ends_after_its_last_turn_an_answer_that_was_cut_off_or_one_without_a_call(pool: WorkerPool) -> None:
+    experience, engine = await react(pool, "It is 41.")
+    assert (experience.reward, len(engine.prompts)) == (0.0, 1)
     experience, engine = await react(pool, call("multiply", a=2), max_turns=3)
     assert len(engine.prompts) == 3
     assert (experience.metrics["unfinished"], experience.metrics["tool_calls"]) == (1.0, 2.0)
-    engine = Answers(call("multiply", a=2) + "42")
-    task = {"raw_task": {"prompt": "?", "answer": "multiply"}, "workflow_args": {"tools": [f"{HERE}:multiply"]}}
-    task |= {"reward_fn": f"{HERE}:right", "rollout_args": {"max_tokens": 30}}
-    done = await played(pool, "react_workflow", engine, **task)
-    assert len(engine.prompts) == 1
-    assert done.experiences[0].metrics["unfinished"] == 1.0
+    experience, engine = await react(pool, call("multiply", a=2) + "42", answer="multiply", max_tokens=30)
+    assert (len(engine.prompts), experience.metrics["unfinished"]) == (1, 1.0)
 
 
 class Filled(Answers):
@@ -134,18 +134,14 @@ class Filled(Answers):
 async def test_it_ends_where_what_a_tool_told_leaves_no_room_for_an_answer(pool: WorkerPool) -> None:
     """A run that failed there would leave out the long conversations alone of what is learned."""
     first = "42? " + call("multiply", a=6, b=7)
-    fields: dict[str, Any] = {
-        "raw_task": {"prompt": "6 * 7?", "answer": "42"}, "reward_fn": f"{HERE}:right",
-        "workflow_args": {"tools": [f"{HERE}:multiply"]},
-    }
-    done = await played(pool, "react_workflow", Filled(first, "never"), **fields)
+    done = await asked(pool, Filled(first, "never"))
     assert not done.failures
     [experience] = done.experiences
     assert experience.response_text == first
     assert (experience.metrics["unfinished"], experience.metrics["turns"], experience.reward) == (1.0, 1.0, 1.0)
     refusing = Filled("never")
     refusing.prompts.append("")
-    done = await played(pool, "react_workflow", refusing, **fields)
+    done = await asked(pool, refusing)
     assert [(kind, "no room" in why) for _, kind, why in done.failures] == [("data", True)], "the task is too long"
 
 
