@@ -77,7 +77,6 @@ class StoreWatch:
                 return
 
     def stop(self) -> None:
-        """Look no more."""
         self._over.set()
 
 

@@ -27,13 +27,11 @@ def documented_fields(cls: ast.ClassDef) -> list[tuple[str, str, str]]:
 
 
 def fields_table(fields: list[tuple[str, str, str]]) -> list[str]:
-    """Return the lines of a table of these fields; none where there are none."""
     rows = [f"| `{name}` | `{kind.replace('|', chr(92) + '|')}` | {doc} |" for name, kind, doc in fields]
     return ["| field | type | |", "|---|---|---|", *rows] if rows else []
 
 
 def markdown() -> str:
-    """Return the whole page."""
     classes = {
         node.name: node
         for module in (

@@ -185,7 +185,6 @@ class Experience:
             raise self._not_finite(name, f"holds numbers that don't fit {dtype}") from e
 
     def _array(self, name: str, value: Any) -> Array:
-        """Return any array that a payload can hold."""
         try:
             if hasattr(value, "detach"):  # a torch tensor, perhaps on a GPU
                 value = value.detach().cpu()
@@ -447,7 +446,6 @@ def group_by(experiences: Iterable[Experience], id_type: Literal["task", "run", 
 
 
 def _warn_once(what: str) -> None:
-    """Log a warning the first time that this process meets it."""
     if what not in _warned:
         _warned.add(what)
         _log.warning("Experience: %s", what)

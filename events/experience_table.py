@@ -45,7 +45,6 @@ def json_lines(rows: Iterable[dict[str, Any]]) -> bytes:
 
 
 def require_parquet() -> Any:
-    """Return pyarrow. Raises ConfigError where it is not installed."""
     try:
         import pyarrow as pa
         import pyarrow.parquet

@@ -193,7 +193,6 @@ class Payload:
             yield Column(name, key, arrays)
 
     def _flat(self, name: str, size: int) -> Array:
-        """Return all numbers of a column."""
         flat, lengths = self._tensors[name], self._tensors.pop(f"{name}.lengths", None)
         if lengths is not None:
             if int(lengths.sum(dtype=np.int64)) != size:

@@ -102,7 +102,6 @@ def sort_batch_id(batch_id: BatchId) -> tuple[float, int, str]:
 
 
 def shown(value: Any) -> str:
-    """Return a wrong value as its error shows it."""
     try:
         text = ascii(value)
     except Exception:  # of a number with too many digits, of a list that holds itself

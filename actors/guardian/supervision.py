@@ -149,7 +149,6 @@ class Supervision:
         return [c for c in self.children.values() if not c.is_coordinator()]
 
     def begin(self, name: str, incarnation: int, address: Any, now: float, model: str = "rollout") -> Child:
-        """Begin another life in this slot, which remembers the earlier ones."""
         old, child = self.children.get(name), Child(name, incarnation, address, born=now, seen=now, model=model)
         if old is not None:
             child.deaths, child.reason, child.first = old.deaths, old.reason, False

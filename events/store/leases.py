@@ -29,8 +29,6 @@ _STORE = "store"
 
 
 def acquire(db: Database, name: str, owner: Mapping[str, Any]) -> Lease:
-    """Take the lease, whoever holds it."""
-
     def work(connection: Connection) -> Lease:
         lock_head(connection, db)
         store = identity_of(db, connection)

@@ -127,7 +127,6 @@ class EventLog:
         return self._db.dialect
 
     def close(self) -> None:
-        """Close the connections; the log itself stays as it is."""
         self._db.close()
 
     def __enter__(self) -> Self:
@@ -232,7 +231,6 @@ class EventLog:
         return draft([write], f"clock:{uuid.uuid4().hex}", None, None)
 
     def _place(self, head: LockedHead, drafts: Sequence[Draft]) -> None:
-        """Give each event its place in the log, its time and its hash."""
         # Whole microseconds, what a datetime can hold: the time that is shown names the event when it is given back.
         recorded_at = round(head.now, 6)
         if drafts[0].recorded[0].stream != CLOCK:  # a clock that is slewed only waits
@@ -410,7 +408,6 @@ class EventLog:
         return self._db.is_replaced()
 
     def head(self) -> Head:
-        """Return the end of the log now."""
         row = self._db.read(lambda c: c.execute(select(schema.heads)).one())
         return Head(position=row.last_position, generation=row.generation, hash=bytes(row.last_hash))
 

@@ -60,7 +60,6 @@ class ReadModels:
         connection.execute(update(schema.checkpoints).where(own).values(generation=generation))
 
     def rebuild(self, connection: Connection, progress: Callable[[int, int], None] | None = None) -> int:
-        """Make every read model again from the log. Returns the number of events applied."""
         head = lock_head(connection, self._db)
         done = 0
         for projector in self.projectors:

@@ -65,7 +65,6 @@ class Installed:
 
 
 def environments_folder() -> Path:
-    """Return the folder that environments are installed in."""
     chosen = os.environ.get(FOLDER_VARIABLE)
     data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
     return (Path(chosen) if chosen else Path(data) / "trinity_es" / "environments").expanduser().absolute()
@@ -77,7 +76,6 @@ def uv() -> str | None:
 
 
 def installed() -> list[Installed]:
-    """Return the environments that are installed, by name."""
     read = ((file, json.loads(file.read_text())) for file in sorted(environments_folder().glob("*/environment.json")))
     return [Installed(**{**told, "folder": file.parent / told["folder"]}) for file, told in read]
 
@@ -155,7 +153,6 @@ def _alone(folder: Path) -> Iterator[None]:
 def _filled(
     venv: Path, packages: Sequence[str], distribution: str, index: str | None, base: str, say: Callable[[str], None]
 ) -> dict[str, str]:
-    """Make a venv with packages; return the versions of the environment and of verifiers there."""
     tool, python = uv() or "", str(venv / "bin" / "python")
     more = ["--extra-index-url", index] if index else []
     _run([tool, "venv", "--quiet", "--python", base, str(venv)], say)

@@ -134,7 +134,6 @@ class OpenEnvSession:
         return _state(await self.ask({"type": "reset", "data": arguments}), self._url)
 
     async def step(self, action: dict[str, Any]) -> dict[str, Any]:
-        """Return the same after an action."""
         return _state(await self.ask({"type": "step", "data": action}), self._url)
 
     async def action_schema(self) -> dict[str, Any]:
@@ -148,7 +147,6 @@ class OpenEnvSession:
         return schema
 
     async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return the data of the answer to a message."""
         sent = json.dumps(message)
         async with _failing(self._url):
             with suppress(aiohttp.ClientError, ConnectionError):  # a server may say why it closes
@@ -229,7 +227,6 @@ async def _connected(
     http: aiohttp.ClientSession, url: str, timeout: float, patience: float,
     tell: Callable[[str], Awaitable[None]] | None,
 ) -> OpenEnvSession:
-    """Return a session that is there."""
     clock = asyncio.get_running_loop().time
     began, told = clock(), False
     while True:

@@ -108,7 +108,6 @@ class Server:
         self.leaving = False
 
     def take(self, message: dict[str, Any]) -> None:
-        """Begin or end an episode."""
         number = message["id"]
         if "run" in message:
             self.playing[number] = asyncio.create_task(self.play(number, message["run"]))
@@ -304,7 +303,6 @@ def ended() -> list[int]:
 
 
 def children() -> list[int]:
-    """Return the pids of this process's children (Linux)."""
     files = Path("/proc/self/task").glob("*/children")
     return [int(pid) for file in files for pid in file.read_text().split()]
 

@@ -41,7 +41,6 @@ def other_settings(config: Config, *, serve: bool = False) -> list[Change]:
 
 
 def _is_in(path: str, keys: Iterable[str]) -> bool:
-    """Return True if this is one of these keys, or of a section that is."""
     return any(path == key or path.startswith(f"{key}.") for key in keys)
 
 
@@ -58,7 +57,6 @@ def require_same_settings(config: Config) -> None:
 
 
 def said_of(found: Iterable[Change]) -> str:
-    """Return changed settings as one reads them."""
     return ", ".join(
         f"{c.path} has changed" if isinstance(c.before, list | dict) or isinstance(c.after, list | dict)
         else f"{c.path} was {shown(c.before)} and is {shown(c.after)}" for c in found

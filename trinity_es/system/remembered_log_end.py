@@ -26,7 +26,6 @@ def folder(config: Config) -> str:
 
 
 def memory(config: Config) -> Memory:
-    """Return what this host remembers of the log of this config's store."""
     return Memory.of(config.store.url, folder(config))
 
 

@@ -58,7 +58,6 @@ class RunLock:
 
     @classmethod
     def held(cls, config: Config, role: Role) -> bool:
-        """Return True if somebody on this machine has it."""
         with cls._open(config, role) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -67,7 +66,6 @@ class RunLock:
         return False
 
     def write_system(self, config: Config, admin: dict[str, Any]) -> None:
-        """Note that the holder started this system, and ends it."""
         self._its_system = [str(admin["pid"]), str(running_system.keeper(config) or "")]
         self.write(" ".join([str(os.getpid()), *self._its_system]))
 

@@ -71,7 +71,6 @@ def lock_file(config: Config, role: str) -> Path:
 
 
 def key_file(config: Config) -> str:
-    """Return the file that the key to this store's system is in, unless the environment holds it."""
     return config.system.key_file or str(Path(config.system.log_dir) / "key")
 
 
@@ -210,7 +209,6 @@ def stop_keeper(config: Config) -> None:
 
 # --- its processes ----------------------------------------------------------------------------------------------------
 def processes(admin: dict[str, Any]) -> list[psutil.Process]:
-    """Return every process of a running system: its admin, actors, engines and workers."""
     try:
         root = psutil.Process(admin["pid"])
         return [root, *root.children(recursive=True)]

@@ -64,7 +64,6 @@ class Claim(NamedTuple):
 
 
 def claim_to_dict(claim: Claim) -> dict[str, Any]:
-    """Return a claim as plain JSON."""
     mark = claim.mark
     return {"generation": mark.generation, "position": mark.position, "hash": mark.hash.hex(), "by": claim.by}
 
@@ -78,7 +77,6 @@ def claim_from_dict(data: Mapping[str, Any]) -> Claim:
 
 
 def claims_of(data: Iterable[Mapping[str, Any]]) -> tuple[Claim, ...]:
-    """Return the claims of a list of plain JSON."""
     return tuple(claim_from_dict(one) for one in data)
 
 

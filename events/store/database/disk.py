@@ -26,7 +26,6 @@ def is_out_of_files() -> bool:
 
 
 def is_disk_full(e: OSError) -> bool:
-    """Return True if a file could not be written for want of space."""
     return e.errno in _FULL
 
 

@@ -36,7 +36,6 @@ class LeaderLock:
         threading.Thread(target=self._run, name="leader-lock", daemon=True).start()
 
     def stop(self) -> None:
-        """Let go of it."""
         self._over.set()
 
     def _run(self) -> None:

@@ -27,7 +27,6 @@ class Prepared:
         self._compiled: dict[str, tuple[str, dict[str, Any]]] = {}
 
     def rows(self, connection: Connection, values: Values) -> list[tuple[Any, ...]]:
-        """Return what it selects. Raises DBAPIError."""
         return self._run(connection, "execute", values).fetchall()  # type: ignore[no-any-return]  # the driver's own
 
     def first(self, connection: Connection, values: Values) -> tuple[Any, ...] | None:
@@ -35,11 +34,9 @@ class Prepared:
         return self._run(connection, "execute", values).fetchone()  # type: ignore[no-any-return]  # the driver's own
 
     def change(self, connection: Connection, values: Values) -> int:
-        """Return how many rows it changed. Raises DBAPIError."""
         return int(self._run(connection, "execute", values).rowcount)
 
     def change_all(self, connection: Connection, rows: Sequence[Values]) -> None:
-        """Run it with the values of each row. Raises DBAPIError."""
         if rows:
             self._run(connection, "executemany", rows)
 

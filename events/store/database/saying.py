@@ -24,11 +24,9 @@ class Saying:
         self.shown, self.path, self.read_only, self._secrets = shown, path, read_only, secrets
 
     def scrubbed(self, text: object) -> str:
-        """Return what a driver said, without the URL's secrets."""
         return scrubbed(text, self._secrets)
 
     def error(self, kind: Trouble, e: DBAPIError, size: int) -> LogError:
-        """Return the error for this trouble with a transaction that writes about `size` bytes."""
         what = self.scrubbed(e.orig)
         if kind == "missing":
             return LogNotFound(f"no database at {self.shown} ({what}); create it, or correct store.url")

@@ -205,5 +205,4 @@ def drop_triggers(connection: Connection) -> None:
 
 
 def create_payload_table(connection: Connection) -> None:
-    """Make the table of payloads, where they live in the database."""
     _payload_tables.create_all(connection)

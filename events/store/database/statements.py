@@ -108,7 +108,6 @@ def lock_head(connection: Connection, db: Database) -> LockedHead:
 
 
 def versions(connection: Connection, streams: Iterable[str]) -> dict[str, int]:
-    """Return the version of each of these streams that is there."""
     if connection.dialect.name == "sqlite":  # no server is asked: some statements cost less than a list of names
         one = _VERSION["sqlite"]
         return dict(row for stream in streams for row in one.rows(connection, {"stream": stream}))

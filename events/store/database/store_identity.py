@@ -43,7 +43,6 @@ class StoreIdentity:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain JSON."""
         return {"place": self.place, "key": list(self.key)}
 
     @classmethod
@@ -52,7 +51,6 @@ class StoreIdentity:
 
 
 def identity_of(db: Database, connection: Connection) -> StoreIdentity:
-    """Return the identity of the store that this connection leads to."""
     place = f"{socket.gethostname()} {db.place}"
     if db.named is not None:
         return StoreIdentity(place, db.named)

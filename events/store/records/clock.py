@@ -57,7 +57,6 @@ class Clock:
         self._last = wall, before, after
 
     def knows(self) -> bool:
-        """Return True where an earlier moment is known."""
         return self._last is not None
 
     def step(

@@ -23,7 +23,6 @@ from starlette.testclient import TestClient
 from benchmarks.sample_ground import START, TimedLog
 from benchmarks.sample_log import make
 from tests.helpers.handmade import cli
-from tests.helpers.projectors import Counts
 from trinity_es.client.validation import whole
 from trinity_es.dashboard.app import create_app
 from trinity_es.events import vocabulary as ev
@@ -236,39 +235,6 @@ def test_rebuild_beside_a_live_writer_is_safe(store_url: str) -> None:
     with open_log(store_url) as log:
         assert [row.batch_id for row in log.batches()] == written
         assert log.verify() == []
-
-
-def test_no_reader_passes_by_an_event_that_commits_later(store_url: str) -> None:
-    """A number that is drawn before the commit lets a later event be seen first: its reader never has the earlier one
-    (Eventuous 222). Here a position is given under a lock that is held until the commit.
-    """
-    holds, go_on = threading.Event(), threading.Event()
-
-    def hold(recorded: Any) -> None:
-        if recorded[0].stream == "batch/1":
-            holds.set()
-            assert go_on.wait(60)
-
-    def append(log: EventLog, number: int) -> None:
-        opened = ev.BatchSubmitted(batch_id=number, batch_type="train", repeat_times=[1], tasks=[{}])
-        log.append([Write(stream=f"batch/{number}", expected_version=0, events=[opened])], commit_id=f"b{number}")
-
-    def opened(before: Any = None, **how: Any) -> EventLog:
-        return EventLog.open(store_url, durability="process", projectors=[Counts(before=before)], **how)
-
-    with opened(hold, create=True) as slow, opened() as quick, opened(read_only=True) as reader:
-        writers = [threading.Thread(target=append, args=(slow, 1)), threading.Thread(target=append, args=(quick, 2))]
-        writers[0].start()
-        assert holds.wait(30)
-        writers[1].start()
-        try:
-            seen = [list(reader.read(after=0)) for _ in range(20) if not time.sleep(0.01)]
-            assert seen == [[]] * 20
-        finally:
-            go_on.set()
-            for writer in writers:
-                writer.join(30)
-        assert [(r.position, r.stream) for r in reader.read(after=0)] == [(1, "batch/1"), (2, "batch/2")]
 
 
 def test_the_last_event_of_a_type_is_found_at_the_end_of_its_stream(postgres: Callable[[], str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import signal
@@ -25,7 +24,6 @@ from tests.helpers.logs import dropped, write
 from tests.helpers.paths import ROOT
 from tests.helpers.projectors import Counts, counts
 from trinity_es.events.errors import ConfigError, Fenced, LogCorrupt, LogNotFound, LogRewound, LogUnavailable, NotALog
-from trinity_es.events.store.database.retry import is_transient
 from trinity_es.events.store.database.urls import masked, parse_url
 from trinity_es.events.store.log import EventLog, Write
 
@@ -158,16 +156,6 @@ def _pragma(log: EventLog, pragma: str) -> int:
 
 
 class TestOtherWriters:
-    def test_a_lock_that_another_process_holds_is_waited_for_and_then_told(self, tmp_path: Path) -> None:
-        path = tmp_path / "log.db"
-        with EventLog.open(str(path), create=True, patience=0.2) as log:
-            with (tmp_path / "log.db.lock").open("r+") as held:
-                fcntl.flock(held, fcntl.LOCK_EX)
-                with pytest.raises(LogUnavailable, match=r"has been held for .* by process \d+ "):
-                    write(log, "a", 0)
-            write(log, "a", 0)  # and is free again when its holder is gone
-            assert log.head().position == 1
-
     def test_a_writer_outside_our_lock_makes_us_wait_not_fail(self, tmp_path: Path) -> None:
         """Someone with the sqlite3 shell."""
         path = tmp_path / "log.db"
@@ -300,16 +288,6 @@ def die_after_commit(log: EventLog, times: int) -> None:
 
 
 class TestAnAnswerThatIsLost:
-    def test_it_is_told_when_it_may_not_be_tried_again_and_found_by_the_next_try(self, open_log: Open) -> None:
-        log = open_log()
-        die_after_commit(log, 1)
-        event = [Write(stream="a", expected_version=0, events=[dropped(1)])]
-        with pytest.raises(LogUnavailable) as caught:
-            log.append(event, commit_id="once", patience=0.0)
-        assert is_transient(caught.value)
-        assert log.append(event, commit_id="once", patience=0.0).duplicate
-        assert log.head().position == 1
-
     def test_a_lease_that_was_lost_meanwhile_does_not_hide_what_was_done(self, open_log: Open) -> None:
         log = open_log()
         lease = log.acquire_lease("coordinator", {"pid": 1})

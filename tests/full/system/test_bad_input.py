@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -12,16 +10,12 @@ import numpy as np
 import pytest
 
 import trinity_es
-from tests.helpers.handmade import history, write
-from tests.helpers.systems import scripted
 from trinity_es import Task, Workflow
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import (
     BatchNotFound,
     ConfigError,
     DataError,
-    LogTooNew,
-    NotRunning,
     TaskNotSerializable,
     TrinityError,
     UnknownWorkflow,
@@ -146,26 +140,9 @@ def test_a_model_path_that_is_not_there_is_refused_before_anything_starts(tmp_pa
     assert not (tmp_path / "runs").exists()
 
 
-def test_connecting_to_a_store_without_a_system_says_how_to_start_one(tmp_path: Path) -> None:
-    with pytest.raises(NotRunning, match="trinity-es up"):
-        trinity_es.connect(scripted(tmp_path))
-
-
 def test_a_second_system_on_the_same_store_is_refused(shared: RolloutClient) -> None:
     with pytest.raises(trinity_es.TrinityError, match="runs on this store already"):
         lifecycle.start(shared.config)
-
-
-def test_a_log_of_a_newer_schema_is_refused(tmp_path: Path) -> None:
-    config = scripted(tmp_path)
-    path = config.store.url.removeprefix("sqlite:///")
-    write(Path(path), history("0" * 64))
-    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("UPDATE es_log_head SET schema_rev = 99")
-    with pytest.raises(LogTooNew, match="newer"):
-        trinity_es.open_log(path)
-    with pytest.raises(LogTooNew, match="newer"):
-        lifecycle.start(config)
 
 
 _HELD: list[Any] = []

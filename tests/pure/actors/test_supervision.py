@@ -34,15 +34,6 @@ def test_the_pause_varies_by_a_fifth(chance: float, share: float) -> None:
     assert runner_pause(POLICY, 2, chance) == pytest.approx(2 * share, rel=1e-5)
 
 
-def test_three_ends_in_ten_minutes_are_followed_by_a_start_and_the_fourth_is_not() -> None:
-    deaths: list[float] = []
-    pauses = []
-    for now in (0.0, 100.0, 200.0, 300.0):
-        deaths = remembered(POLICY, deaths, now, served=10.0)
-        pauses.append(runner_pause(POLICY, len(deaths), 0.5))
-    assert pauses == [1, 2, 4, None]
-
-
 @pytest.mark.parametrize(("deaths", "now", "served", "left"), [
     ([0.0, 100.0, 500.0], 650.0, 10.0, [100.0, 500.0, 650.0]), ([0.0, 10.0, 20.0], 330.0, 300.0, [330.0]),
 ], ids=["older than the period", "before a life that was healthy for long"])
@@ -80,39 +71,21 @@ def overdue(watched: Supervision, now: float) -> list[str]:
     return [reason for _, reason in watched.overdue(now)]
 
 
-def test_given_a_new_process_when_it_never_says_hello_then_it_is_ended_after_a_minute() -> None:
-    watched, _ = one()
-    assert overdue(watched, HELLO_SECONDS) == []
-    assert overdue(watched, HELLO_SECONDS + 0.1) == ["it did not say hello within 60 s of its start"]
+READY = {"pid": 7, "state": "ready", "seen": 100.0}
+LOADS = {"pid": 7, "state": "started", "seen": 600.1}
 
 
-def test_given_a_process_that_was_heard_when_it_falls_silent_then_it_is_ended() -> None:
-    watched, child = one(pid=7, state="ready", seen=100.0)
-    assert overdue(watched, 120.0) == []
-    assert overdue(watched, 121.0) == ["process 7 gave no sign of life for 21 s"]
-    child.seen = 121.0
-    assert overdue(watched, 121.0) == []
-
-
-def test_given_a_process_that_beats_when_its_engine_s_loop_answers_no_more_then_it_is_ended() -> None:
-    watched, child = one(pid=7, state="ready", seen=100.0, silent=60.0)
-    assert overdue(watched, 100.0) == []
-    child.silent = 61.0
-    assert overdue(watched, 100.0) == ["the engine's loop of process 7 hung for 61 s"]
-
-
-def test_given_an_engine_that_loads_when_it_is_not_ready_in_time_then_it_is_ended_and_a_coordinator_is_not() -> None:
-    watched, child = one(pid=7, state="started", seen=600.1)
-    assert overdue(watched, 600.0) == []
-    assert overdue(watched, 600.1) == ["its engine was not ready 600 s after its start"]
-    child.state = "ready"
-    assert overdue(watched, 600.1) == []
-    assert overdue(one("coordinator", pid=7, state="up", seen=600.1)[0], 600.1) == []
-
-
-@pytest.mark.parametrize("state", ["waiting", "quarantined", "down", "retired", "failed"])
-def test_given_a_life_that_ended_then_nothing_more_is_waited_for(state: str) -> None:
-    assert overdue(one(state=state)[0], 9999.0) == []
+@pytest.mark.parametrize(("known", "now", "told"), [
+    ({}, HELLO_SECONDS, []), ({}, HELLO_SECONDS + 0.1, ["it did not say hello within 60 s of its start"]),
+    (READY, 120.0, []), (READY, 121.0, ["process 7 gave no sign of life for 21 s"]),
+    (READY | {"silent": 60.0}, 100.0, []),
+    (READY | {"silent": 61.0}, 100.0, ["the engine's loop of process 7 hung for 61 s"]),
+    (LOADS, 600.0, []), (LOADS, 600.1, ["its engine was not ready 600 s after its start"]),
+    (LOADS | {"state": "ready"}, 600.1, []), (LOADS | {"name": "coordinator", "state": "up"}, 600.1, []),
+    *(({"state": state}, 9999.0, []) for state in ("waiting", "quarantined", "down", "retired", "failed")),
+])
+def test_who_is_not_to_be_waited_for_any_longer(known: dict[str, Any], now: float, told: list[str]) -> None:
+    assert overdue(one(**known)[0], now) == told
 
 
 def test_given_the_guardian_stood_still_when_it_looks_again_then_nobody_is_blamed_for_that_time() -> None:
