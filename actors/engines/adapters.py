@@ -37,8 +37,6 @@ _FINITE: dict[str, tuple[Any, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """What a folder holds."""
-
     rank: int
     """The highest rank of its modules."""
     size: int

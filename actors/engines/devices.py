@@ -81,7 +81,6 @@ def share(cpus: Sequence[int], number: int, of: int) -> list[int]:
 
 
 def counted() -> dict[str, int]:
-    """Return how many GPUs and cores this process may use."""
     return {"gpus": len(visible()), "cores": len(cores())}
 
 

@@ -8,7 +8,7 @@ A runner finds its engine class by the name in its config (`"module:Class"`), bu
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 from trinity_es.events.errors import EngineError
@@ -105,6 +105,15 @@ class Completion:
     """The LoRA adapter that made every token of it, and its version; None: the model itself did."""
     version_spans: tuple[tuple[int, int, int], ...] = ()
     """`(model_version, start, end)`: the weights that made the tokens `[start, end)`; empty where nobody knows."""
+
+    @staticmethod
+    def joined(parts: Sequence[Completion]) -> Completion:
+        """Return the whole answer that these parts of a stream are."""
+        return replace(
+            parts[-1], token_ids=[t for p in parts for t in p.token_ids], text="".join(p.text for p in parts),
+            logprobs=None if parts[-1].logprobs is None else [lp for p in parts for lp in p.logprobs or ()],
+            top_logprobs=[row for p in parts for row in p.top_logprobs or ()] if parts[-1].top_logprobs else None,
+        )
 
 
 class Tokenizer(Protocol):
@@ -230,7 +239,6 @@ class EngineLoad:
 
     @property
     def share(self) -> float:
-        """Return how full it was: of tokens, or of requests."""
         return max(self.kv_share, self.running / self.most_running)
 
 

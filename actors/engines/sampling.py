@@ -13,9 +13,13 @@ from trinity_es.actors.engines.schema_limits import oversized
 from trinity_es.events.errors import EngineError, TrinityError
 
 __all__ = [
-    "MOST_ANSWERS", "MOST_PROMPTS", "MOST_TOKENS", "MOST_TOP_LOGPROBS", "at_temperature", "brief", "checked_prompt",
-    "merged", "whole_distribution",
+    "MOST_ANSWERS", "MOST_PROMPTS", "MOST_TOKENS", "MOST_TOP_LOGPROBS", "SHARED", "at_temperature", "brief",
+    "checked_prompt", "merged", "whole_distribution",
 ]
+
+SHARED = ("temperature", "top_p", "n", "seed", "ignore_eos", "min_tokens", "min_p", "presence_penalty",
+          "frequency_penalty", "repetition_penalty")
+"""Fields that mean the same in vLLM's sampling, and in its API."""
 
 MOST_TOKENS = 10_000_000
 """Maximum of `max_tokens` and of a prompt's tokens: more than any model's context, and what an engine survives."""

@@ -271,7 +271,6 @@ class EngineServer:
         return self._application.result() if self._application.done() else await asyncio.shield(self._application)
 
     def _fail(self, session: _Session, error: EngineError) -> None:
-        """Take note that the engine failed a request."""
         session.model.failed = error
         if error.details.get("dead") and self.on_dead is not None:
             self.on_dead(str(error))

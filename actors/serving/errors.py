@@ -45,7 +45,6 @@ def refusal(error: Exception) -> ApiError:
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """Return one server-sent event."""
     return b"data: " + orjson.dumps(body) + b"\n\n"
 
 
@@ -64,7 +63,6 @@ class StreamPlace:
         self.path, self.number = path, 0
 
     def pass_by(self, part: bytes) -> None:
-        """Take note of a part that is sent."""
         if self.path == "/v1/responses" and (found := _NUMBER.findall(part)):
             self.number = int(found[-1]) + 1
 

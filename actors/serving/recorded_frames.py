@@ -78,7 +78,6 @@ class Framed:
         return len(told).to_bytes(8, "big") + told + payload
 
     async def record(self, data: bytes) -> None:
-        """Send what is recorded."""
         await self._out(b"r", data)
 
     async def _out(self, kind: bytes, data: bytes, last: bool = False) -> None:

@@ -82,7 +82,6 @@ class RequestRecord:
             yield from self.model.earlier_prompts(messages, tools_of(self.body), template_of(self.body))
 
     def begin(self, sampling: Sampling, further: dict[str, Any], text: str | None = None) -> Generation:
-        """Take note that the engine is asked."""
         asked = Generation(text=text, sampling=sampling, further=further, before=self.model.engine.model_version)
         self.generations.append(asked)
         return asked

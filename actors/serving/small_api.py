@@ -19,7 +19,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -81,8 +81,6 @@ class _Asked:
 
 
 class _SmallServer:
-    """The handlers of one engine's application."""
-
     def __init__(self, engine: Engine, name: str) -> None:
         self.engine, self.name, self._created = engine, name, int(time.time())
 
@@ -246,7 +244,9 @@ class _SmallServer:
                         parts.append(new)
                         if not new.finish_reason:
                             yield answer.chunk(new, 0)
-                generation.completions = [_joined(parts)]
+                if not parts or not parts[-1].finish_reason:
+                    raise EngineError("the stream ended without an end of its answer")
+                generation.completions = [Completion.joined(parts)]
             except EngineError as e:
                 record.fail(e)
                 raise
@@ -263,8 +263,7 @@ class _Answer:
         what = "chat.completion" if asked.chat else "text_completion"
         self._head = {
             "id": f"{'chatcmpl' if asked.chat else 'cmpl'}-{uuid4().hex}",
-            "object": f"{what}.chunk" if asked.chat and asked.stream else what,
-            "created": int(time.time()),
+            "object": f"{what}.chunk" if asked.chat and asked.stream else what, "created": int(time.time()),
             "model": server.name,
         }
         self._begun: set[int] = set()
@@ -344,20 +343,6 @@ def _rows(c: Completion) -> list[tuple[int, float, list[tuple[int, float]]]]:
 
 def _usage(prompt: int, response: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": response, "total_tokens": prompt + response}
-
-
-def _joined(parts: list[Completion]) -> Completion:
-    """Return the whole answer of a stream."""
-    if not parts or not parts[-1].finish_reason:
-        raise EngineError("the stream ended without an end of its answer")
-    known = [p.logprobs for p in parts if p.logprobs is not None]
-    return replace(
-        parts[-1],
-        token_ids=[t for p in parts for t in p.token_ids],
-        logprobs=[lp for part in known for lp in part] if known else None,
-        text="".join(p.text for p in parts),
-        top_logprobs=[row for p in parts for row in p.top_logprobs or []] if parts[-1].top_logprobs else None,
-    )
 
 
 async def _streamed(chunks: AsyncGenerator[bytes]) -> Response:

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from trinity_es.actors.engines.interface import Sampling
-from trinity_es.actors.engines.sampling import brief, merged
+from trinity_es.actors.engines.sampling import SHARED, brief, merged
 from trinity_es.actors.serving.errors import ApiError
 from trinity_es.events.errors import DataError
 
@@ -18,10 +18,6 @@ __all__ = [
     "wrong",
 ]
 
-_SAMPLING = (
-    "temperature", "top_p", "top_k", "n", "stop", "seed", "ignore_eos", "min_tokens", "min_p", "presence_penalty",
-    "frequency_penalty", "repetition_penalty",
-)
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,), "allowed_token_ids": ([],), "bad_words": ([],), "best_of": (1,),
     "chat_template": (), "continue_final_message": (False,), "echo": (False,), "include_stop_str_in_output": (False,),
@@ -49,7 +45,7 @@ def check_fields(body: Any) -> None:
 
 def sampling_of(body: Mapping[str, Any], sampling: Sampling, *lengths: str) -> Sampling:
     """Return `sampling` as it is asked for; the first of `lengths` that is given is the longest answer."""
-    for name in _SAMPLING:
+    for name in (*SHARED, "top_k", "stop"):
         if body.get(name) is not None:
             sampling = merged_into(sampling, {name: body[name]}, name)
     for name in reversed(lengths):
@@ -83,7 +79,6 @@ def _schema(given: Any) -> str:
 
 
 def template_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables of the chat template that are given."""
     given = body.get("chat_template_kwargs") or {}
     if not isinstance(given, dict) or _TEMPLATES_OWN & set(given):
         raise wrong("chat_template_kwargs", given, "an object of the chat template's own variables")
@@ -91,7 +86,6 @@ def template_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the tools that the template is to show."""
     tools = body.get("tools")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):
         raise wrong("tools", tools, "a list of tools")
@@ -149,5 +143,4 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def wrong(name: str, value: Any, wanted: str, param: str | None = None) -> ApiError:
-    """Return the error for a field whose value can't be."""
     return ApiError(f"{name}: {brief(value)} was given: give {wanted}", param=param or name, code="invalid_value")

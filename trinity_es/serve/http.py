@@ -66,7 +66,6 @@ def _host(origin: str | None) -> str | None:
 
 
 def wrong(name: str, value: Any, wanted: str) -> ApiError:
-    """Return the error for a field whose value can't be."""
     return ApiError(f"{name}: {repr(value)[:80]} was given: give {wanted}", param=name, code="invalid_value")
 
 
@@ -97,7 +96,6 @@ def error_response(error: ApiError, path: str) -> Response:
 
 
 def message_of(data: bytes) -> str:
-    """Return what an engine's error says."""
     with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
         return str(orjson.loads(data)["error"]["message"])
     return data[:200].decode(errors="replace")

@@ -379,28 +379,22 @@ class Proxy:
             first = await anext(parts)
         except StopAsyncIteration:
             raise EngineFailed("its stream was empty") from None
-        begin, was_cut_off, place = self._begin, self._was_cut_off, StreamPlace(path)
-        whole = asyncio.Event()
-        count = self._count
+        proxy, place, whole = self, StreamPlace(path), asyncio.Event()
 
         class Stream(StreamingResponse):
             async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
                 try:
                     await super().__call__(scope, receive, send)
                 except asyncio.CancelledError as e:
-                    await send({"type": "http.response.body", "body": place.last_event(was_cut_off(e))})
+                    await send({"type": "http.response.body", "body": place.last_event(proxy._was_cut_off(e))})
                 finally:  # here, since a generator that was never begun has no end
                     engine.busy -= 1
-                    count(whole.is_set())
-                    begin(response.aclose())  # not awaited: the client may be gone, and this be cancelled
+                    proxy.answered += whole.is_set()
+                    proxy.failed += not whole.is_set()
+                    proxy._begin(response.aclose())  # not awaited: the client may be gone, and this be cancelled
 
         engine.busy += 1
         return Stream(self._streamed(first, parts, engine, place, whole), headers=headers)
-
-    def _count(self, answered: bool) -> None:
-        """Count a stream that has ended, whole or not."""
-        self.answered += answered
-        self.failed += not answered
 
     async def _recorded(self, answer: AsyncGenerator[tuple[str, bytes]], engine: Backend) -> AsyncGenerator[bytes]:
         """Yield the parts of an answer's body; none that tell its end before it is recorded."""

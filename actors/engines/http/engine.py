@@ -125,7 +125,7 @@ class HTTPEngine(ServerWeights):
     @property
     def max_model_len(self) -> int | None:
         """Tokens of prompt and response together; None before the server was met."""
-        known = self._facts and self._facts.max_model_len
+        known = None if self._facts is None else self._facts.max_model_len
         return known and min(known, self.config.max_model_len or known)
 
     async def start(self) -> None:

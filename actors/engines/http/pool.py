@@ -95,7 +95,6 @@ class EnginePool:
         self._changed = asyncio.Event()
 
     def all(self) -> list[Backend]:
-        """Return every engine that is known, by name."""
         return [self._engines[name] for name in sorted(self._engines)]
 
     def choose(self, keys: Iterable[str] = (), avoid: Container[str] = ()) -> Backend | None:
@@ -121,7 +120,6 @@ class EnginePool:
         return max(free, key=lambda e: hashlib.blake2b(f"{keys[0]}\0{e.runner}".encode(), digest_size=8).digest())
 
     def remember(self, keys: Iterable[str], engine: Backend) -> None:
-        """Make an engine the home of these keys."""
         for key in keys:
             self._homes[key] = engine.runner
             self._homes.move_to_end(key)

@@ -70,7 +70,6 @@ class RemoteEngine:
         """Nothing to start: its runners do."""
 
     async def stop(self) -> None:
-        """Let go of the connections."""
         http, self._http = self._http, None
         if http is not None:
             await http.aclose()

@@ -111,7 +111,6 @@ class VLLMServer:
         return self._http
 
     async def close(self) -> None:
-        """Let go of the connections, for good."""
         self._closed = True
         http, self._http = self._http, None
         if http is not None:
@@ -262,7 +261,6 @@ class VLLMServer:
         raise kind(f"{self.url}{path} answered {status}{told}", status=status, **refused)
 
     def scrubbed(self, text: str) -> str:
-        """Return a text without the key."""
         return text.replace(self._key, "***") if self._key else text
 
     # --- who and what it is -----------------------------------------------------------------------------------------
@@ -338,11 +336,9 @@ class VLLMServer:
         await self.ask("POST", "/pause", mode="keep", clear_cache="true")
 
     async def resume(self) -> None:
-        """Go on."""
         await self.ask("POST", "/resume")
 
     async def paused(self) -> bool:
-        """Return True if it makes no tokens."""
         answer = await self.request("GET", "/is_paused", seconds=LOOK_SECONDS)
         self._check(answer, "/is_paused")
         return self._read(answer, lambda told: bool(told["is_paused"]))
@@ -378,7 +374,6 @@ def _by_vllm(text: str) -> bool:
 
 
 def _message(text: str) -> str:
-    """Return what a body says of an error, shortly."""
     try:
         told = json.loads(text)
         told = told.get("error", told) if isinstance(told, dict) else told

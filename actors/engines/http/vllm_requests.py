@@ -16,7 +16,7 @@ import orjson
 from trinity_es.actors.engines.http.client import largest_answer
 from trinity_es.actors.engines.http.vllm_api import ASKED
 from trinity_es.actors.engines.interface import Completion, Sampling
-from trinity_es.actors.engines.sampling import at_temperature
+from trinity_es.actors.engines.sampling import SHARED, at_temperature
 from trinity_es.events.errors import EngineError
 
 __all__ = ["OTHERS", "UNREADABLE", "Answer", "TextCutter", "answers", "body", "most_bytes", "prompt_logprobs", "route"]
@@ -65,12 +65,8 @@ def body(
 ) -> dict[str, Any]:
     """Return a request. `room`: the tokens that may still be made; `prompt_logprobs`: of the prompt's own, as vLLM's.
     """
-    shared: dict[str, Any] = {
-        "n": sampling.n, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": max(sampling.top_k, 0),
-        "max_tokens": min(sampling.max_tokens, room), "seed": sampling.seed, "ignore_eos": sampling.ignore_eos,
-        "min_tokens": sampling.min_tokens, "min_p": sampling.min_p, "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty, "repetition_penalty": sampling.repetition_penalty,
-    }
+    shared: dict[str, Any] = {name: getattr(sampling, name) for name in SHARED}
+    shared |= {"top_k": max(sampling.top_k, 0), "max_tokens": min(sampling.max_tokens, room)}
     if sampling.logprobs:  # the row of a token begins with itself: one more than are wanted
         shared["logprobs"] = sampling.top_logprobs + 1 if sampling.top_logprobs else 0
     if sampling.stop:

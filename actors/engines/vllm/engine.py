@@ -395,7 +395,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         asked = prompt_of_ids(prompt) if isinstance(prompt, list) else prompt
         with self._using(adapter) as served:
             self._asking.add(task)
-            named = served and (served.name, served.version)
+            named = None if served is None else (served.name, served.version)
             more["lora_request"] = served and served.request
             stream: AsyncIterator[Any] = llm.generate(asked, params, request or uuid4().hex, **more)
             try:

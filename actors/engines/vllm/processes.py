@@ -99,7 +99,6 @@ def error_in(printed: str, pids: Collection[int] = ()) -> str:
 
 
 def children() -> list[psutil.Process]:
-    """Return the processes that this one started."""
     return psutil.Process().children(recursive=False)
 
 

@@ -14,12 +14,12 @@ import re
 from argparse import Namespace
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
 from trinity_es.actors.engines.interface import Completion, Generation, Recording, Sampling
-from trinity_es.actors.engines.sampling import MOST_ANSWERS
+from trinity_es.actors.engines.sampling import MOST_ANSWERS, SHARED
 from trinity_es.actors.engines.vllm.values import (
     changed,
     completion_of,
@@ -45,23 +45,10 @@ _ASKED_MOST = frozenset({"/v1/chat/completions", "/v1/completions", _GENERATE})
 """Routes that are looked for first: of thirty-six, vLLM has those that sample among the last."""
 
 
-class ServedEngine(Protocol):
-    """The engine, as its server asks it."""
-
-    tokenizer: Any
-
-    @property
-    def max_model_len(self) -> int | None: ...
-    @property
-    def adapters(self) -> Mapping[str, int]: ...
-    def outputs(self, prompt: Any, params: Any, adapter: str, request: str, **more: Any) -> AsyncGenerator[Any]: ...
-
-
 async def application(
-    engine: ServedEngine, llm: Any, model: str, name: str, options: Mapping[str, Any],
-    recording: Callable[[], Recording | None],
+    engine: Any, llm: Any, model: str, name: str, options: Mapping[str, Any], recording: Callable[[], Recording | None]
 ) -> Any:
-    """Return vLLM's ASGI application for this engine and its AsyncLLM, which calls the model at `model` `name`.
+    """Return vLLM's ASGI application for a `VLLMEngine` and its AsyncLLM, which calls the model at `model` `name`.
 
     `options` are those of `vllm serve` (`tool_call_parser`, `reasoning_parser`, `chat_template`, ...). Raises
     ConfigError for one that vLLM does not know or that is ours.
@@ -92,21 +79,14 @@ def _with_token_names(application: Any) -> Any:
         if scope.get("path") != _GENERATE:
             await application(scope, receive, send)
             return
-        start: Any = None
 
         async def named(message: Any) -> None:
-            nonlocal start
             if message["type"] == "http.response.start":
-                start = message
-                return
-            body = _ENTRY.sub(rb'{"token":"token_id:\1","token_id":\1', message.get("body", b""))
-            if start is not None:
-                headers = [(k, v) for k, v in start.get("headers", ()) if k.lower() != b"content-length"]
-                if not message.get("more_body"):
-                    headers.append((b"content-length", str(len(body)).encode()))
-                await send({**start, "headers": headers})
-                start = None
-            await send({**message, "body": body})
+                headers = [(k, v) for k, v in message.get("headers", ()) if k.lower() != b"content-length"]
+                await send({**message, "headers": headers})
+            else:
+                body = _ENTRY.sub(rb'{"token":"token_id:\1","token_id":\1', message.get("body", b""))
+                await send({**message, "body": body})
 
         await application(scope, receive, named)
 
@@ -153,7 +133,7 @@ def with_template(tokenizer: Any, options: Mapping[str, Any]) -> Any:
     return _Templated(tokenizer, template, variables)
 
 
-def _list_adapters(models: Any, engine: ServedEngine) -> None:
+def _list_adapters(models: Any, engine: Any) -> None:
     """Have vLLM's list of models name the engine's adapters, as it does those that it was told of itself."""
     listed = models.show_available_models
 
@@ -207,7 +187,7 @@ def _prepared(model: str, name: str, options: dict[str, Any]) -> tuple[Any, Any,
 class _RecordingClient:
     """An AsyncLLM as vLLM's server sees it: what it generates for a request is noted in that request's record."""
 
-    def __init__(self, engine: ServedEngine, llm: Any, recording: Callable[[], Recording | None]) -> None:
+    def __init__(self, engine: Any, llm: Any, recording: Callable[[], Recording | None]) -> None:
         self._engine, self._llm, self._recording = engine, llm, recording
 
     def __getattr__(self, name: str) -> Any:
@@ -225,8 +205,8 @@ class _RecordingClient:
             return self._llm.generate(prompt, sampling_params, request_id, **more)  # type: ignore[no-any-return]
         ids: list[int] = (prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None) or []
         if ids and not prompt.get("mm_placeholders"):
-            given, text = ids, prompt.get("prompt")
-            ids = record.exact_prompt(lambda: text or self._text(given), given)
+            given, text, engine = ids, prompt.get("prompt"), self._engine
+            ids = record.exact_prompt(lambda: text or engine.tokenizer.decode(given, skip_special_tokens=False), given)
             prompt = {**prompt, "prompt_token_ids": ids}
         changes: dict[str, Any] = said_for(record.unsaid, sampling_params)
         longest, room = sampling_params.max_tokens, (self._engine.max_model_len or 0) - len(ids)
@@ -250,17 +230,13 @@ class _RecordingClient:
         outputs = self._engine.outputs(prompt, params, record.adapter, request_id, **more)
         return self._noted(record, generation, outputs, sampling_params, params)
 
-    def _text(self, ids: list[int]) -> str:
-        tokenizer: Any = self._engine.tokenizer
-        return str(tokenizer.decode(ids, skip_special_tokens=False))
-
     async def _noted(
         self, record: Recording, generation: Generation | None, outputs: AsyncGenerator[Any], asked: Any, params: Any
     ) -> AsyncGenerator[Any]:
         """Note what comes of a request: its client `asked`, vLLM has `params`."""
         new_only = params.output_kind == output_kind("DELTA")
         tokenizer = self._llm.get_tokenizer()
-        answers: dict[int, _Answer] = {}
+        answers: dict[int, list[Completion]] = {}
         ids: list[int] = []
         try:
             async with contextlib.aclosing(outputs):
@@ -269,42 +245,23 @@ class _RecordingClient:
                         ids = ids or output.prompt_token_ids or []
                         if asked.detokenize:
                             await with_texts(tokenizer, ids, params, output.outputs)
-                        for part in output.outputs:
-                            answers.setdefault(int(part.index), _Answer(new_only)).add(part, adapter)
+                        for new in output.outputs:
+                            parts = answers.setdefault(int(new.index), [])
+                            if not new_only:
+                                parts.clear()
+                            parts.append(completion_of([], new, adapter=adapter))
                         if output.finished:
-                            generation.completions = [
-                                answers[i].whole(ids, tokenizer, None if asked.detokenize else params)
-                                for i in sorted(answers)
-                            ]
+                            made = [Completion.joined(answers[i]) for i in sorted(answers)]
+                            generation.completions = [replace(
+                                c, prompt_token_ids=list(ids), logprobs=c.logprobs or [], text=c.text
+                                if asked.detokenize else text_of(tokenizer, ids, params, c.token_ids, c.finish_reason),
+                            ) for c in made]
                     yield output
         except EngineError as e:
             record.fail(e)
             if e.details.get("refused") and isinstance(e.__cause__, Exception):
                 raise e.__cause__ from None  # vLLM's server has a status for it
             raise
-
-
-class _Answer:
-    """One of the n answers, put together of vLLM's outputs: new parts, or the whole each time."""
-
-    def __init__(self, new_only: bool) -> None:
-        self._parts: list[Completion] = []
-        self._new_only = new_only
-
-    def add(self, part: Any, adapter: tuple[str, int] | None) -> None:
-        if not self._new_only:
-            self._parts.clear()
-        self._parts.append(completion_of([], part, adapter=adapter))
-
-    def whole(self, prompt: list[int], tokenizer: Any, params: Any) -> Completion:
-        """Return the answer to this prompt; `params` are its SamplingParams where its client wanted no text."""
-        last = self._parts[-1]
-        ids = [t for p in self._parts for t in p.token_ids]
-        text = "".join(p.text for p in self._parts)
-        if params is not None:
-            text = text_of(tokenizer, prompt, params, ids, last.finish_reason)
-        logprobs = [x for p in self._parts for x in p.logprobs or []]
-        return replace(last, prompt_token_ids=list(prompt), token_ids=ids, text=text, logprobs=logprobs)
 
 
 def _text_alone(params: Any) -> bool:
@@ -314,8 +271,6 @@ def _text_alone(params: Any) -> bool:
     return bool(whole and params.detokenize) and all(value is None for value in asked)
 
 
-_SAME = ("temperature", "top_p", "seed", "n", "ignore_eos", "min_tokens", "min_p", "presence_penalty",
-         "frequency_penalty", "repetition_penalty")
 _FURTHER = ("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "include_stop_str_in_output",
             "thinking_token_budget", "extra_args", "repetition_detection")
 """What of vLLM's sampling changes tokens and has no field in `Sampling`."""
@@ -342,6 +297,6 @@ def _asked(params: Any, adapter: str) -> tuple[Sampling, dict[str, Any]]:
             except NotPlain:
                 further[name] = str(value)
     return Sampling(
-        **{name: getattr(params, name) for name in _SAME}, top_k=params.top_k or -1, max_tokens=params.max_tokens or 1,
+        **{name: getattr(params, name) for name in SHARED}, top_k=params.top_k or -1, max_tokens=params.max_tokens or 1,
         stop=(stop,) if isinstance(stop, str) else tuple(stop), json_schema=schema, adapter=adapter,
     ), further

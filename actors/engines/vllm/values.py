@@ -16,6 +16,7 @@ import orjson
 
 from trinity_es.actors.engines.interface import Completion, EngineLoad, Sampling
 from trinity_es.actors.engines.long_texts import LARGE, off_the_loop
+from trinity_es.actors.engines.sampling import SHARED
 from trinity_es.actors.engines.vllm.weights import short
 from trinity_es.events.errors import EngineError
 
@@ -29,7 +30,6 @@ _DEARER = 16
 
 
 def output_kind(name: str) -> Any:
-    """Return vLLM's `RequestOutputKind` of this name."""
     from vllm.sampling_params import RequestOutputKind
 
     return RequestOutputKind[name]
@@ -54,11 +54,9 @@ def sampling_params(s: Sampling, more: Mapping[str, Any] | None = None) -> Any:
     try:
         structured = _structured(s.json_schema) if s.json_schema else None
         return SamplingParams(
-            n=s.n, temperature=s.temperature, top_p=s.top_p, top_k=max(s.top_k, 0), max_tokens=s.max_tokens,
-            logprobs=s.top_logprobs if s.logprobs else None, seed=s.seed, stop=list(s.stop) or None,
-            ignore_eos=s.ignore_eos, min_tokens=s.min_tokens, min_p=s.min_p, presence_penalty=s.presence_penalty,
-            frequency_penalty=s.frequency_penalty, repetition_penalty=s.repetition_penalty,
-            structured_outputs=structured, output_kind=output_kind("FINAL_ONLY"), **(more or {}),
+            **{name: getattr(s, name) for name in SHARED}, top_k=max(s.top_k, 0), max_tokens=s.max_tokens,
+            logprobs=s.top_logprobs if s.logprobs else None, stop=list(s.stop) or None, structured_outputs=structured,
+            output_kind=output_kind("FINAL_ONLY"), **(more or {}),
         )
     except Exception as e:  # it only checks its arguments here; its own errors have no stable base
         raise EngineError(f"vLLM refused the sampling {s}: {short(e)}", refused=True) from e

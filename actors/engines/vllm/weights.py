@@ -116,8 +116,7 @@ class WeightChanges:
         """Let vLLM's workers take every tensor of the folder `path` from the trainer, in the order of their names."""
         headers = sorted((await asyncio.to_thread(tensor_headers, Path(path))).items())
         info = {
-            "names": [name for name, _ in headers],
-            "dtype_names": [torch_type(kind) for _, (kind, _) in headers],
+            "names": [name for name, _ in headers], "dtype_names": [torch_type(kind) for _, (kind, _) in headers],
             "shapes": [shape for _, (_, shape) in headers],
         }
         request = _transfer_request("WeightTransferUpdateRequest", update_info=info)
@@ -199,7 +198,6 @@ class WeightChanges:
             raise EngineError(f"the engine serves nothing: {self._dead}", dead=True) from cause
 
     async def _in_workers(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of WorkerExtension in every worker; their answers."""
         return list(await self._llm.collective_rpc(method, args=args))
 
     async def _label_version(self) -> None:
