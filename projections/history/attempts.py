@@ -346,8 +346,7 @@ def as_json(story: BatchTimeline) -> dict[str, Any]:
         "min_wait_num": state.min_wait_num, "failed_attempts": state.failed_attempts,
         "trained_step": state.trained_step, "submitted_at": story.submitted_at, "ended_at": story.ended_at,
         "first_position": story.first_position, "last_position": story.last_position,
-        "versions": {str(k): v for k, v in sorted(story.versions.items())},
-        "result": copy.deepcopy(state.final_result),
+        "versions": {str(k): v for k, v in sorted(story.versions.items())}, "result": copy.deepcopy(state.final_result),
         "turns": [{"at": at, "what": what} for at, what in story.turns],
         "tasks": [asdict(task, dict_factory=_shown) | {"reward": task.reward} for task in story.tasks],
     }

@@ -77,9 +77,7 @@ losses = sa.Table(
     sqlite_with_rowid=False,
 )
 
-_METADATA = (
-    _metadata, runner_history.metadata, experience_usage.metadata, open_leases.metadata, host_work.metadata,
-)
+_METADATA = (_metadata, runner_history.metadata, experience_usage.metadata, open_leases.metadata, host_work.metadata)
 
 
 def _tables() -> Iterator[sa.Table]:
@@ -226,23 +224,11 @@ def stored_version(log: EventLog) -> int:
 
 def _new_row(item: Recorded, event: ev.BatchSubmitted) -> dict[str, Any]:
     return {
-        "stream": item.stream,
-        "batch_id": orjson.dumps(event.batch_id).decode(),
-        "batch_type": event.batch_type,
-        "tasks": len(event.repeat_times),
-        "finished": 0,
-        "failed_attempts": 0,
-        "failed": 0,
-        "dropped": 0,
-        "sent": 0,
-        "experiences": 0,
-        "prompt_tokens": 0,
-        "response_tokens": 0,
-        **dict.fromkeys(_REPLACED),
+        "stream": item.stream, "batch_id": orjson.dumps(event.batch_id).decode(), "batch_type": event.batch_type,
+        "tasks": len(event.repeat_times), "finished": 0, "failed_attempts": 0, "failed": 0, "dropped": 0, "sent": 0,
+        "experiences": 0, "prompt_tokens": 0, "response_tokens": 0, **dict.fromkeys(_REPLACED),
         "state": (BatchLifecycleState.RUNNING if event.repeat_times else BatchLifecycleState.PENDING).value,
-        "submitted_at": item.recorded_at,
-        "first_position": item.position,
-        "last_position": item.position,
+        "submitted_at": item.recorded_at, "first_position": item.position, "last_position": item.position,
     }
 
 
@@ -250,9 +236,7 @@ _ADDED = (
     "tasks", "finished", "failed_attempts", "failed", "dropped", "sent", "experiences", "prompt_tokens",
     "response_tokens",
 )
-_REPLACED = (
-    "state", "reward", "model_version", "ended_at", "trained_step", "trained_at", "staleness", "last_position",
-)
+_REPLACED = ("state", "reward", "model_version", "ended_at", "trained_step", "trained_at", "staleness", "last_position")
 _UNCHANGED: dict[str, Any] = {**dict.fromkeys(_ADDED, 0), **dict.fromkeys(_REPLACED)}
 
 

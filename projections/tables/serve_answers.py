@@ -13,9 +13,7 @@ import sqlalchemy as sa
 
 from trinity_es.events import vocabulary as ev
 
-__all__ = [
-    "STREAM", "AnswerState", "apply", "counts", "create", "find", "read_all", "reset", "to_deliver",
-]
+__all__ = ["STREAM", "AnswerState", "apply", "counts", "create", "find", "read_all", "reset", "to_deliver"]
 
 STREAM = "answers"
 PAGE = 500

@@ -209,9 +209,7 @@ class Connection:
     running system, or None while a keeper starts it, and raises NotRunning if nobody does.
     """
 
-    def __init__(
-        self, payloads: PayloadStore, find: Callable[[dict[str, Any] | None], dict[str, Any] | None]
-    ) -> None:
+    def __init__(self, payloads: PayloadStore, find: Callable[[dict[str, Any] | None], dict[str, Any] | None]) -> None:
         self._payloads, self._find_admin = payloads, find
         self._lock = threading.Lock()
         self._joining: Future[None] | None = None

@@ -106,8 +106,7 @@ class RolloutClient(SystemClient):
     # --- batches ----------------------------------------------------------------------------------------------------
     def submit_batch(
         self, *, batch_id: BatchId, tasks: Sequence[Task], batch_type: BatchType, min_wait_num: int | None = None,
-        cursor: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        sources: Sequence[TasksetSource] = (),
+        cursor: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None, sources: Sequence[TasksetSource] = ()
     ) -> None:
         """Hand a batch in; when this returned, nothing loses it any more.
 

@@ -96,9 +96,7 @@ def _refuse(files: list[Path], force: bool) -> None:
             raise typer.BadParameter(f"{file} is there already: --force writes over it")
 
 
-def _experiences(
-    log: Log, path: Path, chosen: list[BatchId] | None, as_made: bool
-) -> tuple[dict[str, Any], list[str]]:
+def _experiences(log: Log, path: Path, chosen: list[BatchId] | None, as_made: bool) -> tuple[dict[str, Any], list[str]]:
     done = write_experiences(log, path, chosen, as_made=as_made, progress=common.counter("written", "experiences"))
     if done.freed:
         common.note(f"freed, so not in the file: the experiences of {len(done.freed)} batches: "

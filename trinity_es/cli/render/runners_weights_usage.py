@@ -138,8 +138,7 @@ def print_usage(out: Console, usage: Usage) -> None:
 
 
 def print_prompts(
-    out: Console, found: PromptsTried, unread: Mapping[str, list[int]],
-    asked: Mapping[tuple[BatchId, int], str | None],
+    out: Console, found: PromptsTried, unread: Mapping[str, list[int]], asked: Mapping[tuple[BatchId, int], str | None]
 ) -> None:
     """Print how many were tried, and which never were; those in `asked` with their text."""
     out.print(Text(f"{found.tasks:,} tasks handed in, {found.sent:,} of them got to a runner; "

@@ -71,8 +71,7 @@ def batch(ask: PageRequest) -> Page:
     return Page(
         template="batch.html", title=f"Batch {batch_id}", nav="batches", watch=(batch_stream(batch_id),),
         values=values | neighbours | {
-            "row": row, "waits": [] if why is None else why.sentences()[1:],
-            "stuck": why is not None and why.stalled,
+            "row": row, "waits": [] if why is None else why.sentences()[1:], "stuck": why is not None and why.stalled,
             "losses": sorted(ask.log.losses(batch_id).items()), "config": _config(ask, row.first_position),
         },
     )

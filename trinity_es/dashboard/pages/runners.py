@@ -148,8 +148,7 @@ def runner(ask: PageRequest) -> Page:
         values={
             "name": name, "up": ask.log.processes()["up"], "seen": seen,
             "lives": lives[: -LIVES - 1 : -1], "lives_left": max(0, len(lives) - LIVES), "life": one,
-            "begin": begin, "end": end,
-            "bars": _apart([bar for life in chosen for bar in _bars(life, begin, end)]),
+            "begin": begin, "end": end, "bars": _apart([bar for life in chosen for bar in _bars(life, begin, end)]),
             "versions": versions, "events": [(r, summary(r.event)) for r in events], "most": EVENTS,
             "worked": worked, "page_number": number, "pages": pages, "looked": BATCHES,
         },
