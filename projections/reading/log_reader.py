@@ -151,7 +151,7 @@ class Log(LogEvents):
             config=self.config()[1], lives=self.runner_lives(),
             coordinator_starts=sum(1 for _ in self.rare(["CoordinatorStarted"])),
             model_version=self.model_version(), losses=self.losses(),
-            stalls=self.rare(["StallDetected"], limit=recent, descending=True),
+            stalls=list(self.rare(["StallDetected"], limit=recent, descending=True)),
             recent=list(self.rare(NOTABLE, limit=recent, descending=True)),
         )
 
