@@ -227,28 +227,16 @@ def apply(group: Gathered, item: Recorded) -> None:
                  model_version=event.model_version, how="running", ended_at=None, reason="")
         case ev.ConcurrencyChanged():
             _put(connection, item, event, places=event.places)
-        case ev.RunnerFailed():
-            _end(connection, item, event, "failed", event.reason)
-        case ev.RunnerLost():
-            _end(connection, item, event, "lost", event.reason)
-        case ev.RunnerQuarantined():
-            _end(connection, item, event, "quarantined", event.reason)
-        case ev.RunnerRetired():
-            _end(connection, item, event, "retired", "")
-        case ev.WeightsLoaded():
-            _put(connection, item, event, model_version=event.version)
-            _load(group, item, event, event.seconds, None)
-        case ev.WeightsFailed():
-            _load(group, item, event, 0.0, event.error)
-
-
-def _load(
-    group: Gathered, item: Recorded, event: ev.WeightsLoaded | ev.WeightsFailed, seconds: float, error: str | None,
-) -> None:
-    row = {"position": item.position, "version": event.version, "runner": stored(event.runner, 255),
-           "incarnation": event.incarnation, "at": item.recorded_at, "seconds": seconds,
-           "error": error and stored(error)}
-    group.add(_NEW_LOAD, row)
+        case ev.RunnerFailed() | ev.RunnerLost() | ev.RunnerQuarantined() | ev.RunnerRetired():
+            _end(connection, item, event)
+        case ev.WeightsLoaded() | ev.WeightsFailed():
+            loaded = isinstance(event, ev.WeightsLoaded)
+            if loaded:
+                _put(connection, item, event, model_version=event.version)
+            group.add(_NEW_LOAD, {
+                "position": item.position, "version": event.version, "runner": stored(event.runner, 255),
+                "incarnation": event.incarnation, "at": at, "seconds": event.seconds if loaded else 0.0,
+                "error": None if loaded else stored(event.error)})
 
 
 def _put(connection: sa.Connection, item: Recorded, event: Any, **values: Any) -> None:
@@ -266,9 +254,9 @@ def _change_life(names: tuple[str, ...]) -> Prepared:
     return Prepared(sa.update(_lives).where(*of_life).values(new))
 
 
-def _end(connection: sa.Connection, item: Recorded, event: Any, how: str, reason: str) -> None:
+def _end(connection: sa.Connection, item: Recorded, event: Any) -> None:
     """End a life. The first end counts; one that comes later (lost, then quarantined) may say more of it."""
-    c = _lives.c
+    c, how, reason = _lives.c, item.type.removeprefix("Runner").lower(), getattr(event, "reason", "")
     query = sa.select(c.how, c.ended_at, c.reason).where(
         c.runner == stored(event.runner, 255), c.incarnation == event.incarnation
     )

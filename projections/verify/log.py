@@ -32,7 +32,7 @@ from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.database import Database
 from trinity_es.events.store.database.file_identity import frames_in_use
 from trinity_es.events.store.database.retry import is_transient
-from trinity_es.events.store.database.urls import masked, parse_url
+from trinity_es.events.store.database.urls import file_of, masked
 from trinity_es.events.store.log import EventLog, Head, Projector, Recorded
 from trinity_es.events.values import BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import RESULT_FORMS, BatchState, batch_result, evolve
@@ -100,8 +100,8 @@ def verify_log(
     if that is not where the log says or beside it. Raises LogNotFound where there is nothing, NotALog for what never
     was one, and LogUnavailable where it can't be reached: there is no answer then.
     """
-    sqlite = parse_url(url).get_backend_name() == "sqlite"
-    in_use = frames_in_use(Path(parse_url(url).database or "").absolute()) if sqlite else {}
+    file = _file(url)
+    in_use = {} if file is None else frames_in_use(file)
     try:
         log = EventLog.open(url, read_only=True)
     except (errors.NotALog, errors.LogCorrupt, errors.LogTooNew) as e:
@@ -115,10 +115,15 @@ def verify_log(
         return verify_open(log, url, progress, payload_progress, in_use, folder)
 
 
+def _file(url: str) -> Path | None:
+    file = file_of(url)
+    return None if file is None else file.absolute()
+
+
 def _was_log(url: str) -> bool:
     """Return True if a file that can't be opened as a log was one: it speaks of its tables near its beginning."""
-    path = Path(parse_url(url).database or "")
-    if parse_url(url).get_backend_name() != "sqlite" or not path.is_file():
+    path = _file(url)
+    if path is None or not path.is_file():
         return False
     with path.open("rb") as file:
         beginning = file.read(1024 * 1024)
@@ -127,8 +132,8 @@ def _was_log(url: str) -> bool:
 
 def _of_file(url: str) -> list[str]:
     """Return what there is to say of a file that can't be opened as a log."""
-    path = Path(parse_url(url).database or "").absolute()
-    if parse_url(url).get_backend_name() != "sqlite" or not path.is_file():
+    path = _file(url)
+    if path is None or not path.is_file():
         return []
     problems = check_file(path)[0]
     try:
@@ -145,10 +150,8 @@ def verify_open(
     """Return the same for a log that is open; `url` is where its payloads are looked for."""
     found = Verification(url=log.url)
     claims = _remembered(log, url, folder)  # before the log is read, which may go on meanwhile
-    if log.dialect == "sqlite":
-        path = Path(parse_url(url).database or "").absolute()
-        problems, found.notes = check_file(path, in_use)
-        found.problems += problems
+    if (path := _file(url)) is not None:
+        found.problems, found.notes = check_file(path, in_use)
     with closing(_Fold(log, read_models.projectors())) as fold:
         found.problems += log.verify(progress, fold)
         found.problems += fold.problems.told()
@@ -174,8 +177,8 @@ def _remembered(log: EventLog, url: str, folder: str) -> list[Claim]:
         system = event.config.get("system", {}) if isinstance(event, ev.SystemConfigured) else {}
         folders += [str(Path(system["key_file"]).parent)] if system.get("key_file") else []
         folders += [system["log_dir"]] if system.get("log_dir") else []
-    if log.dialect == "sqlite":
-        folders.append(str(Path(parse_url(url).database or "").absolute().parent / "logs"))
+    if (path := _file(url)) is not None:
+        folders.append(str(path.parent / "logs"))
     claims: list[Claim] = []
     with suppress(*UNREADABLE, errors.LogError):
         for place in dict.fromkeys(folders):
