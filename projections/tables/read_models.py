@@ -77,7 +77,8 @@ losses = sa.Table(
     sqlite_with_rowid=False,
 )
 
-_METADATA = (_metadata, runner_history.metadata, experience_usage.metadata, open_leases.metadata, host_work.metadata)
+_METADATA = (_metadata, *(part.metadata for part in (
+    runner_history, experience_usage, open_leases, host_work, serve_answers)))
 
 
 def _tables() -> Iterator[sa.Table]:
@@ -102,12 +103,10 @@ class ReadModels:
             connection.execute(sa.text("DROP TABLE rm_runner"))
         for metadata in _METADATA:
             metadata.create_all(connection, checkfirst=True)
-        serve_answers.create(connection)
 
     def reset(self, connection: sa.Connection) -> None:
         for table in _tables():
             connection.execute(sa.delete(table))
-        serve_answers.reset(connection)
 
     def apply(self, connection: sa.Connection, recorded: Sequence[Recorded]) -> None:
         """Fold a group of events into their rows: few statements, however many events."""

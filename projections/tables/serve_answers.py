@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from trinity_es.events import vocabulary as ev
 
-__all__ = ["STREAM", "AnswerState", "apply", "counts", "create", "find", "read_all", "reset", "to_deliver"]
+__all__ = ["STREAM", "AnswerState", "apply", "counts", "find", "metadata", "read_all", "to_deliver"]
 
 STREAM = "answers"
 PAGE = 500
@@ -32,13 +32,13 @@ class AnswerState:
     delivered: bool = False
 
 
-_metadata = sa.MetaData()
+metadata = sa.MetaData()
 
 _RECORDED, _REWARDED, _DELIVERED = "recorded", "rewarded", "delivered"
 
 _table = sa.Table(
     "rm_answer",
-    _metadata,
+    metadata,
     sa.Column("number", sa.Integer, primary_key=True),  # the order in which they were recorded
     sa.Column("message", sa.String(255), nullable=False, unique=True),
     sa.Column("state", sa.String(16), nullable=False),
@@ -51,14 +51,6 @@ _table = sa.Table(
     sa.Column("run", sa.Integer),
     sa.Index("rm_answer_state", "state", "number"),
 )
-
-
-def create(connection: sa.Connection) -> None:
-    _metadata.create_all(connection, checkfirst=True)
-
-
-def reset(connection: sa.Connection) -> None:
-    connection.execute(sa.delete(_table))
 
 
 def apply(connection: sa.Connection, event: ev.Event) -> None:

@@ -1,4 +1,4 @@
-"""`events`: what happened, an event a line, also as it comes."""
+"""`events`: what happened, an event a line, also as it comes; `watch`: the run at a glance, as it goes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trinity_es.events.values import batch_stream
 from trinity_es.events.vocabulary import EVENTS
 from trinity_es.projections.reading.log_reader import Log
 
-__all__ = ["events"]
+__all__ = ["events", "watch"]
 
 _TAIL = 5000
 """Events that are looked at from the end for the last of a bulk type."""
@@ -86,6 +86,33 @@ def events(
                 sys.stdout.flush()
         if runner is not None and not told:
             common.require_runner(opened, runner, "--runner")
+
+
+def watch(
+    once: Annotated[bool, typer.Option("--once", help="One picture, then end.")] = False,
+    every: Annotated[float, typer.Option("--every", metavar="SECONDS", min=0.1, help="How often to look.")] = 1.0,
+    log: common.LogOption = None,
+    config: common.ConfigOption = None,
+    as_json: common.JsonOption = False,
+) -> None:
+    """Show a run at a glance, as it goes: batches, runners, throughput, stalls, the last events. q or Ctrl-C ends it.
+
+    Reads the log beside its writer, so it shows a dead run's last moment too. In a pipe each picture that is new is
+    printed as text; --json is one picture.
+
+    \b
+    Examples:
+      trinity-es watch
+      trinity-es watch --once --json
+      trinity-es watch --log postgresql://me@db/runs --every 5
+    """
+    from trinity_es.cli.render.watch import look, show_live  # here: `events` needs no rich
+
+    with common.open_chosen(log, config) as opened:
+        if as_json:
+            common.print_json(look(opened).as_json())
+        else:
+            show_live(opened, once=once, every=every)
 
 
 def _before(log: Log, text: str) -> int:
