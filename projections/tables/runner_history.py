@@ -230,13 +230,13 @@ def apply(group: Gathered, item: Recorded) -> None:
         case ev.RunnerFailed() | ev.RunnerLost() | ev.RunnerQuarantined() | ev.RunnerRetired():
             _end(connection, item, event)
         case ev.WeightsLoaded() | ev.WeightsFailed():
-            loaded = isinstance(event, ev.WeightsLoaded)
-            if loaded:
+            if isinstance(event, ev.WeightsLoaded):
                 _put(connection, item, event, model_version=event.version)
+            error: str | None = getattr(event, "error", None)
             group.add(_NEW_LOAD, {
                 "position": item.position, "version": event.version, "runner": stored(event.runner, 255),
-                "incarnation": event.incarnation, "at": at, "seconds": event.seconds if loaded else 0.0,
-                "error": None if loaded else stored(event.error)})
+                "incarnation": event.incarnation, "at": at, "seconds": getattr(event, "seconds", 0.0),
+                "error": error and stored(error)})
 
 
 def _put(connection: sa.Connection, item: Recorded, event: Any, **values: Any) -> None:
