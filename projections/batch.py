@@ -82,10 +82,8 @@ class TaskState:
             if self.first_error:
                 message += f" First error: {self.first_error}"
         return Status(
-            completed_runs=len(self.done),
-            total_runs=self.total_runs,
-            metrics=[self.done[run].metrics for run in sorted(self.done)],
-            message=message,
+            completed_runs=len(self.done), total_runs=self.total_runs,
+            metrics=[self.done[run].metrics for run in sorted(self.done)], message=message,
         )
 
 
@@ -263,17 +261,12 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
 def _submitted(event: ev.BatchSubmitted, version: int) -> BatchState:
     evals = set(event.evals)
     return BatchState(
-        batch_id=event.batch_id,
-        batch_type=event.batch_type,
-        expected_task_count=len(event.repeat_times),
+        batch_id=event.batch_id, batch_type=event.batch_type, expected_task_count=len(event.repeat_times),
         min_wait_num=event.min_wait_num,
         state=BatchLifecycleState.RUNNING if event.repeat_times else BatchLifecycleState.PENDING,
         tasks=[TaskState(total_runs=n, is_eval=i in evals) for i, n in enumerate(event.repeat_times)],
-        pending=_units(0, event.repeat_times, event.runs_per_unit),
-        max_attempts=event.max_attempts,
-        detailed_stats=event.detailed_stats,
-        submission=event.submission,
-        version=version + 1,
+        pending=_units(0, event.repeat_times, event.runs_per_unit), max_attempts=event.max_attempts,
+        detailed_stats=event.detailed_stats, submission=event.submission, version=version + 1,
     )
 
 
@@ -398,9 +391,7 @@ def batch_result(
     metrics[f"{prefix}/finished_task_count"] = float(state.completed_task_count)
     metrics[f"{prefix}/failed_task_count"] = float(sum(not s.ok for s in state.statuses.values()))
     return {
-        "batch_id": state.batch_id,
-        "batch_type": state.batch_type,
-        "finished_task_count": state.completed_task_count,
+        "batch_id": state.batch_id, "batch_type": state.batch_type, "finished_task_count": state.completed_task_count,
         "metrics": metrics,
     }
 

@@ -7,9 +7,9 @@ that the log recorded, and payloads are named, not read.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchNotFound
@@ -17,7 +17,12 @@ from trinity_es.events.store.log import Recorded
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState, evolve
 
-__all__ = ["Attempt", "BatchTimeline", "RunRow", "Sort", "TaskTimeline", "as_json", "chosen", "tell", "tell_one"]
+__all__ = [
+    "Attempt", "BatchTimeline", "RunRow", "Sort", "TaskTimeline", "as_json", "chosen", "known_first", "tell",
+    "tell_one",
+]
+
+T = TypeVar("T")
 
 Sort = Literal["reward", "tokens", "seconds", "task", "position"]
 
@@ -346,8 +351,7 @@ def as_json(story: BatchTimeline) -> dict[str, Any]:
         "min_wait_num": state.min_wait_num, "failed_attempts": state.failed_attempts,
         "trained_step": state.trained_step, "submitted_at": story.submitted_at, "ended_at": story.ended_at,
         "first_position": story.first_position, "last_position": story.last_position,
-        "versions": {str(k): v for k, v in sorted(story.versions.items())},
-        "result": copy.deepcopy(state.final_result),
+        "versions": {str(k): v for k, v in sorted(story.versions.items())}, "result": copy.deepcopy(state.final_result),
         "turns": [{"at": at, "what": what} for at, what in story.turns],
         "tasks": [asdict(task, dict_factory=_shown) | {"reward": task.reward} for task in story.tasks],
     }
@@ -363,18 +367,12 @@ def chosen(
 ) -> Sequence[RunRow]:
     """Return the runs of one task or outcome, or all, sorted; what has no value to sort by comes last either way."""
     kept = [r for r in rows if task in (None, r.task) and outcome in (None, r.outcome)]
+    column = {"tokens": "response_tokens", "position": "finish_position"}.get(sort, sort)
+    return known_first(kept, lambda r: r.task * 1e6 + r.run if sort == "task" else getattr(r, column), descending)
 
-    def value(row: RunRow) -> float | None:
-        match sort:
-            case "reward":
-                return row.reward
-            case "tokens":
-                return row.response_tokens
-            case "seconds":
-                return row.seconds
-            case "position":
-                return row.finish_position
-        return row.task * 1e6 + row.run
 
-    known = sorted((r for r in kept if value(r) is not None), key=lambda r: value(r) or 0.0, reverse=descending)
-    return [*known, *(r for r in kept if value(r) is None)]
+def known_first(rows: Iterable[T], value: Callable[[T], float | None], descending: bool) -> list[T]:
+    """Return these sorted; what has no value comes last either way."""
+    pairs = [(row, value(row)) for row in rows]
+    known = sorted(((row, v) for row, v in pairs if v is not None), key=lambda pair: pair[1], reverse=descending)
+    return [*(row for row, _ in known), *(row for row, v in pairs if v is None)]

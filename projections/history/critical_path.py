@@ -32,32 +32,28 @@ def segments(story: BatchTimeline, away: Sequence[tuple[float, float]] = ()) -> 
     last = max((t for t in story.tasks if t.state != "dropped"),
                key=lambda t: (t.ended_at or end, t.state == "running", len(t.attempts)), default=None)
     at, out = story.submitted_at, list[Segment]()
+
+    def until(then: float, what: str, fault: bool = False) -> None:
+        nonlocal at
+        if then > at:
+            out.append(Segment(then - at, what, fault))
+            at = then
+
     if last is not None:
-        usual = _usual(story)
+        usual, waited = _usual(story), f"task {last.task} waited for a runner"
         for attempt in last.attempts:
-            if attempt.dispatched_at > at:
-                out.append(Segment(attempt.dispatched_at - at, f"task {last.task} waited for a runner", False))
-                at = attempt.dispatched_at
+            until(attempt.dispatched_at, waited)
             ended = attempt.ended_at or end
             if (gone := _system_ended(attempt, away)) is not None:
-                if gone > at:
-                    out.append(Segment(gone - at, _attempt(last, attempt, gone, usual), True))
-                    at = gone
-                if ended > at:
-                    out.append(Segment(ended - at, "the whole system was down", True))
-                    at = ended
-            elif ended > at:
-                out.append(Segment(ended - at, _attempt(last, attempt, ended, usual), _failed(attempt)))
-                at = ended
-        if last.state == "pending" and end > at:
-            out.append(Segment(end - at, f"task {last.task} waited for a runner", False))
-            at = end
-    if story.finalizing_at is not None and story.finalizing_at > at:
-        out.append(Segment(story.finalizing_at - at, "all tasks had settled, and it waited to be finalized", False))
-        at = story.finalizing_at
-    if end > at:
-        what = "nothing more happened to its tasks" if story.finalizing_at is None else "its pipeline and the commit"
-        out.append(Segment(end - at, what, False))
+                until(gone, _attempt(last, attempt, gone, usual), True)
+                until(ended, "the whole system was down", True)
+            else:
+                until(ended, _attempt(last, attempt, ended, usual), _failed(attempt))
+        if last.state == "pending":
+            until(end, waited)
+    if story.finalizing_at is not None:
+        until(story.finalizing_at, "all tasks had settled, and it waited to be finalized")
+    until(end, "nothing more happened to its tasks" if story.finalizing_at is None else "its pipeline and the commit")
     return out
 
 

@@ -93,9 +93,7 @@ class Log(LogEvents):
     def runner_lives(self) -> list[RunnerIncarnation]:
         return self._read(runner_history.read_lives)
 
-    def weights(
-        self, *, version: int | None = None, limit: int | None = None, offset: int = 0
-    ) -> list[WeightsVersion]:
+    def weights(self, *, version: int | None = None, limit: int | None = None, offset: int = 0) -> list[WeightsVersion]:
         """Return every version of the weights that was published, and who took it in when, in the order of publication.
 
         Or one; or, with `limit`, so many of them, without the `offset` newest ones.
@@ -153,7 +151,7 @@ class Log(LogEvents):
             config=self.config()[1], lives=self.runner_lives(),
             coordinator_starts=sum(1 for _ in self.rare(["CoordinatorStarted"])),
             model_version=self.model_version(), losses=self.losses(),
-            stalls=self.rare(["StallDetected"], limit=recent, descending=True),
+            stalls=list(self.rare(["StallDetected"], limit=recent, descending=True)),
             recent=list(self.rare(NOTABLE, limit=recent, descending=True)),
         )
 
@@ -215,13 +213,8 @@ class Log(LogEvents):
         return fold(r.event for r in self._events.read(stream=stream, after=first - 1))
 
     def why(
-        self,
-        batch_id: BatchId,
-        now: float | None = None,
-        *,
-        live: Mapping[str, Any] | None = None,
-        system: Mapping[str, Any] | None = None,
-        followed: Followed | None = None,
+        self, batch_id: BatchId, now: float | None = None, *, live: Mapping[str, Any] | None = None,
+        system: Mapping[str, Any] | None = None, followed: Followed | None = None
     ) -> Why:
         """Return what a batch waits for, since when and where, at `now` (unix seconds, default: now). `str()` of it is
         text.
@@ -235,12 +228,8 @@ class Log(LogEvents):
         return self._explain([batch_id], now, live, system, followed)[0]
 
     def why_open(
-        self,
-        now: float | None = None,
-        *,
-        live: Mapping[str, Any] | None = None,
-        system: Mapping[str, Any] | None = None,
-        followed: Followed | None = None,
+        self, now: float | None = None, *, live: Mapping[str, Any] | None = None,
+        system: Mapping[str, Any] | None = None, followed: Followed | None = None
     ) -> list[Why]:
         """Return the same for every batch that has not ended, in the order of submission."""
         return self._explain([], now, live, system, followed)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.records.recorded import Recorded
 from trinity_es.events.values import BatchId, BatchLifecycleState
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from trinity_es.projections.tables.batch_list import BatchRow
     from trinity_es.projections.tables.runner_history import RunnerIncarnation
 
-__all__ = ["Distributions", "Overview", "Point", "Stall", "Throughput", "distributions", "summarize", "throughput"]
+__all__ = ["Distributions", "Overview", "Point", "Throughput", "distributions", "summarize", "throughput"]
 
 SLICES = 120
 """Points of a throughput curve."""
@@ -41,10 +40,6 @@ class Point:
     name: str
     """`train`, `collect`, or what an eval is called: `letters` of `12/letters`."""
     value: float
-    at: float
-    """Unix seconds at which it was finalized."""
-    position: int
-    """Of the batch's last event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,22 +51,8 @@ class Throughput:
     seconds: float
     tokens: float
     """Response tokens a second."""
-    experiences: float
-    """A second."""
     tasks: float
     """Finished, a second."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stall:
-    """Nothing moved in a batch for longer than usual."""
-
-    stream: str
-    waiting_on: str
-    since: float
-    """Unix seconds."""
-    at: float
-    position: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +67,6 @@ class Overview:
     config: dict[str, Any]
     """As the system was last started with it, passwords masked; {} where it never said."""
     states: dict[str, int]
-    types: dict[str, dict[str, int]]
-    """The same by type: train, eval, collect."""
     tasks: int
     finished: int
     failed: int
@@ -109,7 +88,7 @@ class Overview:
     staleness: list[Point]
     """Weights versions that what was delivered is behind."""
     throughput: list[Throughput]
-    stalls: list[Stall]
+    stalls: list[Recorded]
     """The last ones, newest first."""
     recent: list[Recorded]
     """The last events that are not bulk, newest first."""
@@ -166,53 +145,48 @@ def throughput(rows: Iterable[BatchRow], until: float, slices: int = SLICES) -> 
         return []
     start = min(row.submitted_at for row in rows)
     width = max((until - start) / slices, 1e-6)
-    sums = [[0.0, 0.0, 0.0] for _ in range(slices)]
+    sums = [[0.0, 0.0] for _ in range(slices)]
     for row in rows:
         end = until if row.ended_at is None else row.ended_at
         first = min(int((row.submitted_at - start) / width), slices - 1)
         last = min(max(int((end - start) / width), first), slices - 1)
-        amounts = (row.response_tokens, row.experiences, row.finished)
+        amounts = (row.response_tokens, row.finished)
         for i in range(first, last + 1):
             inside = min(end, start + (i + 1) * width) - max(row.submitted_at, start + i * width)
             share = inside / (end - row.submitted_at) if first != last and end > row.submitted_at else 1.0
             for k, amount in enumerate(amounts):
                 sums[i][k] += amount * share
     return [
-        Throughput(at=start + (i + 1) * width, seconds=width, tokens=tokens / width, experiences=experiences / width,
-                   tasks=tasks / width)
-        for i, (tokens, experiences, tasks) in enumerate(sums)
+        Throughput(at=start + (i + 1) * width, seconds=width, tokens=tokens / width, tasks=tasks / width)
+        for i, (tokens, tasks) in enumerate(sums)
     ]
 
 
-def _point(row: BatchRow, value: float, at: float) -> Point:
+def _point(row: BatchRow, value: float) -> Point:
     name, step = row.batch_type, row.trained_step
     if row.batch_type == "eval":
         number, _, rest = str(row.batch_id).partition("/")
         name, step = rest or str(row.batch_id), int(number) if number.isdecimal() and number.isascii() else None
     elif step is None and isinstance(row.batch_id, int):
         step = row.batch_id
-    return Point(batch_id=row.batch_id, step=step, name=name, value=value, at=at, position=row.last_position)
+    return Point(batch_id=row.batch_id, step=step, name=name, value=value)
 
 
 def summarize(
     *, head: int, first_at: float | None, last_at: float | None, rows: Sequence[BatchRow], config: dict[str, Any],
     lives: Sequence[RunnerIncarnation], coordinator_starts: int, model_version: int,
-    losses: Mapping[tuple[str, str], int], stalls: Iterable[Recorded], recent: list[Recorded],
+    losses: Mapping[tuple[str, str], int], stalls: list[Recorded], recent: list[Recorded],
 ) -> Overview:
-    types: dict[str, dict[str, int]] = {}
-    for row in rows:
-        of_type = types.setdefault(row.batch_type, {})
-        of_type[row.state] = of_type.get(row.state, 0) + 1
     finalized = [r for r in rows if r.state == BatchLifecycleState.FINALIZED.value and r.ended_at is not None]
     finalized.sort(key=lambda r: (r.ended_at or 0.0, r.last_position))
-    rewards = [(r, _point(r, r.reward, r.ended_at or 0.0)) for r in finalized if r.reward is not None]
+    rewards = [(r, _point(r, r.reward)) for r in finalized if r.reward is not None]
     lost: dict[str, dict[str, int]] = {"attempt": {}, "task": {}, "experience": {}}
     for (what, why), count in losses.items():
         why = _NUMBER.sub("N", why) if what == "task" else why
         lost[what][why] = lost[what].get(why, 0) + count
     return Overview(
         head=head, first_at=first_at, last_at=last_at, config=config,
-        states=dict(Counter(row.state for row in rows)), types=types,
+        states=dict(Counter(row.state for row in rows)),
         tasks=sum(r.tasks for r in rows), finished=sum(r.finished for r in rows), failed=sum(r.failed for r in rows),
         dropped=sum(r.dropped for r in rows), failed_attempts=sum(r.failed_attempts for r in rows),
         experiences=sum(r.experiences for r in rows), prompt_tokens=sum(r.prompt_tokens for r in rows),
@@ -222,9 +196,7 @@ def summarize(
         runner_deaths=sum(life.died for life in lives), coordinator_starts=coordinator_starts,
         rewards=[p for r, p in rewards if r.batch_type != "eval"],
         evals=[p for r, p in rewards if r.batch_type == "eval"],
-        staleness=[_point(r, r.staleness, r.ended_at or 0.0) for r in finalized if r.staleness is not None],
-        throughput=throughput(rows, last_at or 0.0), recent=recent,
-        stalls=[Stall(stream=r.stream, waiting_on=r.event.waiting_on, since=r.event.since, at=r.recorded_at,
-                      position=r.position) for r in stalls if isinstance(r.event, ev.StallDetected)],
+        staleness=[_point(r, r.staleness) for r in finalized if r.staleness is not None],
+        throughput=throughput(rows, last_at or 0.0), recent=recent, stalls=stalls,
         attempts_failed=lost["attempt"], tasks_dropped=lost["task"], experiences_dropped=lost["experience"],
     )

@@ -90,8 +90,7 @@ def resume_point(log: Log, tasksets: Sequence[str]) -> ResumePoint:
     return ResumePoint(
         submitted=len(steps), finished=_first_false(ended),
         open=frozenset(step for step in steps if not is_over(log, train[step])), trained=_first_false(settled),
-        cursors=cursors,
-        evals={b.batch_id: b.state in _ENDED for b in rows.values() if b.batch_type == "eval"},
+        cursors=cursors, evals={b.batch_id: b.state in _ENDED for b in rows.values() if b.batch_type == "eval"},
         version=version, path=path, checkpoint=checkpoint, checkpoint_version=checkpoint_version,
         sources=sources_of(log), position=position,
     )

@@ -12,22 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 import orjson
-from sqlalchemy import (
-    BigInteger,
-    Boolean,
-    Column,
-    Connection,
-    Integer,
-    MetaData,
-    String,
-    Table,
-    Text,
-    and_,
-    bindparam,
-    insert,
-    select,
-    update,
-)
+import sqlalchemy as sa
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.database.prepared import Gathered, Prepared
@@ -43,39 +28,39 @@ STREAMS = (experience_queue.STREAM, EXPERIENCES)
 USED = (ev.BatchFinalized, ev.BatchTrained)
 """The events of a batch that tell of them."""
 
-metadata = MetaData()
+metadata = sa.MetaData()
 
-_deliveries = Table(
+_deliveries = sa.Table(
     "rm_delivery",
     metadata,
-    Column("stream", String(255), primary_key=True),
-    Column("version", Integer, primary_key=True, autoincrement=False),  # of the stream, at its BatchFinalized
-    Column("position", BigInteger, nullable=False),
-    Column("batch_id", Text, nullable=False),
-    Column("experiences", Integer, nullable=False),
+    sa.Column("stream", sa.String(255), primary_key=True),
+    sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),  # of the stream, at its BatchFinalized
+    sa.Column("position", sa.BigInteger, nullable=False),
+    sa.Column("batch_id", sa.Text, nullable=False),
+    sa.Column("experiences", sa.Integer, nullable=False),
     sqlite_with_rowid=False,
 )
 
-_uses = Table(
+_uses = sa.Table(
     "rm_use",
     metadata,
-    Column("position", BigInteger, primary_key=True, autoincrement=False),
-    Column("number", Integer, primary_key=True, autoincrement=False),  # among those of this event
-    Column("stream", String(255), nullable=False),
-    Column("version", Integer, nullable=False),
-    Column("taken", Boolean, nullable=False),  # out of the queue; else the batch as a whole
-    Column("first", Integer, nullable=False),
-    Column("count", Integer, nullable=False),
-    Column("step", Integer),
-    Column("undone", Boolean, nullable=False),
+    sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),  # among those of this event
+    sa.Column("stream", sa.String(255), nullable=False),
+    sa.Column("version", sa.Integer, nullable=False),
+    sa.Column("taken", sa.Boolean, nullable=False),  # out of the queue; else the batch as a whole
+    sa.Column("first", sa.Integer, nullable=False),
+    sa.Column("count", sa.Integer, nullable=False),
+    sa.Column("step", sa.Integer),
+    sa.Column("undone", sa.Boolean, nullable=False),
     sqlite_with_rowid=False,
 )
 
 
-_NEW_DELIVERY = Prepared(insert(_deliveries))
-_NEW_USE = Prepared(insert(_uses))
+_NEW_DELIVERY = Prepared(sa.insert(_deliveries))
+_NEW_USE = Prepared(sa.insert(_uses))
 _LATEST = Prepared(
-    select(_deliveries.c.version, _deliveries.c.experiences).where(_deliveries.c.stream == bindparam("of"))
+    sa.select(_deliveries.c.version, _deliveries.c.experiences).where(_deliveries.c.stream == sa.bindparam("of"))
     .order_by(_deliveries.c.version.desc()).limit(1)
 )
 
@@ -127,12 +112,12 @@ def apply(group: Gathered, item: Recorded) -> None:
                  "count": part.count} for part in items
             ])
         case ev.ExperiencesReturned(step=step):
-            group.write().execute(update(_uses).where(_uses.c.taken, _uses.c.step > step).values(undone=True))
+            group.write().execute(sa.update(_uses).where(_uses.c.taken, _uses.c.step > step).values(undone=True))
         case ev.ExperiencesRedelivered(batches=batches):
             for stream in map(batch_stream, batches):
                 if (delivered := _latest(group, stream)) is not None:
-                    of_whole = and_(_uses.c.stream == stream, _uses.c.version == delivered[0], _uses.c.taken.is_(False))
-                    group.write().execute(update(_uses).where(of_whole).values(undone=True))
+                    of = _uses.c.stream == stream, _uses.c.version == delivered[0], _uses.c.taken.is_(False)
+                    group.write().execute(sa.update(_uses).where(*of).values(undone=True))
 
 
 def _latest(group: Gathered, stream: str) -> tuple[int, int] | None:
@@ -144,10 +129,10 @@ def _latest(group: Gathered, stream: str) -> tuple[int, int] | None:
     return None if row is None else (row[0], row[1])
 
 
-def next_delivery(connection: Connection, after: int) -> tuple[str, int] | None:
+def next_delivery(connection: sa.Connection, after: int) -> tuple[str, int] | None:
     """Batch id (JSON) and position of the first delivery after this position."""
     c = _deliveries.c
-    query = select(c.batch_id, c.position).where(c.position > after).order_by(c.position).limit(1)
+    query = sa.select(c.batch_id, c.position).where(c.position > after).order_by(c.position).limit(1)
     row = connection.execute(query).one_or_none()
     return None if row is None else (row.batch_id, row.position)
 
@@ -157,12 +142,12 @@ def _used(group: Gathered, item: Recorded, step: int | None, uses: list[dict[str
     group.add(_NEW_USE, *(said | {"number": number} | use for number, use in enumerate(uses)))
 
 
-def read_usage(connection: Connection) -> Usage:
+def read_usage(connection: sa.Connection) -> Usage:
     out = Usage()
     uses: dict[tuple[str, int], list[Any]] = {}
-    for row in connection.execute(select(_uses).order_by(_uses.c.position, _uses.c.number)):
+    for row in connection.execute(sa.select(_uses).order_by(_uses.c.position, _uses.c.number)):
         uses.setdefault((row.stream, row.version), []).append(row)
-    for delivery in connection.execute(select(_deliveries).order_by(_deliveries.c.position)):
+    for delivery in connection.execute(sa.select(_deliveries).order_by(_deliveries.c.position)):
         _count(delivery, uses.get((delivery.stream, delivery.version), []), out)
     return out
 

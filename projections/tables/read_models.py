@@ -12,30 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from sqlalchemy import (
-    BigInteger,
-    BindParameter,
-    Column,
-    Connection,
-    Float,
-    Index,
-    Integer,
-    MetaData,
-    String,
-    Table,
-    Text,
-    and_,
-    bindparam,
-    case,
-    delete,
-    func,
-    insert,
-    inspect,
-    or_,
-    select,
-    text,
-    update,
-)
+import sqlalchemy as sa
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.database import schema
@@ -51,61 +28,60 @@ __all__ = [
     "read_losses", "untrained_since",
 ]
 
-_metadata = MetaData()
+_metadata = sa.MetaData()
 
-batches = Table(
+batches = sa.Table(
     "rm_batch",
     _metadata,
-    Column("stream", String(255), primary_key=True),
-    Column("batch_id", Text, nullable=False),  # as JSON: 12 and "12" are different batches
-    Column("batch_type", String(8), nullable=False),
-    Column("state", String(16), nullable=False),
-    Column("tasks", Integer, nullable=False),
-    Column("finished", Integer, nullable=False),
-    Column("failed_attempts", Integer, nullable=False),
-    Column("experiences", Integer, nullable=False),
-    Column("response_tokens", BigInteger, nullable=False),
-    Column("reward", Float),  # the batch's mean reward once it is finalized
-    Column("model_version", Integer),
-    Column("submitted_at", Float, nullable=False),
-    Column("ended_at", Float),
-    Column("first_position", BigInteger, nullable=False),
-    Column("last_position", BigInteger, nullable=False),
-    Column("trained_step", Integer),
-    Column("trained_at", Float),
-    Column("failed", Integer, nullable=False),  # tasks of which some run failed for good
-    Column("dropped", Integer, nullable=False),  # tasks given up unfinished
-    Column("sent", Integer, nullable=False),  # tasks of which a runner got a unit
-    Column("prompt_tokens", BigInteger, nullable=False),
-    Column("staleness", Float),  # weights versions behind the current one, mean of what was delivered, when it was
-    Index("rm_batch_state", "state"),
+    sa.Column("stream", sa.String(255), primary_key=True),
+    sa.Column("batch_id", sa.Text, nullable=False),  # as JSON: 12 and "12" are different batches
+    sa.Column("batch_type", sa.String(8), nullable=False),
+    sa.Column("state", sa.String(16), nullable=False),
+    sa.Column("tasks", sa.Integer, nullable=False),
+    sa.Column("finished", sa.Integer, nullable=False),
+    sa.Column("failed_attempts", sa.Integer, nullable=False),
+    sa.Column("experiences", sa.Integer, nullable=False),
+    sa.Column("response_tokens", sa.BigInteger, nullable=False),
+    sa.Column("reward", sa.Float),  # the batch's mean reward once it is finalized
+    sa.Column("model_version", sa.Integer),
+    sa.Column("submitted_at", sa.Float, nullable=False),
+    sa.Column("ended_at", sa.Float),
+    sa.Column("first_position", sa.BigInteger, nullable=False),
+    sa.Column("last_position", sa.BigInteger, nullable=False),
+    sa.Column("trained_step", sa.Integer),
+    sa.Column("trained_at", sa.Float),
+    sa.Column("failed", sa.Integer, nullable=False),  # tasks of which some run failed for good
+    sa.Column("dropped", sa.Integer, nullable=False),  # tasks given up unfinished
+    sa.Column("sent", sa.Integer, nullable=False),  # tasks of which a runner got a unit
+    sa.Column("prompt_tokens", sa.BigInteger, nullable=False),
+    sa.Column("staleness", sa.Float),  # weights versions behind the current one when it was finalized, on average
+    sa.Index("rm_batch_state", "state"),
 )
 
-failed_tasks = Table(
+failed_tasks = sa.Table(
     "rm_failed_task",
     _metadata,
-    Column("stream", String(255), primary_key=True),
-    Column("task", Integer, primary_key=True, autoincrement=False),
-    Column("kind", String(32), nullable=False),  # of the first failure that was final
+    sa.Column("stream", sa.String(255), primary_key=True),
+    sa.Column("task", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("kind", sa.String(32), nullable=False),  # of the first failure that was final
     sqlite_with_rowid=False,
 )
 
-losses = Table(
+losses = sa.Table(
     "rm_loss",
     _metadata,
-    Column("stream", String(255), primary_key=True),
-    Column("what", String(16), primary_key=True),  # attempt, task, experience
-    Column("why", String(200), primary_key=True),  # kind of failure; reason; operator of the pipeline
-    Column("count", Integer, nullable=False),
+    sa.Column("stream", sa.String(255), primary_key=True),
+    sa.Column("what", sa.String(16), primary_key=True),  # attempt, task, experience
+    sa.Column("why", sa.String(200), primary_key=True),  # kind of failure; reason; operator of the pipeline
+    sa.Column("count", sa.Integer, nullable=False),
     sqlite_with_rowid=False,
 )
 
-_METADATA = (
-    _metadata, runner_history.metadata, experience_usage.metadata, open_leases.metadata, host_work.metadata,
-)
+_METADATA = (_metadata, *(part.metadata for part in (
+    runner_history, experience_usage, open_leases, host_work, serve_answers)))
 
 
-def _tables() -> Iterator[Table]:
+def _tables() -> Iterator[sa.Table]:
     for metadata in _METADATA:
         yield from metadata.sorted_tables
 
@@ -117,24 +93,22 @@ class ReadModels:
 
     name, version = "read_models", 6
 
-    def create(self, connection: Connection) -> None:
-        there = inspect(connection)
+    def create(self, connection: sa.Connection) -> None:
+        there = sa.inspect(connection)
         names = set(there.get_table_names())
         for table in _tables():
             if table.name in names and {c["name"] for c in there.get_columns(table.name)} != set(table.c.keys()):
                 table.drop(connection)  # of another version: its rows are made again from the log
         if "rm_runner" in names:  # older logs have it; rm_life tells the same
-            connection.execute(text("DROP TABLE rm_runner"))
+            connection.execute(sa.text("DROP TABLE rm_runner"))
         for metadata in _METADATA:
             metadata.create_all(connection, checkfirst=True)
-        serve_answers.create(connection)
 
-    def reset(self, connection: Connection) -> None:
+    def reset(self, connection: sa.Connection) -> None:
         for table in _tables():
-            connection.execute(delete(table))
-        serve_answers.reset(connection)
+            connection.execute(sa.delete(table))
 
-    def apply(self, connection: Connection, recorded: Sequence[Recorded]) -> None:
+    def apply(self, connection: sa.Connection, recorded: Sequence[Recorded]) -> None:
         """Fold a group of events into their rows: few statements, however many events."""
         group = _Group(connection)
         for item in recorded:
@@ -154,7 +128,7 @@ class ReadModels:
 class _Group:
     """What a group of events changes in the rows of batches, gathered until a row has to be right."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: sa.Connection) -> None:
         self._connection, self.new = connection, Gathered(connection)
         self._changes: dict[str, dict[str, Any]] = {}
         self._losses: dict[tuple[str, str, str], int] = {}
@@ -174,7 +148,7 @@ class _Group:
         ]
         _ADD_LOSS.change_all(connection, lost)
         if any(row["count"] < 0 for row in lost):
-            connection.execute(delete(losses).where(losses.c.count <= 0))
+            connection.execute(sa.delete(losses).where(losses.c.count <= 0))
         host_work.flush(connection, self._elsewhere)
         self._changes, self._losses = {}, {}
 
@@ -188,7 +162,7 @@ class _Group:
                 self.flush()
                 host_work.forget(connection, item)
                 for table in (batches, failed_tasks, losses):
-                    connection.execute(delete(table).where(table.c.stream == item.stream))
+                    connection.execute(sa.delete(table).where(table.c.stream == item.stream))
             self.new.add(_NEW, _new_row(item, event))
         elif isinstance(event, ev.TaskReopened) and event.finished:
             host_work.flush(connection, self._elsewhere)
@@ -199,7 +173,7 @@ class _Group:
         _note(change, item, event)
         if isinstance(event, ev.FinalizeFailed):  # as `projections.batch` has it: without tasks it is pending
             self.flush()
-            connection.execute(update(batches).where(batches.c.stream == item.stream, batches.c.tasks == 0)
+            connection.execute(sa.update(batches).where(batches.c.stream == item.stream, batches.c.tasks == 0)
                                .values(state=BatchLifecycleState.PENDING.value))
         elif isinstance(event, _LOSING):
             self._note_loss(change, item, event)
@@ -243,29 +217,17 @@ class _Group:
 
 def stored_version(log: EventLog) -> int:
     c = schema.checkpoints.c
-    query = select(c.version).where(c.name == ReadModels.name)
+    query = sa.select(c.version).where(c.name == ReadModels.name)
     return int(log.query(lambda connection: connection.execute(query).scalar_one_or_none()) or 0)
 
 
 def _new_row(item: Recorded, event: ev.BatchSubmitted) -> dict[str, Any]:
     return {
-        "stream": item.stream,
-        "batch_id": orjson.dumps(event.batch_id).decode(),
-        "batch_type": event.batch_type,
-        "tasks": len(event.repeat_times),
-        "finished": 0,
-        "failed_attempts": 0,
-        "failed": 0,
-        "dropped": 0,
-        "sent": 0,
-        "experiences": 0,
-        "prompt_tokens": 0,
-        "response_tokens": 0,
-        **dict.fromkeys(_REPLACED),
+        "stream": item.stream, "batch_id": orjson.dumps(event.batch_id).decode(), "batch_type": event.batch_type,
+        "tasks": len(event.repeat_times), "finished": 0, "failed_attempts": 0, "failed": 0, "dropped": 0, "sent": 0,
+        "experiences": 0, "prompt_tokens": 0, "response_tokens": 0, **dict.fromkeys(_REPLACED),
         "state": (BatchLifecycleState.RUNNING if event.repeat_times else BatchLifecycleState.PENDING).value,
-        "submitted_at": item.recorded_at,
-        "first_position": item.position,
-        "last_position": item.position,
+        "submitted_at": item.recorded_at, "first_position": item.position, "last_position": item.position,
     }
 
 
@@ -273,41 +235,39 @@ _ADDED = (
     "tasks", "finished", "failed_attempts", "failed", "dropped", "sent", "experiences", "prompt_tokens",
     "response_tokens",
 )
-_REPLACED = (
-    "state", "reward", "model_version", "ended_at", "trained_step", "trained_at", "staleness", "last_position",
-)
+_REPLACED = ("state", "reward", "model_version", "ended_at", "trained_step", "trained_at", "staleness", "last_position")
 _UNCHANGED: dict[str, Any] = {**dict.fromkeys(_ADDED, 0), **dict.fromkeys(_REPLACED)}
 
 
-def _new(name: str) -> BindParameter[Any]:
-    return bindparam(f"new_{name}", type_=batches.c[name].type)
+def _new(name: str) -> sa.BindParameter[Any]:
+    return sa.bindparam(f"new_{name}", type_=batches.c[name].type)
 
 
 # One statement for every change: counts are added, and what is not null replaces.
 _CHANGE = Prepared(
-    update(batches)
-    .where(batches.c.stream == bindparam("key"))
+    sa.update(batches)
+    .where(batches.c.stream == sa.bindparam("key"))
     .values(
         {name: batches.c[name] + _new(name) for name in _ADDED}
-        | {name: func.coalesce(_new(name), batches.c[name]) for name in _REPLACED}
-        | {"model_version": case(  # the newest, whichever task ended last
+        | {name: sa.func.coalesce(_new(name), batches.c[name]) for name in _REPLACED}
+        | {"model_version": sa.case(  # the newest, whichever task ended last
             (batches.c.model_version > _new("model_version"), batches.c.model_version),
-            else_=func.coalesce(_new("model_version"), batches.c.model_version))}
+            else_=sa.func.coalesce(_new("model_version"), batches.c.model_version))}
     )
 )
-_NEW = Prepared(insert(batches))
+_NEW = Prepared(sa.insert(batches))
 # In words, and the same on both: see `events.store.database.statements`.
-_ADD_LOSS = Prepared(text(
+_ADD_LOSS = Prepared(sa.text(
     "INSERT INTO rm_loss (stream, what, why, count) VALUES (:stream, :what, :why, :count) "
     "ON CONFLICT (stream, what, why) DO UPDATE SET count = rm_loss.count + excluded.count"
 ))
-_FAILED = Prepared(text(
+_FAILED = Prepared(sa.text(
     "INSERT INTO rm_failed_task (stream, task, kind) VALUES (:stream, :task, :kind) "
     "ON CONFLICT (stream, task) DO NOTHING"
 ))
-_OF_TASK = failed_tasks.c.stream == bindparam("stream"), failed_tasks.c.task == bindparam("task")
-_NOT_FAILED = Prepared(delete(failed_tasks).where(*_OF_TASK))
-_FAILED_TASKS = Prepared(select(failed_tasks.c.task).where(_OF_TASK[0]))
+_OF_TASK = failed_tasks.c.stream == sa.bindparam("stream"), failed_tasks.c.task == sa.bindparam("task")
+_NOT_FAILED = Prepared(sa.delete(failed_tasks).where(*_OF_TASK))
+_FAILED_TASKS = Prepared(sa.select(failed_tasks.c.task).where(_OF_TASK[0]))
 
 
 def _note(change: dict[str, Any], item: Recorded, event: ev.Event) -> None:
@@ -354,11 +314,11 @@ def projectors() -> list[ReadModels]:
     return [ReadModels()]
 
 
-def open_batches(connection: Connection) -> list[tuple[str, BatchId]]:
+def open_batches(connection: sa.Connection) -> list[tuple[str, BatchId]]:
     """(stream, batch id) of every batch that has not ended, in the order of submission."""
     ended = [BatchLifecycleState.FINALIZED.value, BatchLifecycleState.ABORTED.value]
     rows = connection.execute(
-        select(batches.c.stream, batches.c.batch_id)
+        sa.select(batches.c.stream, batches.c.batch_id)
         .where(batches.c.state.not_in(ended))
         .order_by(batches.c.first_position)
     )
@@ -371,10 +331,10 @@ def next_delivered(log: EventLog, after: int) -> tuple[BatchId, int] | None:
     return None if found is None else (orjson.loads(found[0]), found[1])
 
 
-def delivered_batches(connection: Connection, limit: int) -> list[tuple[str, int]]:
+def delivered_batches(connection: sa.Connection, limit: int) -> list[tuple[str, int]]:
     """(stream, first position) of the finalized train batches, the newest first, at most `limit`."""
     rows = connection.execute(
-        select(batches.c.stream, batches.c.first_position)
+        sa.select(batches.c.stream, batches.c.first_position)
         .where(batches.c.batch_type == "train", batches.c.state == BatchLifecycleState.FINALIZED.value)
         .order_by(batches.c.ended_at.desc(), batches.c.first_position.desc())
         .limit(limit)
@@ -382,7 +342,7 @@ def delivered_batches(connection: Connection, limit: int) -> list[tuple[str, int
     return [(stream, first) for stream, first in rows]
 
 
-def untrained_since(connection: Connection, step: int, position: int) -> list[tuple[BatchId, int, int]]:
+def untrained_since(connection: sa.Connection, step: int, position: int) -> list[tuple[BatchId, int, int]]:
     """Return what a trainer that is back at `step` has yet to use, of the train batches finalized up to `position`.
 
     (batch id, its first and its last position), by the step that it was trained in; then those never trained, as they
@@ -390,9 +350,9 @@ def untrained_since(connection: Connection, step: int, position: int) -> list[tu
     """
     c = batches.c
     rows = connection.execute(
-        select(c.batch_id, c.first_position, c.last_position)
+        sa.select(c.batch_id, c.first_position, c.last_position)
         .where(c.batch_type == "train", c.state == BatchLifecycleState.FINALIZED.value)
-        .where(or_(c.trained_step > step, and_(c.trained_step.is_(None), c.last_position <= position)))
+        .where(sa.or_(c.trained_step > step, sa.and_(c.trained_step.is_(None), c.last_position <= position)))
         .order_by(c.trained_step.is_(None), c.trained_step, c.ended_at, c.first_position)
     )
     return [(orjson.loads(batch_id), first, last) for batch_id, first, last in rows]
@@ -412,11 +372,11 @@ class Totals:
     response_tokens: int
 
 
-def read_totals(connection: Connection) -> list[Totals]:
+def read_totals(connection: sa.Connection) -> list[Totals]:
     """Count over the batches of each type and state that there is."""
     c = batches.c
     summed = ("tasks", "finished", "failed", "dropped", "experiences", "prompt_tokens", "response_tokens")
-    query = select(c.batch_type, c.state, func.count(), *(func.sum(c[name]) for name in summed))
+    query = sa.select(c.batch_type, c.state, sa.func.count(), *(sa.func.sum(c[name]) for name in summed))
     return [
         Totals(batch_type=batch_type, state=state, batches=count,
                **{name: int(value) for name, value in zip(summed, sums, strict=True)})
@@ -426,10 +386,10 @@ def read_totals(connection: Connection) -> list[Totals]:
     ]
 
 
-def read_losses(connection: Connection, stream: str | None = None) -> dict[tuple[str, str], int]:
+def read_losses(connection: sa.Connection, stream: str | None = None) -> dict[tuple[str, str], int]:
     """Return (what, why) -> how many attempts, tasks or experiences came to nothing, of one batch or of all."""
     c = losses.c
-    query = select(c.what, c.why, func.sum(c.count)).group_by(c.what, c.why).order_by(c.what, c.why)
+    query = sa.select(c.what, c.why, sa.func.sum(c.count)).group_by(c.what, c.why).order_by(c.what, c.why)
     if stream is not None:
         query = query.where(c.stream == stream)
     return {(what, why): int(count) for what, why, count in connection.execute(query)}

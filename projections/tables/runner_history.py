@@ -16,25 +16,7 @@ from itertools import zip_longest
 from typing import Any
 
 import orjson
-from sqlalchemy import (
-    BigInteger,
-    Column,
-    Connection,
-    Float,
-    Index,
-    Integer,
-    MetaData,
-    Select,
-    String,
-    Table,
-    Text,
-    and_,
-    bindparam,
-    func,
-    insert,
-    select,
-    update,
-)
+import sqlalchemy as sa
 
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.database import schema
@@ -155,73 +137,73 @@ class WeightsVersion:
     failures: list[WeightsLoad] = field(default_factory=list)
 
 
-metadata = MetaData()
+metadata = sa.MetaData()
 
-_lives = Table(
+_lives = sa.Table(
     "rm_life",
     metadata,
-    Column("runner", String(255), primary_key=True),
-    Column("incarnation", Integer, primary_key=True, autoincrement=False),
-    Column("model", Text, nullable=False),
-    Column("pid", BigInteger, nullable=False),
-    Column("host", Text, nullable=False),
-    Column("engine", Text, nullable=False),
-    Column("places", Integer, nullable=False),
-    Column("started_at", Float),
-    Column("ready_at", Float),
-    Column("load_seconds", Float),
-    Column("ended_at", Float),
-    Column("how", String(16), nullable=False),
-    Column("reason", Text, nullable=False),
-    Column("model_version", Integer, nullable=False),
-    Column("attempts_lost", Integer, nullable=False),
-    Column("seconds_lost", Float, nullable=False),
-    Column("first_position", BigInteger, nullable=False),
+    sa.Column("runner", sa.String(255), primary_key=True),
+    sa.Column("incarnation", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("model", sa.Text, nullable=False),
+    sa.Column("pid", sa.BigInteger, nullable=False),
+    sa.Column("host", sa.Text, nullable=False),
+    sa.Column("engine", sa.Text, nullable=False),
+    sa.Column("places", sa.Integer, nullable=False),
+    sa.Column("started_at", sa.Float),
+    sa.Column("ready_at", sa.Float),
+    sa.Column("load_seconds", sa.Float),
+    sa.Column("ended_at", sa.Float),
+    sa.Column("how", sa.String(16), nullable=False),
+    sa.Column("reason", sa.Text, nullable=False),
+    sa.Column("model_version", sa.Integer, nullable=False),
+    sa.Column("attempts_lost", sa.Integer, nullable=False),
+    sa.Column("seconds_lost", sa.Float, nullable=False),
+    sa.Column("first_position", sa.BigInteger, nullable=False),
     sqlite_with_rowid=False,
 )
 
-_published = Table(
+_published = sa.Table(
     "rm_weights",
     metadata,
-    Column("position", BigInteger, primary_key=True, autoincrement=False),
-    Column("version", Integer, nullable=False),
-    Column("at", Float, nullable=False),
-    Column("method", Text, nullable=False),
-    Column("path", Text, nullable=False),
+    sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("version", sa.Integer, nullable=False),
+    sa.Column("at", sa.Float, nullable=False),
+    sa.Column("method", sa.Text, nullable=False),
+    sa.Column("path", sa.Text, nullable=False),
 )
 
-_loads = Table(
+_loads = sa.Table(
     "rm_load",
     metadata,
-    Column("position", BigInteger, primary_key=True, autoincrement=False),
-    Column("version", Integer, nullable=False),
-    Column("runner", String(255), nullable=False),
-    Column("incarnation", Integer, nullable=False),
-    Column("at", Float, nullable=False),
-    Column("seconds", Float, nullable=False),
-    Column("error", Text),
-    Index("rm_load_version", "version"),
+    sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("version", sa.Integer, nullable=False),
+    sa.Column("runner", sa.String(255), nullable=False),
+    sa.Column("incarnation", sa.Integer, nullable=False),
+    sa.Column("at", sa.Float, nullable=False),
+    sa.Column("seconds", sa.Float, nullable=False),
+    sa.Column("error", sa.Text),
+    sa.Index("rm_load_version", "version"),
 )
 
-_made = Table(
+_made = sa.Table(
     "rm_made",
     metadata,
-    Column("version", Integer, primary_key=True, autoincrement=False),
-    Column("position", BigInteger, primary_key=True, autoincrement=False),  # of the BatchFinalized
-    Column("stream", String(255), nullable=False),
-    Column("experiences", Integer, nullable=False),
+    sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("position", sa.BigInteger, primary_key=True, autoincrement=False),  # of the BatchFinalized
+    sa.Column("stream", sa.String(255), nullable=False),
+    sa.Column("experiences", sa.Integer, nullable=False),
     sqlite_with_rowid=False,
 )
 
 
-_NEW_LIFE = Prepared(insert(_lives))
+_NEW_LIFE = Prepared(sa.insert(_lives))
 _UNKNOWN_LIFE: dict[str, Any] = {
     "model": "rollout", "pid": 0, "host": "", "engine": "", "places": 0, "started_at": None, "ready_at": None,
     "load_seconds": None, "ended_at": None, "how": "running", "reason": "", "model_version": 0, "attempts_lost": 0,
     "seconds_lost": 0.0,
 }
-_NEW_PUBLISHED, _NEW_LOAD, _NEW_MADE = Prepared(insert(_published)), Prepared(insert(_loads)), Prepared(insert(_made))
-_LAST_PUBLISHED = Prepared(select(_published.c.version).order_by(_published.c.position.desc()).limit(1))
+_NEW_PUBLISHED, _NEW_LOAD, _NEW_MADE = (Prepared(sa.insert(table)) for table in (_published, _loads, _made))
+_LAST_PUBLISHED = Prepared(sa.select(_published.c.version).order_by(_published.c.position.desc()).limit(1))
 
 
 def stored(value: str, limit: int = 2000) -> str:
@@ -245,31 +227,19 @@ def apply(group: Gathered, item: Recorded) -> None:
                  model_version=event.model_version, how="running", ended_at=None, reason="")
         case ev.ConcurrencyChanged():
             _put(connection, item, event, places=event.places)
-        case ev.RunnerFailed():
-            _end(connection, item, event, "failed", event.reason)
-        case ev.RunnerLost():
-            _end(connection, item, event, "lost", event.reason)
-        case ev.RunnerQuarantined():
-            _end(connection, item, event, "quarantined", event.reason)
-        case ev.RunnerRetired():
-            _end(connection, item, event, "retired", "")
-        case ev.WeightsLoaded():
-            _put(connection, item, event, model_version=event.version)
-            _load(group, item, event, event.seconds, None)
-        case ev.WeightsFailed():
-            _load(group, item, event, 0.0, event.error)
+        case ev.RunnerFailed() | ev.RunnerLost() | ev.RunnerQuarantined() | ev.RunnerRetired():
+            _end(connection, item, event)
+        case ev.WeightsLoaded() | ev.WeightsFailed():
+            if isinstance(event, ev.WeightsLoaded):
+                _put(connection, item, event, model_version=event.version)
+            error: str | None = getattr(event, "error", None)
+            group.add(_NEW_LOAD, {
+                "position": item.position, "version": event.version, "runner": stored(event.runner, 255),
+                "incarnation": event.incarnation, "at": at, "seconds": getattr(event, "seconds", 0.0),
+                "error": error and stored(error)})
 
 
-def _load(
-    group: Gathered, item: Recorded, event: ev.WeightsLoaded | ev.WeightsFailed, seconds: float, error: str | None,
-) -> None:
-    row = {"position": item.position, "version": event.version, "runner": stored(event.runner, 255),
-           "incarnation": event.incarnation, "at": item.recorded_at, "seconds": seconds,
-           "error": error and stored(error)}
-    group.add(_NEW_LOAD, row)
-
-
-def _put(connection: Connection, item: Recorded, event: Any, **values: Any) -> None:
+def _put(connection: sa.Connection, item: Recorded, event: Any, **values: Any) -> None:
     """Change the row of the life that the event names, or make it."""
     key = {"runner": stored(event.runner, 255), "incarnation": event.incarnation}
     new = {f"of_{name}": value for name, value in key.items()} | {f"new_{name}": v for name, v in values.items()}
@@ -279,15 +249,15 @@ def _put(connection: Connection, item: Recorded, event: Any, **values: Any) -> N
 
 @cache
 def _change_life(names: tuple[str, ...]) -> Prepared:
-    of_life = [_lives.c[name] == bindparam(f"of_{name}") for name in ("runner", "incarnation")]
-    new = {name: bindparam(f"new_{name}", type_=_lives.c[name].type) for name in names}
-    return Prepared(update(_lives).where(*of_life).values(new))
+    of_life = [_lives.c[name] == sa.bindparam(f"of_{name}") for name in ("runner", "incarnation")]
+    new = {name: sa.bindparam(f"new_{name}", type_=_lives.c[name].type) for name in names}
+    return Prepared(sa.update(_lives).where(*of_life).values(new))
 
 
-def _end(connection: Connection, item: Recorded, event: Any, how: str, reason: str) -> None:
+def _end(connection: sa.Connection, item: Recorded, event: Any) -> None:
     """End a life. The first end counts; one that comes later (lost, then quarantined) may say more of it."""
-    c = _lives.c
-    query = select(c.how, c.ended_at, c.reason).where(
+    c, how, reason = _lives.c, item.type.removeprefix("Runner").lower(), getattr(event, "reason", "")
+    query = sa.select(c.how, c.ended_at, c.reason).where(
         c.runner == stored(event.runner, 255), c.incarnation == event.incarnation
     )
     known = connection.execute(query).one_or_none()
@@ -312,7 +282,7 @@ Dispatched = dict[tuple[Any, ...], list[tuple[int, float]]]
 
 
 def attempt_lost(
-    connection: Connection, item: Recorded, event: ev.AttemptFailed, known: dict[tuple[str, str, int], Dispatched],
+    connection: sa.Connection, item: Recorded, event: ev.AttemptFailed, known: dict[tuple[str, str, int], Dispatched],
     system_ends: dict[str, float | None],
 ) -> None:
     """Count what an attempt cost that ended with its runner to the runner's life.
@@ -321,8 +291,8 @@ def attempt_lost(
     and `system_ends` when the system ended under it, by append.
     """
     c = _lives.c
-    life = and_(c.runner == stored(event.runner, 255), c.incarnation == event.incarnation)
-    row = connection.execute(select(c.first_position, c.ended_at).where(life)).one_or_none()
+    life = sa.and_(c.runner == stored(event.runner, 255), c.incarnation == event.incarnation)
+    row = connection.execute(sa.select(c.first_position, c.ended_at).where(life)).one_or_none()
     if row is None:  # nothing is known of that life, and it has no row to count this to
         return
     of = item.stream, event.runner, event.incarnation
@@ -339,19 +309,19 @@ def attempt_lost(
         until = ended
     seconds = max(0.0, until - before[-1]) if before else 0.0
     connection.execute(
-        update(_lives).where(life)
+        sa.update(_lives).where(life)
         .values(attempts_lost=c.attempts_lost + 1, seconds_lost=c.seconds_lost + seconds)
     )
 
 
-def _system_ended(connection: Connection, item: Recorded) -> float | None:
+def _system_ended(connection: sa.Connection, item: Recorded) -> float | None:
     """Return when a system was last heard that ended as a whole, in unix seconds.
 
     That is where an event is of the append with which the next coordinator started, and said what it found; None
     where it is not.
     """
     e = schema.events.c
-    start = select(e.position, e.commit_id).where(
+    start = sa.select(e.position, e.commit_id).where(
         schema.IS_RARE, e.type == "CoordinatorStarted", e.position < item.position
     ).order_by(e.position.desc()).limit(1)
     started = connection.execute(start).one_or_none()
@@ -361,20 +331,20 @@ def _system_ended(connection: Connection, item: Recorded) -> float | None:
     return None if last is None else float(last.recorded_at)
 
 
-def before_start(position: int, commit_id: str) -> Select[Any]:
+def before_start(position: int, commit_id: str) -> sa.Select[Any]:
     """Select the last event before a coordinator's start, which has this position and is of this append.
 
     It is not of that append, nor what was noted while nobody led: of the clock, or of what a person gave up.
     """
     e = schema.events.c
-    return select(schema.events).where(
+    return sa.select(schema.events).where(
         e.position < position, e.commit_id != commit_id, e.type.not_in(["ClockStepped", "RewindAccepted"])
     ).order_by(e.position.desc()).limit(1)
 
 
-def _dispatched(connection: Connection, stream: str, after: int) -> Dispatched:
+def _dispatched(connection: sa.Connection, stream: str, after: int) -> Dispatched:
     e = schema.events.c
-    query = select(e.version, e.recorded_at, e.data).where(
+    query = sa.select(e.version, e.recorded_at, e.data).where(
         e.stream == stream, e.type == "TasksDispatched", after < schema.POSITION_IN_STREAM
     )
     found: Dispatched = {}
@@ -386,7 +356,7 @@ def _dispatched(connection: Connection, stream: str, after: int) -> Dispatched:
     return found
 
 
-def published(connection: Connection) -> int:
+def published(connection: sa.Connection) -> int:
     """Return the current version of the weights; 0 where none was published."""
     row = _LAST_PUBLISHED.first(connection, {})
     return 0 if row is None else int(row[0])
@@ -409,8 +379,8 @@ def seen(life: RunnerIncarnation, up: bool | None) -> str:
     return "gone" if life.how == "running" and up is False else life.how
 
 
-def read_lives(connection: Connection) -> list[RunnerIncarnation]:
-    rows = connection.execute(select(_lives).order_by(_lives.c.runner, _lives.c.incarnation)).mappings().all()
+def read_lives(connection: sa.Connection) -> list[RunnerIncarnation]:
+    rows = connection.execute(sa.select(_lives).order_by(_lives.c.runner, _lives.c.incarnation)).mappings().all()
     out: list[RunnerIncarnation] = []
     for row, after in zip_longest(rows, rows[1:]):
         values = {k: v for k, v in row.items() if k != "first_position"}
@@ -421,53 +391,53 @@ def read_lives(connection: Connection) -> list[RunnerIncarnation]:
     return out
 
 
-def runner_states(connection: Connection) -> dict[str, tuple[int, str]]:
+def runner_states(connection: sa.Connection) -> dict[str, tuple[int, str]]:
     """Last incarnation and state of every runner."""
     return {life.runner: (life.incarnation, life.state) for life in read_lives(connection)}
 
 
-def last_incarnation(connection: Connection) -> int:
-    return int(connection.execute(select(func.max(_lives.c.incarnation))).scalar() or 0)
+def last_incarnation(connection: sa.Connection) -> int:
+    return int(connection.execute(sa.select(sa.func.max(_lives.c.incarnation))).scalar() or 0)
 
 
 def read_weights(
-    connection: Connection, *, version: int | None = None, limit: int | None = None, offset: int = 0
+    connection: sa.Connection, *, version: int | None = None, limit: int | None = None, offset: int = 0
 ) -> list[WeightsVersion]:
     """Return every version that was published, in the order of its first publication; or one, or the newest.
 
     With `limit`, so many of them, without the `offset` newest ones.
     """
-    first = func.min(_published.c.position)
-    chosen = select(_published.c.version).group_by(_published.c.version).order_by(first.desc())
+    first = sa.func.min(_published.c.position)
+    chosen = sa.select(_published.c.version).group_by(_published.c.version).order_by(first.desc())
     if version is not None:
         chosen = chosen.where(_published.c.version == version)
     if limit is not None:
         chosen = chosen.limit(limit).offset(offset)
     found: dict[int, dict[str, Any]] = {}
-    published = select(_published).where(_published.c.version.in_(chosen)).order_by(_published.c.position)
+    published = sa.select(_published).where(_published.c.version.in_(chosen)).order_by(_published.c.position)
     for row in connection.execute(published):
         new = {"version": row.version, "published_at": row.at, "position": row.position, "loads": [], "failures": []}
         found.setdefault(row.version, new).update(method=row.method, path=row.path)
     c = _loads.c
-    loads = select(c.version, c.runner, c.incarnation, c.at, c.seconds, c.error).where(c.version.in_(chosen))
+    loads = sa.select(c.version, c.runner, c.incarnation, c.at, c.seconds, c.error).where(c.version.in_(chosen))
     for of_version, runner, incarnation, at, seconds, error in connection.execute(loads.order_by(c.position)).all():
         load = WeightsLoad(runner=runner, incarnation=incarnation, at=at, seconds=seconds, error=error)
         found[of_version]["loads" if error is None else "failures"].append(load)
     return [WeightsVersion(**values) for values in found.values()]
 
 
-def count_weights(connection: Connection) -> int:
-    return int(connection.execute(select(func.count(_published.c.version.distinct()))).scalar_one())
+def count_weights(connection: sa.Connection) -> int:
+    return int(connection.execute(sa.select(sa.func.count(_published.c.version.distinct()))).scalar_one())
 
 
-def read_made(connection: Connection) -> dict[int, int]:
+def read_made(connection: sa.Connection) -> dict[int, int]:
     """Version (0, the model as it was given, too) -> how many of the experiences that batches delivered it made."""
-    query = select(_made.c.version, func.sum(_made.c.experiences)).group_by(_made.c.version)
+    query = sa.select(_made.c.version, sa.func.sum(_made.c.experiences)).group_by(_made.c.version)
     return {version: int(count) for version, count in connection.execute(query)}
 
 
-def batches_made_by(connection: Connection, version: int, limit: int) -> list[tuple[str, int]]:
+def batches_made_by(connection: sa.Connection, version: int, limit: int) -> list[tuple[str, int]]:
     """(stream of a batch, how many of what it delivered this version made), the newest first, at most `limit`."""
-    query = select(_made.c.stream, _made.c.experiences).where(_made.c.version == version)
+    query = sa.select(_made.c.stream, _made.c.experiences).where(_made.c.version == version)
     return [(stream, count) for stream, count in connection.execute(
         query.order_by(_made.c.position.desc()).limit(limit))]

@@ -23,14 +23,8 @@ import orjson
 from sqlalchemy import Connection, Select, create_engine, delete, insert, select, text
 from sqlalchemy.pool import StaticPool
 
+from trinity_es.events import errors
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import (
-    LogCorrupt,
-    LogError,
-    LogTooNew,
-    LogUnavailable,
-    NotALog,
-)
 from trinity_es.events.store.checks.log_end import Claim, Memory, rewound
 from trinity_es.events.store.checks.verify import Problems, check_pages, raw_text
 from trinity_es.events.store.database import schema
@@ -106,8 +100,8 @@ def verify_log(
     """
     try:
         log = EventLog.open(url, read_only=True)
-    except (NotALog, LogCorrupt, LogTooNew) as e:
-        if isinstance(e, NotALog) and not _was_log(url):
+    except (errors.NotALog, errors.LogCorrupt, errors.LogTooNew) as e:
+        if isinstance(e, errors.NotALog) and not _was_log(url):
             raise
         return Verification(url=masked(url), problems=[e.message, *_of_file(url)])
     except UNREADABLE as e:  # a schema that SQLite can't read
@@ -164,7 +158,7 @@ def verify_open(
 def _remembered(log: EventLog, url: str, folder: str) -> list[Claim]:
     """Return what this host remembers of the log: beside the key that its last system had, and beside a file."""
     folders = [folder] if folder else []
-    with suppress(*UNREADABLE, LogError):
+    with suppress(*UNREADABLE, errors.LogError):
         configured = log.last("system", "SystemConfigured")
         event = None if configured is None else configured.event
         system = event.config.get("system", {}) if isinstance(event, ev.SystemConfigured) else {}
@@ -173,7 +167,7 @@ def _remembered(log: EventLog, url: str, folder: str) -> list[Claim]:
     if (file := file_of(url)) is not None:
         folders.append(str(file.absolute().parent / "logs"))
     claims: list[Claim] = []
-    with suppress(*UNREADABLE, LogError):
+    with suppress(*UNREADABLE, errors.LogError):
         for place in dict.fromkeys(folders):
             claims += log.remembered(Memory.of(url, place))
     return claims
@@ -181,7 +175,7 @@ def _remembered(log: EventLog, url: str, folder: str) -> list[Claim]:
 
 def _lost(log: EventLog, claims: Sequence[Claim]) -> str | None:
     """Return what the log lacks of these claims, in words."""
-    with suppress(*UNREADABLE, LogCorrupt):  # its head or its events can't be read: that is told already
+    with suppress(*UNREADABLE, errors.LogCorrupt):  # its head or its events can't be read: that is told already
         head, lost = log.lost(claims)
         return rewound(log.url, head, lost).message if lost else None
     return None
@@ -252,7 +246,7 @@ class _Fold:
             for projector in self._projectors:
                 projector.apply(self._connection, recorded)
             self._connection.execute(delete(schema.events))
-        except LogUnavailable:  # a database that is away says nothing of the log
+        except errors.LogUnavailable:  # a database that is away says nothing of the log
             raise
         except Exception as e:  # of events that were changed, anything
             self._folds = False
@@ -311,7 +305,7 @@ class _Fold:
         where = f"position {item.position} (leases {item.version}, {item.type})"
         try:
             evolve_leases(self._leases_open, item.event)
-        except LogCorrupt as e:
+        except errors.LogCorrupt as e:
             self.problems.add(f"{where}: it can't follow what came before it: {e.message}")
             return
         if isinstance(taken := item.event, ev.LeaseTaken):

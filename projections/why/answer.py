@@ -12,20 +12,8 @@ from trinity_es.events.store.database.urls import file_of
 from trinity_es.events.values import BatchId, BatchLifecycleState, local_time
 
 __all__ = [
-    "ADD_SERVER",
-    "OF_TRAINER",
-    "Waiting",
-    "Why",
-    "another_life",
-    "counted",
-    "go_on",
-    "mend",
-    "mend_weights",
-    "mended",
-    "resume_command",
-    "span",
-    "start_server",
-    "unread",
+    "ADD_SERVER", "OF_TRAINER", "Waiting", "Why", "another_life", "counted", "go_on", "mend", "mend_weights", "mended",
+    "resume_command", "span", "start_server", "unread",
 ]
 
 SHOWN = 5

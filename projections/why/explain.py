@@ -61,12 +61,8 @@ _UNKNOWN = Waiting(cause="nothing", what="", text="nothing that its log tells of
 
 
 def why(
-    situation: SystemSnapshot,
-    batch_id: BatchId,
-    *,
-    now: float,
-    live: Mapping[str, Any] | None = None,
-    system: Mapping[str, Any] | None = None,
+    situation: SystemSnapshot, batch_id: BatchId, *, now: float, live: Mapping[str, Any] | None = None,
+    system: Mapping[str, Any] | None = None
 ) -> Why:
     """Return what the batch waits for. Raises BatchNotFound.
 
@@ -284,8 +280,7 @@ def _interrupted(course: BatchTimes, flight: Flight) -> Waiting:
     return Waiting(
         cause="interrupted", what=what, text=text, task=unit.task, attempt=unit.attempt,
         charged_attempt=flight.strikes + 1, max_attempts=state.max_attempts, runner=flight.runner,
-        incarnation=flight.incarnation,
-        since=course.flying_since.get((unit.task, unit.run_id_base)),
+        incarnation=flight.incarnation, since=course.flying_since.get((unit.task, unit.run_id_base)),
     )
 
 

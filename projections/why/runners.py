@@ -86,9 +86,7 @@ def problem(situation: SystemSnapshot, runner: RunnerSnapshot, now: float) -> st
     return f"is up, and {runner.runs_wait}: see to that" if runner.runs_wait and runner.state == "ready" else None
 
 
-def _state(
-    situation: SystemSnapshot, runner: RunnerSnapshot, now: float
-) -> tuple[str, str, float | None, bool]:
+def _state(situation: SystemSnapshot, runner: RunnerSnapshot, now: float) -> tuple[str, str, float | None, bool]:
     """Return the cause, what to say after the runner's name, since when, and whether it needs a person."""
     since = runner.since
     ago = "" if since is None else f" {span(now - since)} ago"

@@ -192,10 +192,9 @@ def _observe_runner(situation: SystemSnapshot, event: ev.Event, at: float) -> No
             runner.places, runner.model_version = event.places, event.model_version
         case ev.ConcurrencyChanged():
             runner.places = event.places
-        case ev.RunnerFailed():
-            runner.state, runner.since, runner.reason = "failed", at, event.reason
-        case ev.RunnerLost():
-            runner.state, runner.since, runner.reason = "lost", at, event.reason
+        case ev.RunnerFailed() | ev.RunnerLost():
+            state = "failed" if isinstance(event, ev.RunnerFailed) else "lost"
+            runner.state, runner.since, runner.reason = state, at, event.reason
         case ev.RunnerQuarantined():
             runner.state, runner.since = "quarantined", at
             lives = "1 life" if event.deaths == 1 else f"{event.deaths} lives"

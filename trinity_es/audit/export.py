@@ -169,8 +169,7 @@ def write_experiences(
 
 # --- events ---------------------------------------------------------------------------------------------------------
 def write_events(
-    log: Log, path: Path, batch_ids: Sequence[BatchId] | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    log: Log, path: Path, batch_ids: Sequence[BatchId] | None = None, progress: Callable[[int, int], None] | None = None
 ) -> Exported:
     """Write every event (or those of these batches) as a line of JSON; `progress(position, last position)`."""
     done, last = Exported(), log.head().position

@@ -56,8 +56,7 @@ def experiences_of(payloads: PayloadStore, row: RunRow) -> list[Experience]:
 
 
 def read_runs(
-    log: Log, batch_id: BatchId, rows: Sequence[RunRow], delivered: Sequence[ev.PayloadRef],
-    tasks: int = 0,
+    log: Log, batch_id: BatchId, rows: Sequence[RunRow], delivered: Sequence[ev.PayloadRef], tasks: int = 0
 ) -> list[Found]:
     """Return what each of these runs of a batch produced, and what became of it in what the batch `delivered`.
 
@@ -78,8 +77,7 @@ def read_runs(
 
 
 def _read_run(
-    payloads: PayloadStore | None, missing: str, delivered: Sequence[ev.PayloadRef], row: RunRow,
-    tasks: int,
+    payloads: PayloadStore | None, missing: str, delivered: Sequence[ev.PayloadRef], row: RunRow, tasks: int
 ) -> Found:
     if row.payload is None:
         return Found(missing=NOT_KEPT)

@@ -197,9 +197,7 @@ def parse_at(
     return at
 
 
-def _position_or_moment(
-    text: str, log: Log | None, batch_id: BatchId | None, option: str
-) -> int | datetime:
+def _position_or_moment(text: str, log: Log | None, batch_id: BatchId | None, option: str) -> int | datetime:
     if text.isdecimal():
         if log is not None and int(text) > (head := log.head().position):
             raise typer.BadParameter(f"{text} is after the log's last position, {head}", param_hint=option)

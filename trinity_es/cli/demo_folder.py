@@ -65,9 +65,7 @@ def find_examples() -> Path:
     return place
 
 
-def make(
-    folder: Path | None, *, seed: int, steps: int | None, engine: EngineName
-) -> Place:
+def make(folder: Path | None, *, seed: int, steps: int | None, engine: EngineName) -> Place:
     """Make the folder, with model, tasksets, code and config. Raises ConfigError when it is there already."""
     folder = (folder or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

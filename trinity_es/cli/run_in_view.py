@@ -187,18 +187,12 @@ def run_summary(settings: Config, log: Log) -> dict[str, Any]:
     tokens = sum(b.response_tokens for b in rows) + sum(getattr(e, "response_tokens", 0) for e in earlier)
     busy, versions = _serving_seconds(log, ended_at), log.count_weights()
     return {
-        "log": _short_url(settings),
-        "batches": len(rows),
-        "train_batches": len(train),
-        "weight_versions": versions and versions + 1,
-        "model_version": log.model_version(),
-        "response_tokens": tokens,
+        "log": _short_url(settings), "batches": len(rows), "train_batches": len(train),
+        "weight_versions": versions and versions + 1, "model_version": log.model_version(), "response_tokens": tokens,
         "prompt_tokens": sum(b.prompt_tokens for b in rows) + sum(getattr(e, "prompt_tokens", 0) for e in earlier),
         "tokens_per_second": tokens / busy if busy else 0.0,
         "failed_attempts": sum(b.failed_attempts for b in rows) + sum(isinstance(e, ev.AttemptFailed) for e in earlier),
-        "seconds": ended_at - begun_at,
-        "rewards": [b.reward for b in train],
-        "evals": evals,
+        "seconds": ended_at - begun_at, "rewards": [b.reward for b in train], "evals": evals,
         "eval_reward_before": evals[0]["reward"] if evals else None,
         "eval_reward_after": of_first[-1]["reward"] if len(of_first) > 1 else None,
     }

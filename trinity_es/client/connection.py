@@ -35,14 +35,7 @@ from trinity_es.actors.orphaned import owner_gone
 from trinity_es.actors.requests import Reply, Request, Where, WhereReply, unpack
 from trinity_es.actors.system_key import key_place, read_key
 from trinity_es.actors.transport import AuthenticatedSystemBase, listens_at
-from trinity_es.events.errors import (
-    LogRewound,
-    NotRunning,
-    TrinityError,
-    VersionMismatch,
-    WrongKey,
-    error_from_dict,
-)
+from trinity_es.events.errors import LogRewound, NotRunning, TrinityError, VersionMismatch, WrongKey, error_from_dict
 from trinity_es.events.processes import process_lives
 from trinity_es.events.store.checks.log_end import Mark, told_less
 from trinity_es.events.store.payloads.payloads import PayloadStore
@@ -209,9 +202,7 @@ class Connection:
     running system, or None while a keeper starts it, and raises NotRunning if nobody does.
     """
 
-    def __init__(
-        self, payloads: PayloadStore, find: Callable[[dict[str, Any] | None], dict[str, Any] | None]
-    ) -> None:
+    def __init__(self, payloads: PayloadStore, find: Callable[[dict[str, Any] | None], dict[str, Any] | None]) -> None:
         self._payloads, self._find_admin = payloads, find
         self._lock = threading.Lock()
         self._joining: Future[None] | None = None
@@ -310,10 +301,7 @@ class Connection:
 
     def _exchange(self, life: _Session, endpoint: _Endpoint, request: Request, deadline: float | None) -> Any:
         where = Where(uuid.uuid4().hex)
-        taken = time.monotonic()
-        """When a coordinator took something last."""
-        again = 0.0
-        """When to ask again, if nothing comes before."""
+        taken, again = time.monotonic(), 0.0  # when a coordinator took something last; when to ask again
 
         def over(to: Any, status: Any) -> None:
             nonlocal taken, again
@@ -352,9 +340,8 @@ class Connection:
             if answer is None and not life.lives():
                 raise _Gone
             if now - taken > AWAY_SECONDS:
-                raise NotRunning(
-                    f"no coordinator has taken anything for {AWAY_SECONDS:.0f} s; `trinity-es status` tells more"
-                )
+                why = f"no coordinator has taken anything for {AWAY_SECONDS:.0f} s"
+                raise NotRunning(f"{why}; `trinity-es status` tells more")
 
     def _learn(self, asked: Request, answer: Reply) -> None:
         """Keep how far the log was when it answered. Raises LogRewound where that is less than was known before."""

@@ -13,16 +13,7 @@ from typing import Any
 from trinity_es.client.problems import problems
 from trinity_es.client.unanswered import state_of_runner
 from trinity_es.config.config import Config
-from trinity_es.events.errors import (
-    BatchNotFound,
-    LogError,
-    LogNotFound,
-    LogRewound,
-    LogUnavailable,
-    NotALog,
-    TrinityError,
-    WrongKey,
-)
+from trinity_es.events import errors
 from trinity_es.events.store.database.retry import within
 from trinity_es.events.values import BatchId, BatchLifecycleState
 from trinity_es.events.vocabulary import HostJoined, TasksetAdvanced
@@ -60,9 +51,9 @@ def facts(config: Config) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     try:
         with connect(config) as client:
             return client.facts()
-    except (LogRewound, WrongKey):
+    except (errors.LogRewound, errors.WrongKey):
         raise  # who asks may not, and has to know; or nothing goes on until somebody mends it
-    except TrinityError:  # it ended meanwhile: the log knows who ran
+    except errors.TrinityError:  # it ended meanwhile: the log knows who ran
         return None, {}
 
 
@@ -72,7 +63,7 @@ def explain(config: Config, batch: str | None = None, find: Callable[[Log, str],
     While the log can't be read: what the running system says of those that are open. Raises BatchNotFound, LogError;
     LogRewound where the log lost what was acknowledged.
     """
-    with contextlib.suppress(LogUnavailable):
+    with contextlib.suppress(errors.LogUnavailable):
         within(READ_SECONDS, lambda: remembered_log_end.require(config))
     live, running_system = facts(config)
 
@@ -82,13 +73,13 @@ def explain(config: Config, batch: str | None = None, find: Callable[[Log, str],
                 return log.why_open(live=live, system=running_system)
             try:
                 batch_id = find(log, batch)
-            except BatchNotFound as e:
-                raise BatchNotFound(e.message + _starting(live)) from None
+            except errors.BatchNotFound as e:
+                raise errors.BatchNotFound(e.message + _starting(live)) from None
             return [log.why(batch_id, live=live, system=running_system)]
 
     try:
         return within(READ_SECONDS, read)
-    except LogUnavailable as e:
+    except errors.LogUnavailable as e:
         found = unread(live or {}, e.message, now=time.time())
         chosen = [w for w in found if batch is None or batch in (str(w.batch_id), f"'{w.batch_id}'")]
         if not chosen:
@@ -128,11 +119,11 @@ def look(config: Config) -> dict[str, Any]:
     try:
         live, processes = facts(config)
         lost = None
-        with contextlib.suppress(LogUnavailable):  # told below
+        with contextlib.suppress(errors.LogUnavailable):  # told below
             lost = within(READ_SECONDS, lambda: remembered_log_end.look(config))
-    except LogRewound as e:
+    except errors.LogRewound as e:
         live, processes, lost = None, {"up": True}, e.message
-    except LogError as e:
+    except errors.LogError as e:
         out["problems"].append(f"the log can't be read: {e.message}")
         return out
     if lost is not None:
@@ -141,7 +132,7 @@ def look(config: Config) -> dict[str, Any]:
     if admin is not None:
         out["admin"] = admin
     else:
-        with contextlib.suppress(LogError):  # told below
+        with contextlib.suppress(errors.LogError):  # told below
             out["led_by"] = within(READ_SECONDS, lambda: running_system.led_elsewhere(config))
     if live is not None:
         _told(config, out, live)
@@ -160,16 +151,16 @@ def look(config: Config) -> dict[str, Any]:
 
     try:
         whys = within(READ_SECONDS, read)
-    except LogUnavailable as e:
+    except errors.LogUnavailable as e:
         whys = unread(live or {}, e.message, now=time.time())
         if not (live or {}).get("trouble"):
             out["problems"].append(f"the log can't be read: {e.message}")
-    except (LogNotFound, NotALog) as e:
+    except (errors.LogNotFound, errors.NotALog) as e:
         if lost is not None:
             return out
         out["problems"].append(f"no actor system runs on this store, and it holds no log: {e.message}")
         return out
-    except LogError as e:
+    except errors.LogError as e:
         out["problems"].append(f"the log can't be read: {e.message}")
         return out
     out["runners"].sort(key=lambda row: natural(row["runner"]))

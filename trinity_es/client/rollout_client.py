@@ -19,34 +19,13 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from trinity_es.actors.commands import (
-    AbortBatch,
-    AcknowledgeBatch,
-    Command,
-    FinalizeBatch,
-    GetNextBatch,
-    ProcessExperiences,
-    RedoTasks,
-    ResumeTrainer,
-    SubmitBatch,
-    TakeExperiences,
-    TakenExperiences,
-)
+from trinity_es.actors import commands
 from trinity_es.actors.requests import Parcel, pack
 from trinity_es.client import validation
 from trinity_es.client.connection import GRACE_SECONDS
 from trinity_es.client.system_client import SystemClient
 from trinity_es.config.config import Config
-from trinity_es.events.errors import (
-    BatchNotFound,
-    DataError,
-    FinalizeTimeout,
-    LogUnavailable,
-    PayloadNotFound,
-    SyncError,
-    TakeTimeout,
-    TrinityError,
-)
+from trinity_es.events import errors
 from trinity_es.events.experience import Experience
 from trinity_es.events.store.database.retry import within
 from trinity_es.events.store.payloads.experiences import read_experiences
@@ -106,15 +85,15 @@ class RolloutClient(SystemClient):
 
     def _resume(self, step: int) -> None:
         if step < 0:
-            raise DataError(f"resumed_at is {step}: the step of a checkpoint is expected, or 0")
-        found = self._link.call(ResumeTrainer(step=step))
+            raise errors.DataError(f"resumed_at is {step}: the step of a checkpoint is expected, or 0")
+        found = self._link.call(commands.ResumeTrainer(step=step))
         self.redelivered, self._known_up_to = found["batches"], found["position"]
 
     def read(self, refs: Sequence[PayloadRef]) -> list[Experience]:
         """Return the experiences that these refs of the log name. Raises PayloadNotFound, CorruptPayload."""
         found = validation.listed("refs", refs, "PayloadRef")
         if wrong := [ref for ref in found if not isinstance(ref, PayloadRef)]:
-            raise DataError(f"refs has a {type(wrong[0]).__name__}: a list of PayloadRef is expected")
+            raise errors.DataError(f"refs has a {type(wrong[0]).__name__}: a list of PayloadRef is expected")
         return read_experiences(self._payloads, found)
 
     def pack(self, tasks: Sequence[Task]) -> Parcel:
@@ -127,8 +106,7 @@ class RolloutClient(SystemClient):
     # --- batches ----------------------------------------------------------------------------------------------------
     def submit_batch(
         self, *, batch_id: BatchId, tasks: Sequence[Task], batch_type: BatchType, min_wait_num: int | None = None,
-        cursor: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        sources: Sequence[TasksetSource] = (),
+        cursor: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None, sources: Sequence[TasksetSource] = ()
     ) -> None:
         """Hand a batch in; when this returned, nothing loses it any more.
 
@@ -137,13 +115,13 @@ class RolloutClient(SystemClient):
         Raises BatchAlreadyActive, TaskNotSerializable, UnknownWorkflow, DataError.
         """
         if not isinstance(batch_type, str) or batch_type not in ("train", "eval"):
-            raise DataError(f"batch_type is {batch_type!r}: it is \"train\" or \"eval\"")
+            raise errors.DataError(f"batch_type is {batch_type!r}: it is \"train\" or \"eval\"")
         require_batch_id(batch_id)
         cursors = validation.cursors(cursor)
         tasks = validation.listed("tasks", tasks, "tasks")
         parcel = self.pack(tasks)
         least = None if min_wait_num is None else validation.whole("min_wait_num", min_wait_num)
-        self._link.call(SubmitBatch(
+        self._link.call(commands.SubmitBatch(
             batch_id=batch_id, tasks=parcel, batch_type=batch_type, min_wait_num=least, cursor=cursors,
             sources=list(sources),
         ))
@@ -167,15 +145,15 @@ class RolloutClient(SystemClient):
     def _finalize(
         self, batch_id: BatchId, batch_type: Literal["train", "eval"], timeout: float | None
     ) -> dict[str, Any]:
-        command = FinalizeBatch(
+        command = commands.FinalizeBatch(
             batch_id=require_batch_id(batch_id), batch_type=batch_type, timeout=validation.seconds("timeout", timeout)
         )
         try:
             return self._link.call(command, _patience(timeout))
-        except TrinityError:
+        except errors.TrinityError:
             raise
         except TimeoutError as e:  # the coordinator did not say it: it is away, or the pipeline is at work
-            raise FinalizeTimeout(
+            raise errors.FinalizeTimeout(
                 f"batch {batch_id!r}: no answer within {timeout} s; nothing is lost, finalize it again to go on "
                 "waiting, and `trinity-es why` tells what it waits for"
             ) from e
@@ -183,7 +161,7 @@ class RolloutClient(SystemClient):
     def abort_batch(self, batch_id: BatchId, *, reason: str, keep_partial_results: bool = False) -> None:
         """Give a batch up: its running tasks are stopped. Unknown and ended ids are fine."""
         validation.text("reason", reason)
-        self._link.call(AbortBatch(
+        self._link.call(commands.AbortBatch(
             batch_id=require_batch_id(batch_id), reason=reason, keep_partial_results=keep_partial_results
         ))
 
@@ -197,7 +175,7 @@ class RolloutClient(SystemClient):
         numbers = [tasks] if isinstance(tasks, int) else validation.listed("tasks", tasks, "numbers of tasks")
         validation.text("reason", reason)
         asked = f"asked for by pid {os.getpid()} on {socket.gethostname()}"
-        self._link.call(RedoTasks(
+        self._link.call(commands.RedoTasks(
             batch_id=require_batch_id(batch_id), tasks=[validation.whole("tasks", n) for n in numbers],
             reason=f"{reason} ({asked})" if reason else asked,
         ))
@@ -211,7 +189,7 @@ class RolloutClient(SystemClient):
         for data in found:
             count = len(Experience.deserialize_many(data))
             refs.append(PayloadRef(digest=self._payloads.put(data), first=0, count=count))
-        return self._link.call(ProcessExperiences(refs=refs))
+        return self._link.call(commands.ProcessExperiences(refs=refs))
 
     def experiences(self, batch_id: BatchId) -> Iterator[Experience]:
         """Yield the experiences of a finalized train batch as the pipeline left them, in order.
@@ -221,14 +199,14 @@ class RolloutClient(SystemClient):
         """
         state = self.batch(batch_id)
         if state.state is not BatchLifecycleState.FINALIZED:
-            raise DataError(f"batch {batch_id!r} is {state.state}: finalize_train_batch it first")
+            raise errors.DataError(f"batch {batch_id!r} is {state.state}: finalize_train_batch it first")
         for ref in state.experiences:
             try:
                 found = read_experiences(self._payloads, [ref])
-            except PayloadNotFound as e:
+            except errors.PayloadNotFound as e:
                 if not self.log.was_freed(batch_id):
                     raise
-                raise PayloadNotFound(
+                raise errors.PayloadNotFound(
                     f"the experiences of batch {batch_id!r} were freed: store.retention keeps those of the newest "
                     "steps only; its events are in the log", digest=ref.digest,
                 ) from e
@@ -245,7 +223,7 @@ class RolloutClient(SystemClient):
         Raises TakeTimeout (TimeoutError; nothing was taken) after `timeout` seconds, PipelineError where the priority
         function fails, PayloadNotFound where an experience was freed between being taken and being read.
         """
-        items = self._take(TakeExperiences(
+        items = self._take(commands.TakeExperiences(
             n=validation.whole("n", n), timeout=validation.seconds("timeout", timeout),
             step=None if step is None else validation.whole("step", step),
         ))
@@ -256,7 +234,7 @@ class RolloutClient(SystemClient):
             experience.info["use_count"] = use_count
         return experiences
 
-    def _take(self, command: TakeExperiences) -> list[TakenExperiences]:
+    def _take(self, command: commands.TakeExperiences) -> list[commands.TakenExperiences]:
         """Return what the coordinator gives. A request that it did not answer in time is asked again, under its id, or
         what was given would be lost.
         """
@@ -266,16 +244,16 @@ class RolloutClient(SystemClient):
         id = unanswered or uuid.uuid4().hex
         try:
             return self._link.call(command, limit, id=id)
-        except TakeTimeout:
+        except errors.TakeTimeout:
             if unanswered is None:
                 raise
             return self._take(command)  # it gave nothing then
-        except TrinityError:
+        except errors.TrinityError:
             raise
         except TimeoutError as e:
             with self._taking:
                 self._untaken[of] = id
-            raise TakeTimeout(
+            raise errors.TakeTimeout(
                 f"{command.n} experiences: no answer within {command.timeout} s; ask again for as many, and what was "
                 "perhaps given is given then"
             ) from e
@@ -299,7 +277,7 @@ class RolloutClient(SystemClient):
         given = validation.mapping("metrics", metrics)
         plain = {str(name): validation.number(f"metrics[{name!r}]", value) for name, value in given.items()}
         require_finite(plain, "metrics")
-        self._link.call(AcknowledgeBatch(
+        self._link.call(commands.AcknowledgeBatch(
             batch_id=require_batch_id(batch_id), step=validation.whole("step", step), metrics=plain
         ))
 
@@ -313,14 +291,14 @@ class RolloutClient(SystemClient):
         with contextlib.suppress(IndexError):
             return self._to_come.popleft(), self._known_up_to
         after = max(after, self._known_up_to)
-        found = self._link.call(GetNextBatch(after=after, timeout=timeout), timeout)
+        found = self._link.call(commands.GetNextBatch(after=after, timeout=timeout), timeout)
         return found["batch_id"], found["position"]
 
     def batch(self, batch_id: BatchId) -> BatchState:
         """Return the batch's state, folded from the log. Raises BatchNotFound, LogRewound."""
         try:
             return self.log.replay(batch_id)
-        except BatchNotFound:
+        except errors.BatchNotFound:
             self._require_log()  # or it is not there any more
             raise
 
@@ -331,12 +309,12 @@ class RolloutClient(SystemClient):
         log alone. Raises BatchNotFound, LogRewound.
         """
         require_batch_id(batch_id)
-        with contextlib.suppress(LogUnavailable):  # told below
+        with contextlib.suppress(errors.LogUnavailable):  # told below
             within(READ_SECONDS, self._require_log)
         live, facts = self.facts()
         try:
             return str(within(READ_SECONDS, lambda: self.log.why(batch_id, live=live, system=facts)))
-        except LogUnavailable as e:
+        except errors.LogUnavailable as e:
             for told in unread(live or {}, e.message, now=time.time()):
                 if told.batch_id == batch_id and type(told.batch_id) is type(batch_id):
                     return str(told)
@@ -393,7 +371,7 @@ class RolloutClient(SystemClient):
         runners = [r for r in self.status()["runners"] if r["model"] == "rollout"]
         version = max((r["model_version"] for r in runners if r["state"] == "ready"), default=None)
         if version is None:
-            raise SyncError("no engine serves now, so no weights are served")
+            raise errors.SyncError("no engine serves now, so no weights are served")
         return read_weight(self.config, self.log, version, name)
 
     def setup_weight_sync_group(
@@ -414,7 +392,7 @@ class RolloutClient(SystemClient):
         self.close()
         return killed
 
-    def _call_in_time(self, command: Command[A], timeout: float) -> A:
+    def _call_in_time(self, command: commands.Command[A], timeout: float) -> A:
         return self._link.call(command, timeout + GRACE_SECONDS)
 
 

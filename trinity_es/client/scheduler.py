@@ -21,17 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from trinity_es.actors.commands import (
-    BatchProgress,
-    Command,
-    DropOpenTasks,
-    PauseBatches,
-    PollAllBatches,
-    PollBatch,
-    ResumeBatches,
-    ScheduleTasks,
-    TakeResults,
-)
+from trinity_es.actors import commands
 from trinity_es.client import validation
 from trinity_es.client.connection import GRACE_SECONDS
 from trinity_es.client.coordinator import RolloutCoordinator
@@ -97,7 +87,7 @@ class Scheduler:
                 await rollouts.prepare()
                 self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="scheduler")
                 await self._run(lambda: rollouts.client.log)  # opened once, not by each of many threads
-                await self._run(rollouts.client.request, ResumeBatches())
+                await self._run(rollouts.client.request, commands.ResumeBatches())
             except BaseException:
                 self._close_pool()
                 await rollouts.shutdown()
@@ -125,8 +115,8 @@ class Scheduler:
             await rollouts.shutdown()
 
     async def _settle(self) -> None:
-        self._mine &= set((await self._ask(PollAllBatches(settled=-1, seconds=0.0)))["batches"])
-        await self._ask(PauseBatches(batches=list(self._mine)))
+        self._mine &= set((await self._ask(commands.PollAllBatches(settled=-1, seconds=0.0)))["batches"])
+        await self._ask(commands.PauseBatches(batches=list(self._mine)))
         for batch_id in self._mine:
             while True:
                 told = await self._poll(batch_id, ALL_TASKS, POLL_SECONDS, resume=False)
@@ -162,12 +152,12 @@ class Scheduler:
     async def _run(self, call: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(call, *args))
 
-    async def _ask(self, command: Command[A], deadline: float = math.inf) -> A:
+    async def _ask(self, command: commands.Command[A], deadline: float = math.inf) -> A:
         """`deadline`: monotonic seconds. Raises TimeoutError."""
         left = None if deadline == math.inf else max(0.0, deadline - time.monotonic()) + GRACE_SECONDS
         return await self._run(self.client.request, command, left)
 
-    async def _ask_patiently(self, command: Command[A], deadline: float = math.inf) -> A:
+    async def _ask_patiently(self, command: commands.Command[A], deadline: float = math.inf) -> A:
         """Return the answer to a question that changes nothing, after a log that can't be written for a while."""
         until = time.monotonic() + self.config.store.retry_for
         while True:
@@ -180,8 +170,8 @@ class Scheduler:
 
     async def _poll(
         self, batch_id: BatchId, at_least: int, seconds: float, *, resume: bool, deadline: float = math.inf
-    ) -> BatchProgress:
-        command = PollBatch(batch_id=batch_id, at_least=at_least, seconds=max(0.0, seconds), resume=resume)
+    ) -> commands.BatchProgress:
+        command = commands.PollBatch(batch_id=batch_id, at_least=at_least, seconds=max(0.0, seconds), resume=resume)
         return await self._ask_patiently(command, deadline)
 
     # --- runners ----------------------------------------------------------------------------------------------------
@@ -220,7 +210,7 @@ class Scheduler:
         if self._stopping:
             raise NotRunning("the scheduler is being stopped: `await scheduler.start()` it again first")
         if found:
-            first = client.request(ScheduleTasks(batch_id=batch_id, tasks=client.pack(found)))
+            first = client.request(commands.ScheduleTasks(batch_id=batch_id, tasks=client.pack(found)))
             self._mine.add(batch_id)
             for number, task in enumerate(found, first):
                 task.batch_id, task.task_id = batch_id, number
@@ -229,7 +219,7 @@ class Scheduler:
     def has_step(self, batch_id: BatchId) -> bool:
         """Return True if anything of the batch is pending, running or not collected."""
         told = self.client.request(
-            PollBatch(batch_id=require_batch_id(batch_id), at_least=0, seconds=0.0, resume=False)
+            commands.PollBatch(batch_id=require_batch_id(batch_id), at_least=0, seconds=0.0, resume=False)
         )
         return bool(told["open"] + told["ready"])
 
@@ -287,7 +277,7 @@ class Scheduler:
 
     async def _drop_rest(self, batch_id: BatchId | None, reason: str, partial: bool | None) -> None:
         keep = None if partial is None else bool(partial)
-        await self._ask(DropOpenTasks(batch_id=batch_id, reason=reason, return_partial=keep))
+        await self._ask(commands.DropOpenTasks(batch_id=batch_id, reason=reason, return_partial=keep))
 
     async def _results(
         self, read: Read, batch_id: BatchId, min_num: int | None, timeout: float | None, clear: bool,
@@ -375,7 +365,7 @@ class Scheduler:
 
     async def _take(self, batch_id: BatchId, submission: str, numbers: list[int]) -> list[int]:
         """Have it recorded that these were taken; those that are ours. A cancellation that comes now comes too late."""
-        command = TakeResults(batch_id=batch_id, submission=submission, tasks=numbers)
+        command = commands.TakeResults(batch_id=batch_id, submission=submission, tasks=numbers)
         taking = asyncio.ensure_future(self._ask(command))
         while not taking.done():
             try:
@@ -399,7 +389,7 @@ class Scheduler:
         limit = math.inf if timeout is None else timeout
         settled, since, seconds = -1, time.monotonic(), 0.0
         while True:
-            command = PollAllBatches(settled=settled, seconds=max(0.0, seconds))
+            command = commands.PollAllBatches(settled=settled, seconds=max(0.0, seconds))
             try:
                 told = await self._ask_patiently(command, since + limit)
             except TimeoutError as e:

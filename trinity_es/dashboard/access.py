@@ -133,15 +133,11 @@ def _local(path: str) -> str:
     return "/" + quote(path.lstrip("/\\"))
 
 
-def _page(status: int, title: str, text: str) -> Any:
+def _page(status: int, title: str, text: str, *, form: bool = False) -> Any:
     from starlette.responses import HTMLResponse
 
-    return HTMLResponse(render("plain.html", {"title": title, "text": text, "form": False}), status_code=status)
+    return HTMLResponse(render("plain.html", {"title": title, "text": text, "form": form}), status_code=status)
 
 
 def _login(text: str) -> Any:
-    from starlette.responses import HTMLResponse
-
-    values = {"title": "a token is needed", "text": text or "It was printed where the dashboard was started.",
-              "form": True}
-    return HTMLResponse(render("plain.html", values), status_code=401)
+    return _page(401, "a token is needed", text or "It was printed where the dashboard was started.", form=True)

@@ -21,15 +21,7 @@ from trinity_es.dashboard.access import AccessMiddleware
 from trinity_es.dashboard.live import Tail, messages
 from trinity_es.dashboard.page import Attachment, Page, PageRequest, Route
 from trinity_es.dashboard.rendering import HERE, render
-from trinity_es.events.errors import (
-    BatchNotFound,
-    LogError,
-    LogNotFound,
-    PayloadNotFound,
-    RunnerNotFound,
-    TrinityError,
-    WeightNotFound,
-)
+from trinity_es.events import errors
 from trinity_es.events.store.database.urls import masked
 from trinity_es.text import plain
 
@@ -87,12 +79,12 @@ def create_app(
             )
             made = route.make(ask)
             return made if isinstance(made, Attachment) else show(made, ask, path)
-        except (BatchNotFound, RunnerNotFound, PayloadNotFound, WeightNotFound) as e:
+        except (errors.BatchNotFound, errors.RunnerNotFound, errors.PayloadNotFound, errors.WeightNotFound) as e:
             return trouble(404, "Not found", e.message, path)
-        except LogNotFound as e:
+        except errors.LogNotFound as e:
             return trouble(503, "No log yet", f"{e.message}. This page comes up when it is there.", path)
-        except TrinityError as e:
-            return trouble(503 if isinstance(e, LogError) else 400, "This can't be shown now", e.message, path)
+        except errors.TrinityError as e:
+            return trouble(503 if isinstance(e, errors.LogError) else 400, "This can't be shown now", e.message, path)
         except Exception as e:
             _log.exception("%s could not be shown", path)
             return trouble(500, "A fault of this page", f"{type(e).__name__}: {e}", path)
@@ -120,7 +112,7 @@ def create_app(
 
         try:
             return 200, prometheus_text(tail.log())
-        except TrinityError as e:
+        except errors.TrinityError as e:
             return 503, plain(e.message, 2000).encode()
         except Exception as e:
             _log.exception("/metrics could not be made")

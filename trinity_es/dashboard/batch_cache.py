@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import threading
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 
 from trinity_es.events.errors import BatchNotFound
 from trinity_es.events.store.records.recorded import Recorded
@@ -56,24 +58,14 @@ class CachedBatch:
 
     def version_at(self, position: int) -> int:
         """Return the version of the last event at or before a position of the log; 0: none was."""
-        low, high = 0, len(self.positions)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.positions[middle - 1] <= position else (low, middle - 1)
-        return low
+        return bisect_right(self.positions, position)
 
     def page(self, log: Log, first: int, count: int) -> list[Recorded]:
         """Return events from version `first` on, so many."""
         if count < 1 or not 1 <= first <= len(self.positions):
             return []
-        out = []
-        for recorded in log.events(self.batch_id, self.positions[first - 1] - 1):
-            if recorded.version > len(self.positions):
-                break
-            out.append(recorded)
-            if len(out) == count:
-                break
-        return out
+        events = log.events(self.batch_id, self.positions[first - 1] - 1)
+        return list(islice(events, min(count, len(self.positions) - first + 1)))
 
     def state_at(self, log: Log, version: int) -> tuple[BatchState, Recorded]:
         """Return the state as of the event of this version, and the event. The state holds until the next call.
@@ -85,7 +77,7 @@ class CachedBatch:
             raise BatchNotFound(f"batch {self.batch_id!r} has no event {version}: it has {len(self.positions)}")
         if self._at is not None and self._at_event is not None and version == self._at_version:
             return self._at, self._at_event
-        if self._at is None or version < self._at_version:
+        if version < self._at_version:
             self._at, self._at_version = None, 0
         after = self.positions[self._at_version - 1] if self._at_version else 0
         for recorded in log.events(self.batch_id, after):

@@ -170,7 +170,7 @@ def test_p36_the_table_of_answers_is_the_fold_of_their_stream(
     state: dict[str, AnswerState] = {}
     delivered: set[str] = set()
     with create_engine("sqlite://").connect() as connection:
-        serve_answers.create(connection)
+        serve_answers.metadata.create_all(connection)
         for event in events:
             if isinstance(event, ev.AnswersRewarded) and delivered & set(event.messages):
                 continue  # the coordinator refuses it

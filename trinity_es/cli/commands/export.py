@@ -11,16 +11,7 @@ import typer
 
 from trinity_es.audit.export import export_file, write_events, write_experiences
 from trinity_es.audit.perfetto import MEANWHILE, write_trace
-from trinity_es.cli.common import (
-    ConfigOption,
-    JsonOption,
-    LogOption,
-    counter,
-    find_batch,
-    note,
-    open_chosen,
-    print_json,
-)
+from trinity_es.cli import common
 from trinity_es.events.values import BatchId
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.text import plain
@@ -44,9 +35,9 @@ def export(
     trace: Annotated[Path | None, _file("The run as a trace for Perfetto (ui.perfetto.dev): .json.")] = None,
     html: Annotated[Path | None, _file("One batch as a page that needs no other file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
-    log: LogOption = None,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
+    log: common.LogOption = None,
+    config: common.ConfigOption = None,
+    as_json: common.JsonOption = False,
 ) -> None:
     """Write experiences, events, a trace or a batch's page to files. Exits 1 when a payload was missing or changed.
 
@@ -68,19 +59,19 @@ def export(
                                  param_hint="--html")
     _refuse([file for file in (experiences, events, trace, html) if file is not None], force)
     started, told, missing = time.monotonic(), dict[str, Any](), list[str]()
-    with open_chosen(log, config) as opened:
-        chosen = [find_batch(opened, b) for b in batches] if batches else None
+    with common.open_chosen(log, config) as opened:
+        chosen = [common.find_batch(opened, b) for b in batches] if batches else None
         if experiences is not None:
             told["experiences"], missing = _experiences(opened, experiences, chosen, as_made)
         if events is not None:
-            written = write_events(opened, events, chosen, counter("written"))
+            written = write_events(opened, events, chosen, common.counter("written"))
             told["events"] = {"file": str(events), "written": written.written}
         if trace is not None:
             told["trace"] = {"file": str(trace), "written": _trace(opened, trace, chosen)}
         if html is not None and chosen is not None:
             told["html"] = {"file": str(html), "written": _page(opened, html, chosen[0])}
     if as_json:
-        print_json({"log": opened.url, "seconds": time.monotonic() - started, **told})
+        common.print_json({"log": opened.url, "seconds": time.monotonic() - started, **told})
     else:
         units = {"experiences": "experiences", "events": "events", "trace": "slices and instants", "html": "characters"}
         for what, about in told.items():
@@ -105,22 +96,20 @@ def _refuse(files: list[Path], force: bool) -> None:
             raise typer.BadParameter(f"{file} is there already: --force writes over it")
 
 
-def _experiences(
-    log: Log, path: Path, chosen: list[BatchId] | None, as_made: bool
-) -> tuple[dict[str, Any], list[str]]:
-    done = write_experiences(log, path, chosen, as_made=as_made, progress=counter("written", "experiences"))
+def _experiences(log: Log, path: Path, chosen: list[BatchId] | None, as_made: bool) -> tuple[dict[str, Any], list[str]]:
+    done = write_experiences(log, path, chosen, as_made=as_made, progress=common.counter("written", "experiences"))
     if done.freed:
-        note(f"freed, so not in the file: the experiences of {len(done.freed)} batches: "
+        common.note(f"freed, so not in the file: the experiences of {len(done.freed)} batches: "
              f"{plain(', '.join(map(str, done.freed)), 200)}")
     for problem in done.missing:
-        note(plain(problem))
+        common.note(plain(problem))
     about = {"file": str(path), "written": done.written, "batches": done.batches, "freed": done.freed,
              "missing": done.missing}
     return about, done.missing
 
 
 def _trace(log: Log, path: Path, chosen: list[BatchId] | None) -> int:
-    progress, last = counter("drawn"), log.head().position
+    progress, last = common.counter("drawn"), log.head().position
     recorded = log.events()
     if chosen is not None:  # and what was with the runners and the weights meanwhile
         rows = [log.batch_row(b) for b in chosen]

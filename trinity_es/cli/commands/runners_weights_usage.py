@@ -1,7 +1,8 @@
-"""The commands that an auditor asks a whole run with: `runners`, `weights`, `usage`."""
+"""The commands that an auditor asks a whole run with: `runners`, `weights`, `usage`, `leases`."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from trinity_es.cli.render import runners_weights_usage, tables
 from trinity_es.projections.adapters import ADAPTER_EVENTS, adapter_history
 from trinity_es.projections.tables.runner_history import seen
 
-__all__ = ["runners", "usage", "weights"]
+__all__ = ["leases", "runners", "usage", "weights"]
 
 
 def runners(
@@ -98,3 +99,21 @@ def usage(log: LogOption = None, config: ConfigOption = None, as_json: JsonOptio
         runners_weights_usage.print_usage(tables.console(), found)
     if found.twice:
         raise typer.Exit(1)
+
+
+def leases(log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """List the sandboxes and sessions that runs took and that are not released: whose they are, since when.
+
+    `orphaned` are those whose run is over: the coordinator has them released, again and again until their provider
+    does. Those that were released are events: `trinity-es events --type LeaseReleased`.
+
+    \b
+    Example:
+      trinity-es leases
+    """
+    with open_chosen(log, config) as opened:
+        found = opened.leases()
+    if as_json:
+        print_json([lease.as_dict() for lease in found])
+    else:
+        runners_weights_usage.print_leases(tables.console(), found, time.time())

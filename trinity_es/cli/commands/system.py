@@ -10,18 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trinity_es.cli.common import (
-    ConfigArgument,
-    ConfigOption,
-    JsonOption,
-    LogOption,
-    SetOption,
-    find_batch,
-    note,
-    open_chosen,
-    print_json,
-    read_config,
-)
+from trinity_es.cli import common
 from trinity_es.cli.which_config import named_once, names_config, settings_of
 from trinity_es.client.rollout_client import connect
 from trinity_es.client.teardown import end_system
@@ -42,10 +31,10 @@ OnOption = Annotated[On | None, typer.Option("--on", help="What starts it, on se
 
 def restart_runner(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Runner, as `trinity-es status` names it.")],
-    config: ConfigOption = None,
-    log: LogOption = None,
+    config: common.ConfigOption = None,
+    log: common.LogOption = None,
     reason: Annotated[str, typer.Option("--reason", help="Why: recorded with who asked.")] = "",
-    as_json: JsonOption = False,
+    as_json: common.JsonOption = False,
 ) -> None:
     """End a runner's process and start another: one that hangs, failed or was given up, say.
 
@@ -59,7 +48,7 @@ def restart_runner(
     with connect(settings_of(config, log)) as client:
         done = client.restart_runner(name, reason=reason)
     if as_json:
-        print_json(done)
+        common.print_json(done)
     else:
         print(f"{done['runner']} was ended and lives again, as #{done['incarnation']}; its engine is loading")
 
@@ -70,8 +59,8 @@ def scale(
     remove: Annotated[
         list[str] | None, typer.Option("--remove", metavar="URL", help="Server to take away; several times.")
     ] = None,
-    log: LogOption = None,
-    as_json: JsonOption = False,
+    log: common.LogOption = None,
+    as_json: common.JsonOption = False,
 ) -> None:
     """Add vLLM servers as engines to a system that runs, or take some away (`engine_type: http`); list them.
 
@@ -87,7 +76,7 @@ def scale(
     with connect(settings_of(config, log)) as client:
         servers = client.scale_servers(add=add or [], remove=remove or [])
     if as_json:
-        print_json({"servers": servers})
+        common.print_json({"servers": servers})
         return
     for s in servers:
         state = s["state"] if s["wanted"] else "ends its tasks, then leaves"
@@ -101,10 +90,10 @@ def scale(
 def redo(
     batch: Annotated[str, typer.Argument(metavar="BATCH", help="Id of an open batch: 3, or 0/letters.")],
     tasks: Annotated[list[int], typer.Argument(metavar="TASK...", min=0, help="Tasks of it that have ended.")],
-    config: ConfigOption = None,
-    log: LogOption = None,
+    config: common.ConfigOption = None,
+    log: common.LogOption = None,
     reason: Annotated[str, typer.Option("--reason", help="Why: recorded with who asked.")] = "",
-    as_json: JsonOption = False,
+    as_json: common.JsonOption = False,
 ) -> None:
     """Let tasks that have ended run again: one whose payload was lost, say, or that failed for what was mended since.
 
@@ -116,12 +105,12 @@ def redo(
       trinity-es redo 3 7 8 --config config.yaml --reason "the disk lost their payload"
     """
     settings = settings_of(config, log)
-    with open_chosen(settings.store.url, None) as opened:
-        batch_id = find_batch(opened, batch)
+    with common.open_chosen(settings.store.url, None) as opened:
+        batch_id = common.find_batch(opened, batch)
     with connect(settings) as client:
         client.redo(batch_id, tasks, reason=reason)
     if as_json:
-        print_json({"batch_id": batch_id, "tasks": tasks})
+        common.print_json({"batch_id": batch_id, "tasks": tasks})
     else:
         one = len(tasks) == 1
         print(f"{'task' if one else 'tasks'} {', '.join(map(str, tasks))} of batch {batch_id} "
@@ -134,14 +123,14 @@ def wait_to_lead(settings: Config) -> None:
 
     if not settings.hosts.address:
         raise ConfigError("--standby is for a run of several hosts: set hosts.address, to an address of this host")
-    note(f"waiting to lead the run of {settings.masked()['store']['url']}: nobody may have led it for "
+    common.note(f"waiting to lead the run of {settings.masked()['store']['url']}: nobody may have led it for "
          f"{settings.hosts.timeout:.0f} s")
     wait_until_led_by_nobody(settings.store.url, settings.hosts.timeout)
 
 
 def up(
-    config: ConfigArgument,
-    overrides: SetOption = None,
+    config: common.ConfigArgument,
+    overrides: common.SetOption = None,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Don't wait for the engines.")] = False,
     standby: Annotated[
         bool, typer.Option("--standby", help="Wait until nobody leads this run, then lead it (docs/DEPLOY.md).")
@@ -150,7 +139,7 @@ def up(
     hosts: Annotated[int | None, typer.Option(
         "--hosts", min=1, metavar="N", show_default="all nodes with room now",
         help="With --on ray: hosts, each on a node of its own.")] = None,
-    as_json: JsonOption = False,
+    as_json: common.JsonOption = False,
 ) -> None:
     """Start the actor system of a config and wait for its engines; it then serves any trainer that connects.
 
@@ -162,7 +151,7 @@ def up(
       trinity-es up config.yaml --set explorer.rollout_model.engine_num=2
       trinity-es up --on ray config.yaml --hosts 4
     """
-    settings = read_config(config, overrides)
+    settings = common.read_config(config, overrides)
     if on is not None:
         _up_on_ray(settings, hosts, wait=not no_wait, standby=standby, as_json=as_json)
         return
@@ -182,7 +171,7 @@ def up(
     answer = {"port": admin["port"], "pid": admin["pid"], "log": settings.masked()["store"]["url"],
               "log_dir": settings.system.log_dir, "ready": not no_wait, "seconds": time.monotonic() - started}
     if as_json:
-        print_json(answer)
+        common.print_json(answer)
         return
     print(f"the actor system is up (pid {answer['pid']}, port {answer['port']}, {answer['seconds']:.1f} s)")
     print(f"log        {answer['log']}\ntext logs  {answer['log_dir']}")
@@ -197,10 +186,10 @@ def _up_on_ray(settings: Config, hosts: int | None, *, wait: bool, standby: bool
     if standby:
         raise typer.BadParameter("--standby is not for --on ray: Ray starts the head again by itself")
     started = time.monotonic()
-    answer = on_ray.start(settings, hosts, wait=wait, tell=note, progress=Progress() if wait else None)
+    answer = on_ray.start(settings, hosts, wait=wait, tell=common.note, progress=Progress() if wait else None)
     answer |= {"log": settings.masked()["store"]["url"], "seconds": time.monotonic() - started}
     if as_json:
-        print_json(answer)
+        common.print_json(answer)
         return
     state = "serve" if wait else "are starting"
     print(f"Ray has placed the head and {answer['hosts']} hosts, which {state} ({answer['seconds']:.1f} s)")
@@ -219,10 +208,10 @@ class Progress:
             now = does(runner)
             if self._last.get(runner["runner"]) != now:
                 self._last[runner["runner"]] = now
-                note(f"{runner['runner']}: {now}")
+                common.note(f"{runner['runner']}: {now}")
         listed = status.get("server_list") or ""
         if listed and listed != self._list:
-            note(listed)
+            common.note(listed)
         self._list = listed
 
 
@@ -231,9 +220,9 @@ def down(
         str | None,
         typer.Argument(metavar="[CONFIG|LOG]", help="Config file, or log (path or URL).", show_default=False),
     ] = None,
-    log: LogOption = None,
+    log: common.LogOption = None,
     on: OnOption = None,
-    as_json: JsonOption = False,
+    as_json: common.JsonOption = False,
 ) -> None:
     """End the actor system of a store: engines first, then the actors. Open batches stay open in the log.
 
@@ -253,14 +242,14 @@ def down(
 
         was_there = on_ray.down(settings)
         if as_json:
-            print_json({"was_running": was_there})
+            common.print_json({"was_running": was_there})
         else:
             print("Ray has ended the run on all nodes" if was_there else "Ray has nothing of this run")
         return
     running = running_system.find(settings)
     ended = end_system(settings)
     if as_json:
-        print_json({"was_running": running is not None, "killed": ended.killed, "left": ended.left})
+        common.print_json({"was_running": running is not None, "killed": ended.killed, "left": ended.left})
     elif running is None and not ended.killed:
         print(f"no actor system ran on {settings.masked()['store']['url']}")
     else:

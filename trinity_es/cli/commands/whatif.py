@@ -84,8 +84,7 @@ def _totals(prediction: Prediction) -> dict[str, dict[str, Any]]:
     for which in ("recorded", "predicted"):
         figures: list[Figures] = [getattr(r, which) for r in both]
         out[which] = {
-            "seconds": sum(getattr(r, which).seconds for r in both),
-            "span": getattr(prediction, f"{which}_span"),
+            "seconds": sum(getattr(r, which).seconds for r in both), "span": getattr(prediction, f"{which}_span"),
             **{name: sum(getattr(f, name) for f in figures) for name in ("finished", "failed", "dropped", "attempts")},
         }
     return out

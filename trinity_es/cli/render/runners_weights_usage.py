@@ -1,4 +1,4 @@
-"""What `runners, weights, usage` and `prompts` show."""
+"""What `runners, weights, usage, leases` and `prompts` show."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from trinity_es.cli.render.tables import columns, counted_text, fitted, left_out
 from trinity_es.events.values import BatchId
 from trinity_es.projections.adapters import AdapterVersion
 from trinity_es.projections.hosts import host_of
+from trinity_es.projections.leases import OpenLease
 from trinity_es.projections.reading.untried_prompts import PromptsTried
 from trinity_es.projections.tables.experience_usage import Usage
 from trinity_es.projections.tables.runner_history import (
@@ -23,10 +24,13 @@ from trinity_es.projections.tables.runner_history import (
     natural,
     seen,
 )
-from trinity_es.projections.why.answer import counted
+from trinity_es.projections.why.answer import counted, span
 from trinity_es.text import error_line, plain
 
-__all__ = ["MOST", "print_adapters", "print_lives", "print_prompts", "print_runners", "print_usage", "print_weights"]
+__all__ = [
+    "MOST", "print_adapters", "print_leases", "print_lives", "print_prompts", "print_runners", "print_usage",
+    "print_weights",
+]
 
 MOST = 50
 """Maximum number of lines of a list; `--json` has all."""
@@ -138,8 +142,7 @@ def print_usage(out: Console, usage: Usage) -> None:
 
 
 def print_prompts(
-    out: Console, found: PromptsTried, unread: Mapping[str, list[int]],
-    asked: Mapping[tuple[BatchId, int], str | None],
+    out: Console, found: PromptsTried, unread: Mapping[str, list[int]], asked: Mapping[tuple[BatchId, int], str | None]
 ) -> None:
     """Print how many were tried, and which never were; those in `asked` with their text."""
     out.print(Text(f"{found.tasks:,} tasks handed in, {found.sent:,} of them got to a runner; "
@@ -169,3 +172,22 @@ def _ranges(rows: Sequence[int], most: int = 40) -> str:
             spans.append([row, row])
     told = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans[:most])
     return told + (f" and {len(spans) - most} more stretches" if len(spans) > most else "")
+
+
+def print_leases(out: Console, leases: Sequence[OpenLease], now: float) -> None:
+    if not leases:
+        out.print("no lease is open")
+        return
+    names = ("lease", "state", "age", "provider", "handle", "batch", "task", "run", "attempt", "runner", "of")
+    table = columns(*names, right=("age", "task", "run", "attempt"), whole=("state", "age"))
+    for lease in leases:
+        taken = lease.taken
+        style = "red" if lease.error else "yellow" if lease.orphaned else ""
+        table.add_row(
+            Text(plain(taken.lease, 40)), Text(lease.state, style=style), span(now - lease.taken_at),
+            Text(plain(taken.provider, 60)), Text(plain("" if lease.handle is None else lease.handle, 60)),
+            Text(plain(taken.batch_id, 30)), str(taken.unit.task), str(taken.run), str(taken.unit.attempt),
+            Text(plain(f"{taken.runner} #{taken.incarnation}", 40)),
+            Text(error_line(f"try {lease.tries}: {lease.error}" if lease.error else lease.orphaned, 120), style=style),
+        )
+    fitted(out, table, ("run", "attempt", "handle", "runner", "provider"))

@@ -157,8 +157,7 @@ def rewarded(row: BatchRow) -> str:
 
 # --- one batch ------------------------------------------------------------------------------------------------------
 def print_story(
-    out: Console, story: BatchTimeline, rows: Sequence[str], limit: int | None,
-    away: Sequence[tuple[float, float]] = (),
+    out: Console, story: BatchTimeline, rows: Sequence[str], limit: int | None, away: Sequence[tuple[float, float]] = ()
 ) -> None:
     """`trinity-es show`: a head, the result, and a line a task; `rows`: of tasksets, by task, where they are known.
 
@@ -301,6 +300,5 @@ def state_json(state: BatchState) -> dict[str, Any]:
         "dropped": {str(k): v for k, v in sorted(state.dropped.items())},
         "pending": [asdict(u) for _, u in sorted(state.pending.items())],
         "running": [asdict(f) for _, f in sorted(state.flights.items())],
-        "experiences": [asdict(ref) for ref in state.experiences],
-        "final_result": state.final_result,
+        "experiences": [asdict(ref) for ref in state.experiences], "final_result": state.final_result,
     }

@@ -95,9 +95,7 @@ def _head(out: Console, course: TaskHistory, asked: dict[str, Any] | None) -> No
     _line(out, f"submitted   {clock(course.submitted_at, date=True)}, {course.runs} runs wanted")
 
 
-def _experience(
-    out: Console, e: Experience, delivered: bool, dropped_by: dict[str, list[str]], every: bool
-) -> None:
+def _experience(out: Console, e: Experience, delivered: bool, dropped_by: dict[str, list[str]], every: bool) -> None:
     oldest, newest = e.model_versions
     moved = "" if newest == oldest else f" to {newest}"
     versions = "" if oldest is None else f", weights {plain(oldest, 20)}{moved}"

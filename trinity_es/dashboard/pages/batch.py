@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from trinity_es.dashboard.pages.overview import followed
 from trinity_es.events.store.records.recorded import Recorded
 from trinity_es.events.values import BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import BatchState
-from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline
+from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline, known_first
 from trinity_es.projections.hosts import host_of
 from trinity_es.projections.tables.runner_history import natural
 from trinity_es.text import summary
@@ -71,8 +71,7 @@ def batch(ask: PageRequest) -> Page:
     return Page(
         template="batch.html", title=f"Batch {batch_id}", nav="batches", watch=(batch_stream(batch_id),),
         values=values | neighbours | {
-            "row": row, "waits": [] if why is None else why.sentences()[1:],
-            "stuck": why is not None and why.stalled,
+            "row": row, "waits": [] if why is None else why.sentences()[1:], "stuck": why is not None and why.stalled,
             "losses": sorted(ask.log.losses(batch_id).items()), "config": _config(ask, row.first_position),
         },
     )
@@ -81,24 +80,12 @@ def batch(ask: PageRequest) -> Page:
 # --- its tasks ------------------------------------------------------------------------------------------------------
 def tasks_of(story: BatchTimeline, state: str, sort: str, descending: bool) -> list[TaskTimeline]:
     chosen = [t for t in story.tasks if not state or t.state == state]
-    if sort == "task":
-        return chosen[::-1] if descending else chosen
-
-    def key(task: TaskTimeline) -> float | None:
-        match sort:
-            case "state":
-                return STATES.index(task.state)
-            case "reward":
-                return task.reward
-            case "tokens":
-                return task.response_tokens
-            case "attempts":
-                return len(task.attempts)
-        return None if task.ended_at is None else task.ended_at - story.submitted_at
-
-    with_value = [t for t in chosen if key(t) is not None]
-    with_value.sort(key=lambda t: key(t) or 0.0, reverse=descending)
-    return with_value + [t for t in chosen if key(t) is None]
+    keys: dict[str, Callable[[TaskTimeline], float | None]] = {
+        "task": lambda t: t.task, "state": lambda t: STATES.index(t.state), "reward": lambda t: t.reward,
+        "tokens": lambda t: t.response_tokens, "attempts": lambda t: len(t.attempts),
+        "seconds": lambda t: None if t.ended_at is None else t.ended_at - story.submitted_at,
+    }
+    return known_first(chosen, keys[sort], descending)
 
 
 def window_of(story: BatchTimeline, now: float, dead: bool) -> Window:
@@ -134,19 +121,10 @@ def _story_values(ask: PageRequest, story: BatchTimeline, dead: bool) -> dict[st
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Metrics:
-    """The metrics under one name: those that have a mean, a lowest and a highest value, and the others."""
-
-    name: str
-    kinds: list[str]
-    spreads: list[tuple[str, list[float | None]]]
-    """(name, a value of each of these)"""
-    single: list[tuple[str, float]]
-
-
-def _grouped(metrics: Mapping[str, float]) -> list[Metrics]:
-    """Metrics by what stands before the first slash; `x/mean`, `x/min`, ... are one line."""
+def _grouped(metrics: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Metrics by what stands before the first slash; `x/mean`, `x/min`, ... are one line, with a value of each of
+    `kinds`.
+    """
     groups: dict[str, dict[str, dict[str, float]]] = {}
     for name in sorted(metrics):
         head, _, rest = name.partition("/")
@@ -160,7 +138,7 @@ def _grouped(metrics: Mapping[str, float]) -> list[Metrics]:
         kinds = [k for k in SPREAD if any(k in v for v in bases.values())]
         spreads = [(base, [v.get(k) for k in kinds]) for base, v in bases.items() if v.keys() - {""}]
         single = [(base, v[""]) for base, v in bases.items() if "" in v]
-        out.append(Metrics(name=head, kinds=kinds, spreads=spreads, single=single))
+        out.append({"name": head, "kinds": kinds, "spreads": spreads, "single": single})
     return out
 
 

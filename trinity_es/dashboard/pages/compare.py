@@ -87,8 +87,7 @@ def side(log: Log, batch_id: BatchId, at: int | None = None) -> Side:
     state, told = story.state, picture(story.state)
     said = {
         "type": state.batch_type, "tasks wanted at least": state.min_wait_num,
-        "attempts a unit gets": state.max_attempts,
-        **{f"tasks {name}": n for name, n in story.counts.items()},
+        "attempts a unit gets": state.max_attempts, **{f"tasks {name}": n for name, n in story.counts.items()},
         "response tokens": sum(t.response_tokens for t in story.tasks),
         "weights versions": ", ".join(str(v) for v in sorted(story.versions)),
         "seconds": (story.ended_at or story.last_at) - story.submitted_at, **told,

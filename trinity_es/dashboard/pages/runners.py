@@ -10,10 +10,10 @@ import orjson
 from trinity_es.dashboard.page import Nav, Page, PageRequest, Route
 from trinity_es.events.errors import RunnerNotFound
 from trinity_es.events.store.records.recorded import Recorded
-from trinity_es.events.values import BatchId, batch_stream
+from trinity_es.events.values import batch_stream
 from trinity_es.events.vocabulary import RUNNER_LIFE
 from trinity_es.projections.history.host_lives import HostLife
-from trinity_es.projections.history.runner_work import WORK, RunnerWork, work_of
+from trinity_es.projections.history.runner_work import WORK, work_of
 from trinity_es.projections.hosts import host_of
 from trinity_es.projections.reading.host_list import read_hosts
 from trinity_es.projections.tables.runner_history import RunnerIncarnation, by_runner, natural, seen
@@ -47,24 +47,31 @@ def _span(ask: PageRequest) -> tuple[float, float]:
     return (first.recorded_at, last.recorded_at) if first is not None and last is not None else (0.0, 1.0)
 
 
+class _Line:
+    """A line of time from `begin` to `end`."""
+
+    def __init__(self, begin: float, end: float) -> None:
+        self._begin, self._whole = begin, max(end - begin, 1e-9)
+
+    def bar(self, start: float, stop: float, kind: str, title: str) -> Bar:
+        x, until = (round(1000 * min(1.0, max(0.0, (at - self._begin) / self._whole)), 2) for at in (start, stop))
+        return Bar(x=x, width=max(1.0, until - x), kind=kind, title=title)
+
+    def death(self, at: float, title: str) -> Bar:
+        return replace(bar := self.bar(at, at, "death", title), x=max(0.0, bar.x - 3), width=4.0)
+
+
 def _bars(life: RunnerIncarnation, begin: float, end: float) -> list[Bar]:
     """Draw a life: loading, then serving, then how it ended."""
-    whole = max(end - begin, 1e-9)
-
-    def place(at: float) -> float:
-        return round(1000 * min(1.0, max(0.0, (at - begin) / whole)), 2)
-
+    line, who = _Line(begin, end), f"life {life.incarnation}"
     started = life.started_at or life.ready_at or life.ended_at or begin
     ended = life.ended_at if life.ended_at is not None else end
     ready = min(life.ready_at if life.ready_at is not None else ended, ended)
-    who = f"life {life.incarnation}"
-    bars = [Bar(x=place(started), width=max(1.0, place(ready) - place(started)), kind="loading",
-                title=f"{who} loads its engine")]
+    bars = [line.bar(started, ready, "loading", f"{who} loads its engine")]
     if life.ready_at is not None:
-        bars.append(Bar(x=place(ready), width=max(1.0, place(ended) - place(ready)), kind="serving",
-                        title=f"{who} serves"))
+        bars.append(line.bar(ready, ended, "serving", f"{who} serves"))
     if life.died and life.ended_at is not None:
-        bars.append(Bar(x=max(0.0, place(ended) - 3), width=4.0, kind="death", title=f"{who}: {life.how}"))
+        bars.append(line.death(ended, f"{who}: {life.how}"))
     return bars
 
 
@@ -76,21 +83,15 @@ def _apart(bars: list[Bar]) -> list[Bar]:
 
 def _host_bars(lives: list[HostLife], begin: float, end: float) -> list[Bar]:
     """Draw the lives of a host: joined, then draining, then how each ended."""
-    whole, bars = max(end - begin, 1e-9), []
-
-    def bar(start: float, stop: float, kind: str, title: str) -> Bar:
-        x = round(1000 * min(1.0, max(0.0, (start - begin) / whole)), 2)
-        return Bar(x=x, width=max(1.0, round(1000 * (stop - start) / whole, 2)), kind=kind, title=title)
-
+    line, bars = _Line(begin, end), list[Bar]()
     for life in lives:
         who, ended = f"epoch {life.epoch}", end if life.ended_at is None else life.ended_at
         drains = ended if life.draining_at is None else life.draining_at
-        bars.append(bar(life.joined_at, drains, "serving", f"{who}: joined"))
+        bars.append(line.bar(life.joined_at, drains, "serving", f"{who}: joined"))
         if life.draining_at is not None:
-            bars.append(bar(drains, ended, "draining", f"{who} drains: {life.reason}"))
+            bars.append(line.bar(drains, ended, "draining", f"{who} drains: {life.reason}"))
         if life.state == "lost":
-            lost = bar(ended, ended, "death", f"{who} is lost: {life.reason}")
-            bars.append(replace(lost, x=max(0.0, lost.x - 3), width=4.0))
+            bars.append(line.death(ended, f"{who} is lost: {life.reason}"))
     return bars
 
 
@@ -119,12 +120,6 @@ def runners(ask: PageRequest) -> Page:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Worked:
-    batch_id: BatchId
-    work: RunnerWork
-
-
 def runner(ask: PageRequest) -> Page:
     """`/runner?name=N&life=I`: its lives; of one or of all, the weights that it had and what it ran."""
     name = ask.text("name")
@@ -141,15 +136,14 @@ def runner(ask: PageRequest) -> Page:
         found = ask.log.read(stream=batch_stream(row.batch_id), types=WORK, after=row.first_position - 1)
         work = work_of(found, name, one)
         if work.units or work.runs or work.failures:
-            worked.append(Worked(batch_id=row.batch_id, work=work))
+            worked.append((row.batch_id, work))
     return Page(
         template="runner.html", title=f"Runner {name}", nav="runners",
         watch=(f"runner/{name}", "batch/") if number == 1 else (f"runner/{name}",),
         values={
             "name": name, "up": ask.log.processes()["up"], "seen": seen,
             "lives": lives[: -LIVES - 1 : -1], "lives_left": max(0, len(lives) - LIVES), "life": one,
-            "begin": begin, "end": end,
-            "bars": _apart([bar for life in chosen for bar in _bars(life, begin, end)]),
+            "begin": begin, "end": end, "bars": _apart([bar for life in chosen for bar in _bars(life, begin, end)]),
             "versions": versions, "events": [(r, summary(r.event)) for r in events], "most": EVENTS,
             "worked": worked, "page_number": number, "pages": pages, "looked": BATCHES,
         },
