@@ -37,7 +37,7 @@ from trinity_es.actors.commands.fields import NAME_LENGTH
 from trinity_es.actors.engines.http.client import http_client, up_to
 from trinity_es.actors.engines.http.pool import MOST_LOST, Backend, EngineFailed, EnginePool, NoEngine
 from trinity_es.actors.requests import LIMIT
-from trinity_es.actors.serving.errors import ApiError, StreamPlace
+from trinity_es.actors.serving.errors import ApiError, StreamPlace, wrong
 from trinity_es.actors.serving.http_server import (
     STOP_SECONDS,
     Gone,
@@ -67,7 +67,6 @@ from trinity_es.serve.http import (
     read_object,
     refused,
     require_local,
-    wrong,
 )
 from trinity_es.serve.recorder import CompletionRecorder, given
 from trinity_es.system import running_system
