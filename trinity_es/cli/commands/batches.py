@@ -45,7 +45,8 @@ def batches(
     sort: Annotated[str, typer.Option(
         "--sort", metavar="COLUMN", help="By what: seconds, reward, step, ...")] = "position",
     descending: Annotated[bool, typer.Option("--descending", "-d", help="The largest first.")] = False,
-    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, max=common.MOST, help="At most so many.")] = None,
+    limit: Annotated[int | None, typer.Option(
+        "--limit", "-n", min=1, max=common.MOST, help="Show at most N batches.")] = None,
     slowest: Annotated[int | None, typer.Option(
         "--slowest", metavar="N", min=1, help="The N slowest, and what held each up.")] = None,
     every: Annotated[bool, typer.Option("--all", help=f"Every one, not the last {SHOWN}.")] = False,
