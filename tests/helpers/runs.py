@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +19,13 @@ import yaml
 import trinity_es
 from tests.helpers import systems
 from tests.helpers.handmade import ROOT, cli
-from trinity_es.config.config import Config
+from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.reading.resume_point import prompts_used
 from trinity_es.system import leftovers
 from trinity_es.testing import wait_until
-
-__all__ = [
-    "AT_ONCE", "ROWS", "STEPS", "SteadyTrainer", "command", "count", "events_of", "finish", "finish_here", "kill_run",
-    "make_config", "outcome",
-]
-
 
 ROWS = 14
 
@@ -57,6 +53,21 @@ def make_config(folder: Path, *, interval: int = 1, **sections: Any) -> Path:
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
+
+
+def undisturbed_by(make: Callable[[int], Path]) -> Callable[[int], dict[str, Any]]:
+    """Give the outcome of a run to which nothing happens, by sync_interval: each is played once."""
+
+    @cache
+    def get(interval: int) -> dict[str, Any]:
+        path = make(interval)
+        code, _, err = finish_here("run", path, *AT_ONCE, cwd=path.parent)
+        assert code == 0, err
+        found = outcome(load_config(path))
+        assert found["used"] == dict.fromkeys(range(ROWS), 1)
+        return found
+
+    return get
 
 
 def command(*args: object, cwd: Path, **variables: str) -> subprocess.Popen[str]:

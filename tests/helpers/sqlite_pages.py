@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-__all__ = ["NOTHING", "Place", "places"]
-
 NOTHING = frozenset({"gap", "freeblock", "fragment", "free page", "overflow slack"})
 """Kinds of bytes that hold nothing."""
 
