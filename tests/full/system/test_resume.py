@@ -22,7 +22,6 @@ from tests.helpers.handmade import cli, history, write
 from tests.helpers.of_the_day import of_the_day
 from tests.helpers.runs import (
     AT_ONCE,
-    ROWS,
     STEPS,
     SteadyTrainer,
     command,
@@ -32,6 +31,7 @@ from tests.helpers.runs import (
     kill_run,
     make_config,
     outcome,
+    undisturbed_by,
 )
 from trinity_es import Explorer
 from trinity_es.client import teardown
@@ -50,19 +50,7 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
-    """The outcome of a run to which nothing happens, by sync_interval."""
-    known: dict[int, dict[str, Any]] = {}
-
-    def get(interval: int) -> dict[str, Any]:
-        if interval not in known:
-            path = make_config(tmp_path_factory.mktemp("undisturbed"), interval=interval)
-            code, _, err = finish_here("run", path, *AT_ONCE, cwd=path.parent)
-            assert code == 0, err
-            known[interval] = outcome(load_config(path))
-            assert known[interval]["used"] == dict.fromkeys(range(ROWS), 1)
-        return known[interval]
-
-    return get
+    return undisturbed_by(lambda interval: make_config(tmp_path_factory.mktemp("undisturbed"), interval=interval))
 
 
 MOMENTS: dict[str, tuple[int, Callable[[Config], bool]]] = {
