@@ -30,12 +30,6 @@ from trinity_es.projections.reading.resume_point import prompts_used
 from trinity_es.system import leftovers
 from trinity_es.testing import wait_until
 
-__all__ = [
-    "AT_ONCE", "ROWS", "STEPS", "SteadyTrainer", "command", "count", "events_of", "explored", "finish", "finish_here",
-    "kill_run", "make_config", "outcome", "outcomes",
-]
-
-
 ROWS = 14
 
 
@@ -112,7 +106,9 @@ def outcomes(make: Callable[[Path, int], Path], folders: pytest.TempPathFactory)
         path = make(folders.mktemp("undisturbed"), interval)
         code, _, err = finish_here("run", path, *AT_ONCE, cwd=path.parent)
         assert code == 0, err
-        return outcome(load_config(path))
+        found = outcome(load_config(path))
+        assert found["used"] == dict.fromkeys(range(ROWS), 1)
+        return found
 
     return get
 

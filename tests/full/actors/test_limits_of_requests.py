@@ -221,7 +221,7 @@ async def test_a_body_without_the_token_is_not_read() -> None:
         assert refused.status_code == 401
 
 
-async def test_a_body_that_does_not_end_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_does_not_end_is_answered_and_its_connection_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "BODY_SECONDS", 0.5)
     async with serving(Recorder()) as server:
         reader, writer = await _connected(server.url)
@@ -238,6 +238,8 @@ async def test_a_body_that_does_not_end_is_answered(monkeypatch: pytest.MonkeyPa
         trickling = asyncio.create_task(trickle())
         told = await asyncio.wait_for(reader.readuntil(b"body_too_slow"), 20)
         assert told.startswith(b"HTTP/1.1 408")
+        with contextlib.suppress(ConnectionResetError):
+            await asyncio.wait_for(reader.read(), 20)
         trickling.cancel()
         writer.close()
 
