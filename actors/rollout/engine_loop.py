@@ -132,17 +132,14 @@ class EngineLoop(_Loop):
         return await self.run_in_executor(None, partial(socket.getaddrinfo, host, port, **how))
 
     async def getnameinfo(self, sockaddr: Any, flags: int = 0) -> Any:
-        """Look an address up, likewise."""
         return await self.run_in_executor(None, socket.getnameinfo, sockaddr, flags)
 
     def forget(self, unit: Any) -> None:
-        """Forget a unit that is over: its threads end when they have nothing to do."""
         threads = self._threads.pop(unit, None)
         if threads is not None:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def stop(self) -> None:
-        """Refuse: the runner ends with its process."""
         self._refuse("stop")
 
     close, set_default_executor, set_task_factory, set_exception_handler = map(_runners_alone, (
@@ -179,7 +176,6 @@ class Limits:
         return self._number
 
     def end(self, number: int) -> None:
-        """Take note that it is over; said twice is fine."""
         self._deadlines.pop(number, None)
 
     def overdue(self, now: float, patience: float) -> list[Any]:

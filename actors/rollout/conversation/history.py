@@ -35,12 +35,10 @@ class Remembering(Conversing):
         self._history: dict[int, list[tuple[Experience, Turn]]] = {}
 
     def numbered(self) -> int:
-        """Return the number of this run's next request."""
         self._numbers += 1
         return self._numbers - 1
 
     def exact_prompt(self, rendered: str, earlier: Callable[[], Iterable[str]] | None = None) -> list[int] | None:
-        """Return the ids of a chat's prompt where it goes on from answers of this run: see `Turns.prompt`."""
         found = self.turns.prompt(rendered, earlier)
         self.usage.forks = self.turns.forks
         return found
@@ -71,7 +69,6 @@ class Remembering(Conversing):
         return [experience for _, experience in found]
 
     def given_out(self, clear: bool, per_request: bool) -> list[Experience]:
-        """Return what was kept: see `Model.extract_experience_from_history`."""
         groups = sorted(self._history.items())
         for number, group in groups:
             for experience, _ in group:
@@ -124,12 +121,10 @@ class Remembering(Conversing):
         return found
 
     def forget(self) -> None:
-        """Keep nothing of the run any more."""
         self._history = {}
         self.turns.clear()
 
     def _joined(self, last: Experience, turn: Turn, learned: Collection[Turn]) -> Experience:
-        """Return the experience of a conversation in place of that of its last answer."""
         joined = self.sampled(turn, last.messages, last.tools, learned)
         joined.eid, joined.reward, joined.metrics = last.eid, last.reward, last.metrics
         joined.truncate_status = last.truncate_status

@@ -73,7 +73,6 @@ class _Template:
         asyncio.get_running_loop().add_reader(end, self._read)
 
     async def fork(self, child: Child, theirs: socket.socket, order: str, *said: Any) -> None:
-        """Fork this child with its end of a socket. Raises StartupError."""
         async with self.turn:
             if not self.alive:
                 raise StartupError("a worker process could not be started: its template ended")
@@ -91,7 +90,6 @@ class _Template:
             child.forked.result()
 
     def close(self) -> None:
-        """End it, and all that it forked."""
         self.lost()
         if isinstance(self.itself, Child):
             if (pid := self.itself.pid) is not None:
@@ -173,7 +171,6 @@ class Templates:
             template.close()
 
     async def close(self) -> None:
-        """End them all, and with them whatever they forked; returns when they are gone."""
         for task in [*self._known.values(), *([self._first] if self._first is not None else [])]:
             task.cancel()
         made = [t.result() for t in self._known.values() if t.done() and _serves(t)]
