@@ -142,12 +142,10 @@ class EngineLoop(_Loop):
     def stop(self) -> None:
         self._refuse("stop")
 
-    close, set_default_executor, set_task_factory, set_exception_handler = map(_runners_alone, (
-        "close", "set_default_executor", "set_task_factory", "set_exception_handler",
-    ))
-    shutdown_asyncgens, shutdown_default_executor = map(_runners_alone, (
-        "shutdown_asyncgens", "shutdown_default_executor",
-    ))
+    close, set_default_executor, set_task_factory = map(
+        _runners_alone, ("close", "set_default_executor", "set_task_factory"))
+    set_exception_handler, shutdown_asyncgens, shutdown_default_executor = map(
+        _runners_alone, ("set_exception_handler", "shutdown_asyncgens", "shutdown_default_executor"))
 
     def _refuse(self, what: str) -> None:
         if _OWNER.get() is not _RUNNER:

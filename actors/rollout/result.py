@@ -10,7 +10,7 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any
 
-from trinity_es.actors.rollout.conversation.usage import Usage
+from trinity_es.actors.rollout.conversation.history import Usage
 from trinity_es.events import errors
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import FailureKind, Task, require_finite, require_metric_names

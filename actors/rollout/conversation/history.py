@@ -6,6 +6,7 @@ Asks nothing of an engine but its tokenizer.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,13 +14,33 @@ from trinity_es.actors.engines.interface import Completion
 from trinity_es.actors.rollout.conversation.conversations import Conversing, Message
 from trinity_es.actors.rollout.conversation.given_back import fit
 from trinity_es.actors.rollout.conversation.turns import Turn, Turns
-from trinity_es.actors.rollout.conversation.usage import Usage
 from trinity_es.events.errors import WorkflowError
 from trinity_es.events.experience import Experience
 
-__all__ = ["Remembering"]
+__all__ = ["Remembering", "Usage"]
 
 KeptIds = tuple[Sequence[int], Sequence[tuple[int, int]], Sequence[Message]]
+
+
+@dataclass(slots=True, kw_only=True)
+class Usage:
+    """What one `Model` asked of its engine."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    """A prompt of n > 1 answers counts once."""
+    response_tokens: int = 0
+    min_version: int | None = None
+    """Oldest model version that made a token; None before the first request."""
+    max_version: int | None = None
+    continued: int = 0
+    """Requests whose prompt went on from an earlier answer."""
+    forks: int = 0
+    """Turns whose conversation went on in a new sequence, since the template renders it otherwise."""
+
+    def saw(self, *versions: int) -> None:
+        known = [v for v in (self.min_version, self.max_version) if v is not None]
+        self.min_version, self.max_version = min([*known, *versions]), max([*known, *versions])
 
 
 class Remembering(Conversing):
