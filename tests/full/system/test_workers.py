@@ -1,4 +1,4 @@
-"""P9, P12: sync workflows play in processes of their own, and what they do to those ends nothing else."""
+"""P12: sync workflows play in processes of their own, and what they do to those ends nothing else."""
 
 from __future__ import annotations
 
