@@ -81,32 +81,6 @@ class AsksOften(Workflow):
         return [mine]
 
 
-class AsksByOpenAI(Workflow):
-    """Asks the judge by the OpenAI client of its auxiliary model."""
-
-    def run(self) -> list[Experience]:
-        [mine] = self.model.chat([{"role": "user", "content": "hi"}], max_tokens=2)
-        judge = self.auxiliary["judge"]
-        said = judge.get_openai_client().chat.completions.create(
-            model=judge.model_name, messages=[{"role": "user", "content": "well?"}]
-        )
-        mine.reward = float(said.choices[0].message.content)
-        return [mine]
-
-
-class AsksByOpenAIAsync(Workflow):
-    is_async = True
-
-    async def run_async(self) -> list[Experience]:
-        [mine] = await self.model.chat_async([{"role": "user", "content": "hi"}], max_tokens=2)
-        judge = self.auxiliary["judge"]
-        said = await judge.get_openai_async_client().chat.completions.create(
-            model=judge.model_name, messages=[{"role": "user", "content": "well?"}]
-        )
-        mine.reward = float(said.choices[0].message.content)
-        return [mine]
-
-
 class AloneSync(Workflow):
     def run(self) -> list[Experience]:
         [mine] = self.model.chat([{"role": "user", "content": "hi"}], max_tokens=4)
@@ -194,15 +168,6 @@ def test_p15_a_killed_auxiliary_runner_is_a_pause_and_no_failure(start_system: S
     lost = [r.event for r in client.log.events() if isinstance(r.event, ev.RunnerLost)]
     assert [e.runner for e in lost] == ["judge-0"]
     wait_until(lambda: rows(client)["judge-0"]["state"] == "ready", "the judge to be back")
-
-
-def test_p15_an_auxiliary_model_has_openai_clients(system_for: StartSystem, new_id: NewId) -> None:
-    client, batch = system_for(explorer={"auxiliary_models": TWO}), new_id()
-    given = [*tasks(4, AsksByOpenAI), *tasks(4, AsksByOpenAIAsync)]
-    client.submit_batch(batch_id=batch, tasks=given, batch_type="train")
-    client.finalize_train_batch(batch, timeout=60)
-    assert all(s.ok for s in client.batch(batch).statuses.values()), client.batch(batch).statuses
-    assert {e.reward for e in client.experiences(batch)} == {0.5}
 
 
 def test_p15_an_auxiliary_engine_that_can_not_start_is_told_by_its_name(start_system: StartSystem) -> None:

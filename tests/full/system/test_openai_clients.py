@@ -43,22 +43,6 @@ class Asks(Workflow):
         return rewarded(self.model.extract_experience_from_history(per_request=True), answers)
 
 
-class AsksAsync(Workflow):
-    """The same on the runner's loop."""
-
-    is_async = True
-
-    async def run_async(self) -> list[Experience]:
-        ask = self.model.get_openai_async_client()
-        messages: list[Any] = [{"role": "user", "content": f"task {self.task.task_id}"}]
-        first = await ask.chat.completions.create(model=self.model.model_path, messages=messages, max_tokens=5)
-        messages += [first.choices[0].message, {"role": "user", "content": "on"}]
-        streamed = await ask.chat.completions.create(model=ask.model_path, messages=messages, max_tokens=5, stream=True)
-        text = "".join([chunk.choices[0].delta.content async for chunk in streamed])
-        answers = [first.choices[0].message.content, text]
-        return rewarded(self.model.extract_experience_from_history(per_request=True), answers)
-
-
 class AsksForMuch(Workflow):
     """Says what OpenAI's clients and vLLM's may, in its process and to its judge."""
 
@@ -125,12 +109,11 @@ def token(client: RolloutClient) -> str:
     return engine_token(read_key(running_system.key_file(client.config)))
 
 
-@pytest.mark.parametrize("workflow", [Asks, AsksAsync])
 async def test_p15_a_workflow_learns_from_what_its_openai_client_was_told(
-    shared: RolloutClient, new_id: NewId, workflow: type[Workflow]
+    shared: RolloutClient, new_id: NewId
 ) -> None:
     batch = new_id()
-    tasks = [Task(workflow=workflow, repeat_times=2) for _ in range(2)]
+    tasks = [Task(workflow=Asks, repeat_times=2) for _ in range(2)]
     shared.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
     assert shared.finalize_train_batch(batch, timeout=120)["finished_task_count"] == 2
     found = sorted(shared.experiences(batch), key=lambda e: (e.eid.task, e.eid.run, e.eid.step))
