@@ -96,13 +96,9 @@ class MathBoxedRewardFn(_Math):
         self, response: str, truth: Any = None, with_think: bool = False, format_score_coef: float | None = 0.1,
         **kwargs: Any,
     ) -> dict[str, float]:
-        answer, gold = boxed_answer(response), _after_hashes(truth)
-        gold = gold if (boxed := boxed_answer(gold)) is None else boxed
         unformed = with_think and not _thinks(response)
-        return {
-            "accuracy": float(answer is not None and _same(answer, gold)),
-            "format_score": -(format_score_coef or 0.1) if unformed else 0.0,
-        }
+        return {"accuracy": float(_same(boxed_answer(response), _gold(truth))),
+                "format_score": -(format_score_coef or 0.1) if unformed else 0.0}
 
 
 class MathEvalRewardFn(_Math):
@@ -113,10 +109,7 @@ class MathEvalRewardFn(_Math):
     """
 
     def __call__(self, response: str, truth: Any = None, **kwargs: Any) -> dict[str, float]:
-        gold = _after_hashes(truth)
-        gold = gold if (boxed := boxed_answer(gold)) is None else boxed
-        answer = _last_answer(response)
-        return {"accuracy": float(answer is not None and _same(answer, gold))}
+        return {"accuracy": float(_same(_last_answer(response), _gold(truth)))}
 
 
 class GSM8KReward(_Math):
@@ -152,8 +145,7 @@ class MathDAPORewardFn(_Math):
         self, response: str, truth: Any = None, response_token: Sequence[int] | None = None,
         completion_ids: Sequence[int] | None = None, **kwargs: Any,
     ) -> dict[str, float]:
-        answer = boxed_answer(response.rpartition("</think>")[2])
-        right = answer is not None and _same(answer, _text(truth))
+        right = _same(boxed_answer(response.rpartition("</think>")[2]), _text(truth))
         ids = completion_ids if response_token is None else response_token
         return {"accuracy": 1.0 if right else -1.0, "format_score": self._overlong(ids)}
 
@@ -196,10 +188,17 @@ def _last_answer(text: str) -> str | None:
     return numbers[-1] if numbers else None
 
 
-def _same(answer: str, truth: str) -> bool:
+def _gold(truth: Any) -> str:
+    """Return the truth's own last \\boxed{}, else the answer in it."""
+    answer = _after_hashes(truth)
+    boxed = boxed_answer(answer)
+    return answer if boxed is None else boxed
+
+
+def _same(answer: str | None, truth: str) -> bool:
     """Return True if two contents of a \\boxed{} are the same."""
-    if answer.strip() == truth.strip():
-        return True
+    if answer is None or answer.strip() == truth.strip():
+        return answer is not None
     grader = _grader()
     return bool(grader.equal(grader.parsed(f"\\boxed{{{truth}}}"), grader.parsed(f"\\boxed{{{answer}}}")))
 

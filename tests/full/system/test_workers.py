@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import subprocess
 import time
@@ -15,6 +14,7 @@ import pytest
 
 from tests.helpers.parity_rows import recorded
 from tests.helpers.systems import StartSystem, pid_of
+from tests.helpers.ways_to_end import WAYS
 from trinity_es import Task, Workflow
 from trinity_es.actors.base import process_start_time
 from trinity_es.actors.guardian.text_logs import MOST_BYTES
@@ -35,19 +35,8 @@ class Misbehaves(Workflow):
         args = self.task.workflow_args
         with open(args["note"], "a") as f:
             f.write(f"{os.getpid()}\n")
-        match args["how"]:
-            case "sleep":
-                while True:
-                    time.sleep(600)
-            case "loop":
-                while True:
-                    pass
-            case "C":
-                ctypes.PyDLL(None).sleep(600)  # keeps the GIL
-            case "_exit":
-                os._exit(3)
-            case "segfault":
-                ctypes.string_at(0)
+        if args["how"]:
+            WAYS[args["how"]]()
         self.logger.info("this went well in %s", os.getpid())
         return [Experience(tokens=[1, 2], prompt_length=1, reward=1.0)]
 
@@ -107,19 +96,6 @@ def test_p12_what_a_sync_workflow_does_to_its_process_fails_its_task_only(
     assert len(workers(runner)) <= 3
     log = Path(system.config.system.log_dir) / "runner-0.log"
     assert f"this went well in {attempts(tmp_path / 'good')[0]}" in log.read_text()
-
-
-def test_no_worker_outlives_its_runner(start_system: StartSystem, tmp_path: Path) -> None:
-    client = start_system(explorer={"max_concurrency": 3})
-    notes = {how: tmp_path / how for how in ("sleep", "loop", "C")}
-    tasks = [Task(workflow=Misbehaves, workflow_args={"note": str(n), "how": how}) for how, n in notes.items()]
-    client.submit_batch(batch_id=1, tasks=tasks, batch_type="train")
-    wait_until(lambda: all(attempts(note) for note in notes.values()), "all to hang")
-    runner = psutil.Process(pid_of(client, "runner-0"))
-    pids = [attempts(note)[0] for note in notes.values()]
-    assert sorted(pids) == sorted(p.pid for p in workers(runner))
-    runner.kill()
-    wait_until(lambda: gone(pids), "the end of the workers", 2)
 
 
 class LeavesADaemon(Workflow):
