@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, Final, Literal, Self
 
 import numpy as np
@@ -25,7 +26,7 @@ from trinity_es.events.values import shown
 __all__ = ["EID", "LARGEST_REWARD", "Array", "CustomField", "Experience", "group_by"]
 
 _log = logging.getLogger(__name__)
-_warned: set[str] = set()
+_warn_once = lru_cache(maxsize=100)(_log.warning)
 
 LARGEST_REWARD: Final = 1e30
 """Maximum size of a reward: trainers compute in float32, where a larger one makes its group's advantages NaN."""
@@ -136,7 +137,8 @@ class Experience:
         fits = {"i": "iu", "f": "fiu", "b": "biu"}[dtype.kind]
         if dtype.kind in "ib" and array.dtype.kind == "f" and bool((array == np.rint(array)).all()):
             if dtype.kind == "i":
-                _warn_once(f"{name} given as {array.dtype}: whole numbers are taken as {dtype}, give them as integers")
+                what = "Experience: %s given as %s: whole numbers are taken as %s, give them as integers"
+                _warn_once(what, name, array.dtype, dtype)
             fits += "f"
         if array.size and array.dtype.kind not in fits:
             raise self._bad(name, f"has dtype {array.dtype}, expected {dtype}")
@@ -285,7 +287,8 @@ class Experience:
         for name, lengths in (("logprobs", (seq, seq - 1)), ("action_mask", (seq,))):
             array = fields[name]
             if array is not None and len(array) != seq - prompt and len(array) in lengths:
-                _warn_once(f"{name} given for more tokens than the response has: the part of the response is kept")
+                what = "Experience: %s given for more tokens than the response has: the part of the response is kept"
+                _warn_once(what, name)
                 fields[name] = array[prompt - (seq - len(array)) :]
 
     # --- as values --------------------------------------------------------------------------------------------------
@@ -397,12 +400,6 @@ def group_by(experiences: Iterable[Experience], id_type: Literal["task", "run", 
     for experience in experiences:
         groups.setdefault(getattr(experience.eid, attribute), []).append(experience)
     return groups
-
-
-def _warn_once(what: str) -> None:
-    if what not in _warned:
-        _warned.add(what)
-        _log.warning("Experience: %s", what)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -217,8 +217,8 @@ class Model(OpenAIAccess):
         return np.asarray(found, dtype=np.float32)
 
     async def experience_from_messages_async(
-        self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, logprobs: bool = True,
-        temperature: float | None = None, as_text: bool = False,
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, temperature: float | None = None,
+        as_text: bool = False, *, logprobs: bool = True,
     ) -> Experience:
         """Return a conversation as one experience, the first assistant's turn and all after it the response.
 
@@ -267,6 +267,8 @@ class Model(OpenAIAccess):
             experience.logprobs = scored[experience.prompt_length - 1 :]
         return experience
 
+    convert_messages_to_experience_async = experience_from_messages_async  # the name that Trinity-RFT has for it
+
     async def _asked_again(self, sampled: Experience, temperature: float | None, longest: int | None) -> None:
         """Give an experience the logprobs at this temperature, those of what the model only read 0 as ever."""
         tokens, first, mask = sampled.tokens, sampled.prompt_length, sampled.action_mask
@@ -277,15 +279,6 @@ class Model(OpenAIAccess):
             sampled.tokens, sampled.action_mask = tokens, mask
         found = await self.logprobs_async(tokens.tolist(), temperature)
         sampled.logprobs = np.where(mask, found[first - 1 :], np.float32(0))
-
-    async def convert_messages_to_experience_async(
-        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, temperature: float | None = None,
-        as_text: bool = False,
-    ) -> Experience:
-        """`experience_from_messages_async`: the name that Trinity-RFT has for it."""
-        return await self.experience_from_messages_async(
-            messages, tools=tools, temperature=temperature, as_text=as_text
-        )
 
     async def get_message_token_len(self, messages: Sequence[Message]) -> int:
         """Return how many tokens a chat with these messages has as its prompt."""
@@ -305,7 +298,7 @@ class Model(OpenAIAccess):
     logprobs = _blocking(logprobs_async)
     grade = _blocking(grade_async)
     experience_from_messages = _blocking(experience_from_messages_async)
-    convert_messages_to_experience = _blocking(convert_messages_to_experience_async)
+    convert_messages_to_experience = experience_from_messages
 
     def _wait(self, call: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         if self._loop is None or not self._loop.is_running():

@@ -27,6 +27,7 @@ _KINDS: dict[type[Exception], FailureKind] = {
     errors.GraderError: "grader", errors.TrinityError: "workflow",
 }
 _log = logging.getLogger(__name__)
+_warn_once = lru_cache(maxsize=1000)(_log.warning)
 
 
 class OutOfTime(Exception):
@@ -174,25 +175,16 @@ def run_result(run: int, experiences: list[Experience], seconds: float) -> RunRe
     require_metric_names(names)
     for name in names:
         if f"{name}:mean" in names:
-            _say_one(name)
+            _warn_once("the metrics %r and %r of a workflow are one: their mean is kept", name, f"{name}:mean")
     metrics = aggregate_run(told)
     given: list[tuple[str, Any]] = [item for e in experiences for item in e.metrics.items()]
     for name, value in given:
         if not isinstance(value, Real):
-            _say_left_out(name, type(value).__name__)
+            kind = type(value).__name__
+            _warn_once("the metric %r of a workflow is a %s and no number: it is left out", name, kind)
     require_finite(metrics, "metrics")
     metrics["time/run_execution"] = seconds
     return RunResult(run=run, metrics=metrics, experiences=len(experiences))
-
-
-@lru_cache(maxsize=1000)  # said once
-def _say_left_out(name: str, kind: str) -> None:
-    _log.warning("the metric %r of a workflow is a %s and no number: it is left out", name, kind)
-
-
-@lru_cache(maxsize=1000)  # said once
-def _say_one(name: str) -> None:
-    _log.warning("the metrics %r and %r of a workflow are one: their mean is kept", name, f"{name}:mean")
 
 
 def _metrics(experience: Experience) -> dict[str, float]:

@@ -208,7 +208,8 @@ class _RemoteModel(Model):
     grade_async, grade = _awaited("grade_async"), _called("grade_async")
     experience_from_messages_async = _awaited("experience_from_messages_async")
     experience_from_messages = _called("experience_from_messages_async")
-    convert_messages_to_experience = _called("convert_messages_to_experience_async")
+    convert_messages_to_experience_async = experience_from_messages_async
+    convert_messages_to_experience = experience_from_messages
     set_workflow_state, get_workflow_state = _awaited("set_workflow_state"), _awaited("get_workflow_state")
     clean_workflow_state, get_message_token_len = _awaited("clean_workflow_state"), _awaited("get_message_token_len")
     numbered, tokenized, served_error = _called("numbered"), _called("tokenized"), _called("served_error")
