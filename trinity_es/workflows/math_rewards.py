@@ -96,8 +96,7 @@ class MathBoxedRewardFn(_Math):
         self, response: str, truth: Any = None, with_think: bool = False, format_score_coef: float | None = 0.1,
         **kwargs: Any,
     ) -> dict[str, float]:
-        answer, gold = boxed_answer(response), _after_hashes(truth)
-        gold = gold if (boxed := boxed_answer(gold)) is None else boxed
+        answer, gold = boxed_answer(response), _gold(truth)
         unformed = with_think and not _thinks(response)
         return {
             "accuracy": float(answer is not None and _same(answer, gold)),
@@ -113,9 +112,7 @@ class MathEvalRewardFn(_Math):
     """
 
     def __call__(self, response: str, truth: Any = None, **kwargs: Any) -> dict[str, float]:
-        gold = _after_hashes(truth)
-        gold = gold if (boxed := boxed_answer(gold)) is None else boxed
-        answer = _last_answer(response)
+        answer, gold = _last_answer(response), _gold(truth)
         return {"accuracy": float(answer is not None and _same(answer, gold))}
 
 
@@ -213,6 +210,12 @@ def _tagged(text: str) -> Any:
 def _after_hashes(truth: Any) -> str:
     """Return the answer in a truth of GSM8K's form, another one as it is."""
     return _text(truth).rpartition("####")[2].strip()
+
+
+def _gold(truth: Any) -> str:
+    """Return what the truth's last \\boxed{} holds, else its answer."""
+    answer = _after_hashes(truth)
+    return answer if (boxed := boxed_answer(answer)) is None else boxed
 
 
 def _text(truth: Any) -> str:
