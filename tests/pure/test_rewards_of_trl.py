@@ -177,26 +177,21 @@ def changes_the_truth(response: str, truth: Any, prompt: Any) -> float:
     return float(truth.pop("target"))
 
 
+def changes_its_argument(response: str, seen: list[int]) -> float:
+    seen.append(1)
+    return float(len(seen))
+
+
 @pytest.mark.parametrize("workflow", WORKFLOWS)
-@pytest.mark.parametrize(("reward", "row", "expected"), [
-    (changes_its_column, {**ROW, "tags": ["a"]}, 2.0),
-    (changes_the_truth, {"prompt": CHAT, "answer": {"target": 3}}, 3.0),
+@pytest.mark.parametrize(("reward", "fields", "expected"), [
+    (changes_its_column, {"row": {**ROW, "tags": ["a"]}}, 2.0),
+    (changes_the_truth, {"row": {"prompt": CHAT, "answer": {"target": 3}}}, 3.0),
+    (changes_its_argument, {"reward_fn_args": {"seen": []}}, 1.0),
 ])
-def test_a_reward_that_changes_its_row_changes_it_for_no_other_answer(
-    workflow: type[Any], reward: Any, row: dict[str, Any], expected: float
+def test_a_reward_that_changes_its_row_or_an_argument_changes_it_for_no_other_answer(
+    workflow: type[Any], reward: Any, fields: dict[str, Any], expected: float
 ) -> None:
-    status, found = played(workflow, reward, row)
+    status, found = played(workflow, reward, **fields)
     assert status.ok, status.message
     assert [e.reward for e in found] == [expected, expected]
     assert CHAT == [{"role": "user", "content": "How many a?"}]
-
-
-@pytest.mark.parametrize("workflow", WORKFLOWS)
-def test_a_reward_that_changes_its_arguments_changes_them_for_no_other_answer(workflow: type[Any]) -> None:
-    def counts(response: str, seen: list[int]) -> float:
-        seen.append(1)
-        return float(len(seen))
-
-    status, found = played(workflow, counts, reward_fn_args={"seen": []})
-    assert status.ok, status.message
-    assert [e.reward for e in found] == [1.0, 1.0]
