@@ -201,6 +201,17 @@ def test_what_changes_no_row_is_no_change(tmp_path: Path) -> None:
         of_file(tmp_path, ROWS[:3], asked, is_eval=True)
 
 
+def run_of(folder: Path, rows: int, size: int, drop_last: bool, **keys: Any) -> Config:
+    """A run that explores a file of so many rows, in steps of this size. `keys`: of the taskset, and `total_steps`."""
+    (folder / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": f"row{i}"}) for i in range(rows)))
+    total, taskset = keys.pop("total_steps", None), {"name": "t", "path": str(folder / "rows.jsonl"), **keys}
+    return Config.from_dict({
+        "mode": "explore", "total_steps": total, "explorer": {"rollout_model": {"engine_type": "scripted"}},
+        "run_dir": str(folder), "store": {"url": f"sqlite:///{folder}/log.sqlite"},
+        "buffer": {"batch_size": size, "explorer_input": {"drop_last": drop_last, "tasksets": [taskset]}},
+    })
+
+
 @pytest.mark.parametrize(("epochs", "drop_last", "total", "last"), [
     (1, False, None, 3), (1, False, 50, 3), (1, True, 50, 2), (2, False, 50, 5), (2, False, 4, 4),
     (None, False, 50, 50), (None, False, None, None),
@@ -208,13 +219,7 @@ def test_what_changes_no_row_is_no_change(tmp_path: Path) -> None:
 def test_what_ends_a_run_is_known_at_its_start(
     tmp_path: Path, epochs: int | None, drop_last: bool, total: int | None, last: int | None
 ) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text("\n".join(map(json.dumps, [*ROWS, {"prompt": "row4"}])))
-    part = Explorer(Config.from_dict({
-        "total_steps": total, "explorer": {"rollout_model": {"engine_type": "scripted"}}, "run_dir": str(tmp_path),
-        "store": {"url": f"sqlite:///{tmp_path}/log.sqlite"}, "buffer": {"batch_size": 2, "explorer_input": {
-            "drop_last": drop_last, "tasksets": [{"name": "t", "path": str(file), "epochs": epochs}]}},
-    }))
+    part = Explorer(run_of(tmp_path, 5, 2, drop_last, epochs=epochs, total_steps=total))
     try:
         assert part.locate()
         assert part.last_step == last
@@ -232,13 +237,7 @@ def test_wherever_a_run_was_cut_off_it_goes_on_with_the_very_next_row(
 ) -> None:
     """Others' trainers counted epochs in whole batches (OpenRLHF 1350), or took an epoch's end for the end (verl 5725).
     """
-    file, log = tmp_path / "rows.jsonl", tmp_path / "log.sqlite"
-    file.write_text("\n".join(json.dumps({"prompt": f"row{i}"}) for i in range(rows)))
-    config = Config.from_dict({
-        "mode": "explore", "explorer": {"rollout_model": {"engine_type": "scripted"}}, "run_dir": str(tmp_path),
-        "store": {"url": f"sqlite:///{log}"}, "buffer": {"batch_size": size, "explorer_input": {
-            "drop_last": drop_last, "tasksets": [{"name": "t", "path": str(file), "epochs": epochs, "shuffle": True}]}},
-    })
+    config, log = run_of(tmp_path, rows, size, drop_last, epochs=epochs, shuffle=True), tmp_path / "log.sqlite"
 
     def steps(done: int) -> tuple[bool, list[tuple[list[int], Cursor]]]:
         """Return whether anything is left to do after so many steps, and the steps that are."""
@@ -270,7 +269,7 @@ def test_wherever_a_run_was_cut_off_it_goes_on_with_the_very_next_row(
         left, rest = steps(number)
         assert rest == whole[number:]
         assert left, "its last step is not generated yet"
-    file.unlink()  # SpecForge 659 went on without it
+    (tmp_path / "rows.jsonl").unlink()  # SpecForge 659 went on without it
     with pytest.raises(TasksetError, match=r"taskset t: \S+rows.jsonl can't be read \(No such file or directory\)"):
         steps(len(whole))
 
