@@ -91,8 +91,7 @@ class Publisher:
             adapter=name, version=version, path=str(folder), rank=found.rank, size=found.size, digest=found.digest,
             timeout=timeout,
         )
-        done = self._ask(command, timeout)
-        return dict(done)
+        return dict(self._ask(command, timeout))
 
     def remove_adapter(self, name: str) -> None:
         """See RolloutClient.remove_adapter."""
