@@ -187,13 +187,6 @@ def _last_answer(text: str) -> str | None:
     return numbers[-1] if numbers else None
 
 
-def _gold(truth: Any) -> str:
-    """Return the truth's own last \\boxed{}, else the answer in it."""
-    answer = _after_hashes(truth)
-    boxed = boxed_answer(answer)
-    return answer if boxed is None else boxed
-
-
 def _same(answer: str | None, truth: str) -> bool:
     """Return True if two contents of a \\boxed{} are the same."""
     if answer is None or answer.strip() == truth.strip():
