@@ -88,37 +88,33 @@ def said(reward: str, response: str, truth: Any, **more: Any) -> dict[str, float
     return rewarded({"reward_fn": reward, "reward_fn_args": arguments}, {"response": response, "truth": truth, **more})
 
 
-@pytest.mark.parametrize(("response", "truth", "accuracy"), [
-    ("so $x = \\boxed{4}$", "$4$", 1.0), ("so $x = \\boxed{4}$", "4", 1.0), ("it is 4", "$4$", 0.0),
-    ("\\boxed{72}", GSM8K["answer"], 1.0), ("\\boxed{24}", GSM8K["answer"], 0.0), ("\\boxed{1000}", "1,000", 1.0),
-    ("\\boxed{\\frac{1}{2}}", "1/2", 1.0), ("\\boxed{0.5}", "0.50", 1.0), ("\\boxed{3}", "4", 0.0),
-    ("\\boxed{\\frac{3}{4}}", "$0.75$", 1.0), ("\\boxed{5}", "$4$", 0.0), ("no idea", "$4$", 0.0),
-])
-def test_accuracy_reward(response: str, truth: str, accuracy: float) -> None:
-    assert said("accuracy_reward", response, truth) == {"accuracy": accuracy}
+EQUATION = "$x^2+y^2=25$"
+IN_TAGS = "<think>\nis it \\boxed{5}, or \\boxed{7}?\n</think>\n<answer>%s</answer>"
+OF_REWARDS: dict[str, list[tuple[str, Any, float]]] = {
+    "accuracy_reward": [
+        ("so $x = \\boxed{4}$", "$4$", 1.0), ("so $x = \\boxed{4}$", "4", 1.0), ("it is 4", "$4$", 0.0),
+        ("\\boxed{72}", GSM8K["answer"], 1.0), ("\\boxed{24}", GSM8K["answer"], 0.0), ("\\boxed{1000}", "1,000", 1.0),
+        ("\\boxed{\\frac{1}{2}}", "1/2", 1.0), ("\\boxed{0.5}", "0.50", 1.0), ("\\boxed{3}", "4", 0.0),
+        ("\\boxed{\\frac{3}{4}}", "$0.75$", 1.0), ("\\boxed{5}", "$4$", 0.0), ("no idea", "$4$", 0.0),
+        ("so it is \\boxed{25}", EQUATION, 0.0), ("$25$", EQUATION, 0.0), ("\\boxed{x^2+y^2=25}", EQUATION, 1.0),
+    ],
+    "gsm8k_reward": [
+        ("6 * 12 = 72\n#### 72", GSM8K["answer"], 1.0), ("the answer is 72.", GSM8K["answer"], 1.0),
+        ("\\boxed{72}", GSM8K["answer"], 1.0), ("first 72, then 24\n#### 24", GSM8K["answer"], 0.0),
+        ("#### 1,072", "#### 1072", 1.0), ("no idea", GSM8K["answer"], 0.0), ("####", GSM8K["answer"], 0.0),
+        ("72", 72, 1.0),
+    ],
+    "math_reward": [
+        ("so it is \\boxed{25}", EQUATION, 0.0), ("$25$", EQUATION, 0.0), ("\\boxed{x^2+y^2=25}", EQUATION, 1.0),
+        (IN_TAGS % "\n7\n", "7", 1.0), (IN_TAGS % "\n8\n", "7", 0.0), (IN_TAGS % "7", "7", 1.0),
+    ],
+}
 
 
-@pytest.mark.parametrize("reward", ["accuracy_reward", "math_reward"])
-@pytest.mark.parametrize("response", ["so it is \\boxed{25}", "$25$"])
-def test_one_side_of_an_equation_is_not_the_equation(reward: str, response: str) -> None:
-    assert said(reward, response, "$x^2+y^2=25$")["accuracy"] == 0.0
-    assert said(reward, "\\boxed{x^2+y^2=25}", "$x^2+y^2=25$")["accuracy"] == 1.0
-
-
-@pytest.mark.parametrize(("response", "truth", "accuracy"), [
-    ("6 * 12 = 72\n#### 72", GSM8K["answer"], 1.0), ("the answer is 72.", GSM8K["answer"], 1.0),
-    ("\\boxed{72}", GSM8K["answer"], 1.0), ("first 72, then 24\n#### 24", GSM8K["answer"], 0.0),
-    ("#### 1,072", "#### 1072", 1.0), ("no idea", GSM8K["answer"], 0.0), ("####", GSM8K["answer"], 0.0),
-    ("72", 72, 1.0),
-])
-def test_gsm8k_reward(response: str, truth: Any, accuracy: float) -> None:
-    assert said("gsm8k_reward", response, truth) == {"accuracy": accuracy}
-
-
-@pytest.mark.parametrize(("answer", "accuracy"), [("\n7\n", 1.0), ("\n8\n", 0.0), ("7", 1.0)])
-def test_what_the_answer_tags_hold_counts_on_lines_of_its_own_too(answer: str, accuracy: float) -> None:
-    response = f"<think>\nis it \\boxed{{5}}, or \\boxed{{7}}?\n</think>\n<answer>{answer}</answer>"
-    assert said("math_reward", response, "7")["accuracy"] == accuracy
+@pytest.mark.parametrize(("reward", "response", "truth", "accuracy"), [
+    (reward, *case) for reward, cases in OF_REWARDS.items() for case in cases])
+def test_a_reward_finds_the_answer_and_compares_it(reward: str, response: str, truth: Any, accuracy: float) -> None:
+    assert said(reward, response, truth)["accuracy"] == accuracy
 
 
 def test_format_reward() -> None:
