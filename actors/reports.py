@@ -22,7 +22,6 @@ def clean_text(text: str) -> str:
 
 
 def clean_report(message: _T) -> _T:
-    """Return a report with its texts cleaned."""
     changed = {
         f.name: clean_text(value)
         for f in fields(message)  # type: ignore[arg-type]  # every message is a dataclass

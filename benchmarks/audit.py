@@ -22,7 +22,6 @@ On PostgreSQL what the server does is not in the processor time nor in the memor
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import resource
@@ -43,8 +42,9 @@ from urllib.parse import urlencode
 import psutil
 from sqlalchemy import text
 
-from benchmarks.compared import Watch, about, beside_told
+from benchmarks.compared import Watch, about, beside_told, write_json
 from benchmarks.sample_log import make
+from tests.helpers.faults import server
 from trinity_es.events.errors import LogNotFound
 from trinity_es.events.store.database.urls import masked, parse_url
 from trinity_es.events.values import BatchId
@@ -335,13 +335,7 @@ def of_file(url: str) -> Path | None:
 def chosen(log: str | None, postgres: bool, stack: ExitStack) -> str:
     """The URL of the log that is meant, as it is understood in every folder."""
     if postgres:
-        from benchmarks.chaos_machine import Postgres
-
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="audit-")))
-        folder.chmod(0o755)  # the server has a user of its own
-        server = Postgres(folder)
-        stack.callback(server.close)
-        return server.url
+        return stack.enter_context(server(durable=True)).url("postgres")
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="audit-"))
     url = log or f"{folder}/log.sqlite"
     path = of_file(url)
@@ -380,11 +374,10 @@ def main() -> int:
     print(f"{len(table.rows)} measured, {len(over)} over {SECONDS:g} s or {MEGABYTES:g} MB" + (
         ": " + ", ".join(f"{row['kind']} {row['name']}" for row in over) if over else ""))
     print(f"checked: verify finds nothing. {beside_told(found['beside'])}")
-    if options.json:
-        figures = {**found, "database": parse_url(url).get_backend_name(),
-                   "cores": options.cores, "events": f.head, "log_megabytes": megabytes, "rows": table.rows,
-                   "missing": table.missing}
-        Path(options.json).write_text(json.dumps(figures, indent=2))
+    write_json(options.json, {
+        **found, "database": parse_url(url).get_backend_name(), "cores": options.cores, "events": f.head,
+        "log_megabytes": megabytes, "rows": table.rows, "missing": table.missing,
+    })
     return 1 if over else 0
 
 

@@ -22,10 +22,7 @@ the stepped boot time are left out, and named.
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import contextlib
-import json
 import os
 import random
 import shutil
@@ -37,17 +34,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import trinity_es
 from benchmarks.chaos_account import Account, Evidence, report
-from benchmarks.chaos_faults import KILLED, Faults
-from benchmarks.chaos_machine import Disk, Postgres, SteppedClock, in_namespace, on_disk
+from benchmarks.chaos_faults import KILLED, Faults, by_kind, kill
+from benchmarks.chaos_hosts_trainer import Nap, asked, note_start, one_experience
+from benchmarks.chaos_machine import Disk, SteppedClock, in_namespace, on_disk
+from benchmarks.compared import options_of, write_json
+from tests.helpers.faults import Server
 from trinity_es import Task, Workflow
 from trinity_es.client.teardown import end_system
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import AlreadyRunning, LogRewound, StartupError, TrinityError
-from trinity_es.events.experience import EID, Experience
+from trinity_es.events.experience import Experience
 from trinity_es.system import lifecycle, running_system
 from trinity_es.system.leftovers import leftovers
 
@@ -57,44 +55,20 @@ TOLD_SECONDS = 30.0
 """How long it may take until a client is told that the log lost what was acknowledged."""
 
 
-# --- the work -------------------------------------------------------------------------------------------------------
-def _note(task: Task) -> None:
-    with open(task.workflow_args["file"], "a") as f:
-        f.write(f"{task.batch_id} {task.task_id} {time.monotonic()}\n")  # one clock for all processes, never stepped
-
-
-def _experiences() -> list[Experience]:
-    tokens = np.arange(16, dtype=np.int32)
-    return [Experience(eid=EID(), tokens=tokens, prompt_length=8, reward=1.0, metrics={"reward": 1.0})]
-
-
-class Sleep(Workflow):
-    """Sleeps on the engine's loop."""
-
-    is_async = True
-
-    async def run_async(self) -> list[Experience]:
-        _note(self.task)
-        await asyncio.sleep(self.task.workflow_args["seconds"])
-        return _experiences()
-
-
-class BlockingSleep(Workflow):
+class BlockingNap(Workflow):
     """Sleeps in a worker process."""
 
-    is_async = False
-
     def run(self) -> list[Experience]:
-        _note(self.task)
+        note_start(self.task)
         time.sleep(self.task.workflow_args["seconds"])
-        return _experiences()
+        return one_experience()
 
 
 class Chaos:
     """One run of it on one store."""
 
     def __init__(
-        self, url: str | None, folder: Path, notes_folder: Path, seed: int, database: Postgres | None = None,
+        self, url: str | None, folder: Path, notes_folder: Path, seed: int, database: Server | None = None,
         disk: Disk | None = None, clock: SteppedClock | None = None, *, batches: int = 4, tasks: int = 50,
     ) -> None:
         self.folder, self.random, self.database = folder, random.Random(seed), database
@@ -114,7 +88,7 @@ class Chaos:
             },
             folder=folder,
         )
-        self.notes = notes_folder / "ran"
+        self.notes = notes_folder
         self.faults = Faults(self.config, self.random, database, disk, clock)
         self.starting = threading.Lock()
         self.over, self.watched = threading.Event(), threading.Event()
@@ -132,24 +106,22 @@ class Chaos:
                 lifecycle.start(self.config)
                 self.account.commands += 1
 
-    def asking(self, ask: Callable[[trinity_es.RolloutClient], Any], what: str, deadline: float) -> Any:
-        """The answer of a system that may be gone at any moment; a client that lost it connects again."""
-        while True:
-            try:
-                with trinity_es.connect(self.config) as client:
-                    return ask(client)
-            except (TrinityError, TimeoutError, OSError) as e:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{what}: {type(e).__name__}: {e}") from e
-                time.sleep(0.2)
-                self.up()
+    def asking(self, ask: Callable[[trinity_es.RolloutClient], Any], seconds: float = 240) -> Any:
+        return asked(self.config, ask, seconds, self.up)
+
+    def round_trip(self, batch: int, timeout: float) -> None:
+        """Submit a batch and finalize it."""
+        tasks = self.given(batch)
+        self.asking(lambda c: c.submit_batch(batch_id=batch, tasks=tasks, batch_type="train"))
+        self.submitted.add(batch)
+        self.finalized[batch] = self.asking(lambda c: c.finalize_train_batch(batch, timeout=timeout))
 
     def given(self, batch: int) -> list[Task]:
         chance = random.Random(batch)
         return [
             Task(
-                workflow=f"benchmarks.chaos:{'BlockingSleep' if chance.random() < 0.1 else 'Sleep'}",
-                workflow_args={"file": str(self.notes), "seconds": chance.uniform(0.1, 2.0)},
+                workflow=BlockingNap if chance.random() < 0.1 else Nap,
+                workflow_args={"notes": str(self.notes), "seconds": chance.uniform(0.1, 2.0)},
             )
             for _ in range(self.tasks)
         ]
@@ -159,25 +131,10 @@ class Chaos:
         number = lane
         while not self.over.is_set():
             number += self.in_flight
-            batch = number
             try:
-                tasks = self.given(batch)
-                until = time.monotonic() + 240
-                self.asking(
-                    lambda c, b=batch, t=tasks: self.submit(c, b, t), f"submit of batch {batch}", until
-                )
-                self.submitted.add(batch)
-                self.finalized[batch] = self.asking(
-                    lambda c, b=batch: c.finalize_train_batch(b, timeout=120), f"finalize of batch {batch}", until
-                )
+                self.round_trip(number, 120)
             except Exception as e:
-                self.account.person.append(f"batch {batch}: {type(e).__name__}: {e}")
-
-    def submit(self, client: trinity_es.RolloutClient, batch: int, tasks: list[Task]) -> None:
-        try:
-            client.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
-        except trinity_es.TrinityError:
-            client.batch(batch)  # the answer to an earlier try was lost with its system; the batch was not
+                self.account.person.append(f"batch {number}: {type(e).__name__}: {e}")
 
     # --- the faults -------------------------------------------------------------------------------------------------
     def watch(self) -> None:
@@ -237,7 +194,13 @@ class Chaos:
         self.account.ended = self.faults.ended
         self.account.left = [p.pid for p in leftovers(self.config)]
         Evidence(
-            self.config.store.url, self.tasks, self.submitted, self.finalized, self.notes, self.seen, self.injected
+            self.config.store.url,
+            self.tasks,
+            self.submitted,
+            self.finalized,
+            self.notes / "ran",
+            self.seen,
+            self.injected,
         ).settle(self.account)
         return self.account
 
@@ -251,7 +214,7 @@ class Chaos:
                     return
                 time.sleep(0.1)
 
-    def fail_over(self, database: Postgres) -> None:
+    def fail_over(self, database: Server) -> None:
         """Go on with an older copy of the database, which lacks a batch that was acknowledged: everybody is to be told.
 
         Then the newer data come back, as an operator would bring them, and everything goes on.
@@ -259,26 +222,19 @@ class Chaos:
         self.account.faults["database failed over to an older copy"] += 1
         database.keep_copy()
         number = 1_000_000
-        until = time.monotonic() + 120
-        self.asking(lambda c: self.submit(c, number, self.given(number)), "submit before the failover", until)
-        self.submitted.add(number)
-        self.finalized[number] = self.asking(
-            lambda c: c.finalize_train_batch(number, timeout=60), "finalize before the failover", until
-        )
-        database.swap()
+        self.round_trip(number, 60)
+        database.fail_over()
         self.watched.set()  # its positions are of the newer data
         for what in ("the server failed over", "the coordinator was killed", "every process was killed"):
             if what == "the coordinator was killed":
-                self.faults.kill(self.faults.processes().get("coordinator", []))
+                kill(by_kind(self.config).get("coordinator", []))
             elif what == "every process was killed":
-                self.faults.kill([p for group in self.faults.processes().values() for p in group])
+                kill([p for group in by_kind(self.config).values() for p in group])
             self.expect_refusal(what, number + 1)
         end_system(self.config)
-        database.swap()
+        database.fail_over()
         self.up()
-        again = self.asking(
-            lambda c: c.finalize_train_batch(number, timeout=60), "finalize on the newer data", time.monotonic() + 120
-        )
+        again = self.asking(lambda c: c.finalize_train_batch(number, timeout=60), 120)
         if again != self.finalized[number]:
             self.account.lost.append("the newer data gave another result of the last batch")
 
@@ -303,7 +259,6 @@ class Chaos:
                         return
                 time.sleep(0.2)
         self.account.not_told.append(f"after {what} nobody was told of it in {TOLD_SECONDS:.0f} s: {last}")
-
 
 
 # --- one run ---------------------------------------------------------------------------------------------------------
@@ -342,11 +297,11 @@ def chaos(
         if clock is not None:
             stack.callback(clock.close)
             stack.enter_context(_environment(clock.environment))
-        database = Postgres(folder) if backend == "postgresql" else None
+        database = Server(str(folder / "data"), durable=True) if backend == "postgresql" else None
         if database is not None:
-            stack.callback(database.close)
+            stack.callback(database.cleanup)
         run = Chaos(
-            None if database is None else database.url, folder, beside, seed, database, disk, clock,
+            None if database is None else database.url("postgres"), folder, beside, seed, database, disk, clock,
             batches=batches, tasks=tasks,
         )
         if special and not namespace:
@@ -365,13 +320,12 @@ def chaos(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", choices=["sqlite", "postgresql", "both"], default="both")
-    parser.add_argument("--kills", type=int, default=100, help="faults by kill -9, on each backend")
-    parser.add_argument("--seconds", type=float, default=420.0, help="and no longer than this, on each backend")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", help="also write the figures to this file")
-    options = parser.parse_args()
+    options = options_of(__doc__, [
+        ("--backend", {"choices": ["sqlite", "postgresql", "both"], "default": "both"}),
+        ("--kills", {"type": int, "default": 100, "help": "faults by kill -9, on each backend"}),
+        ("--seconds", {"type": float, "default": 420.0, "help": "and no longer than this, on each backend"}),
+        ("--seed", {"type": int, "default": 0}),
+    ], quick=False)
     namespace = in_namespace("benchmarks.chaos")
     backends = ["sqlite", "postgresql"] if options.backend == "both" else [options.backend]
     accounts = []
@@ -380,8 +334,7 @@ def main() -> int:
             backend, kills=options.kills, seconds=options.seconds, seed=options.seed, special=True, namespace=namespace
         ))
         print(report(accounts[-1]))
-    if options.json:
-        Path(options.json).write_text(json.dumps([vars(a) for a in accounts], indent=2, default=list))
+    write_json(options.json, [vars(a) for a in accounts])
     return 0 if all(a.clean for a in accounts) else 1
 
 

@@ -13,8 +13,6 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.payloads.experiences import read_experiences
 from trinity_es.events.store.payloads.payloads import open_payloads
 
-__all__ = ["BAD", "Account", "Evidence", "report"]
-
 BAD = {
     "run_again": "finished tasks run again", "lost": "results lost", "duplicated": "results duplicated",
     "person": "needed a person", "damaged": "complaints of verify", "left": "processes left",

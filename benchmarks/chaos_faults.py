@@ -11,13 +11,12 @@ from collections.abc import Callable
 
 import psutil
 
-from benchmarks.chaos_machine import Disk, Postgres, SteppedClock
+from benchmarks.chaos_machine import Disk, SteppedClock
+from tests.helpers.faults import Server
 from trinity_es import Config
 from trinity_es.actors.rollout.workers import template_main as worker_template_main
 from trinity_es.system import running_system
 from trinity_es.system.leftovers import leftovers
-
-__all__ = ["FROZEN_SECONDS", "KILLED", "Faults"]
 
 KILLED = {"runner": 8, "coordinator": 6, "worker": 4, "guardian": 1, "admin": 1}
 """How often a process of each kind is killed, of 20."""
@@ -36,11 +35,38 @@ STEP_SECONDS = 3.0
 """How long the clock stays at each."""
 
 
+def by_kind(config: Config) -> dict[str, list[psutil.Process]]:
+    """Return the processes of a system by their kind."""
+    found: dict[str, list[psutil.Process]] = {}
+    for process in leftovers(config):
+        with contextlib.suppress(psutil.Error):
+            title = " ".join(process.cmdline())
+            if not title:  # it has ended, and nobody has looked at it yet
+                continue
+            kind = next(
+                (k for k in ("Runner", "Coordinator", "Guardian") if title.startswith(k)),
+                "admin" if "MultiProcAdmin" in title else
+                "worker" if worker_template_main.__name__ in title else "other",
+            )
+            found.setdefault(kind.lower(), []).append(process)
+    return found
+
+
+def kill(processes: list[psutil.Process]) -> int:
+    """End each with -9; return how many there were."""
+    killed = 0
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+            killed += 1
+    return killed
+
+
 class Faults:
     """Everything that is done to one system. `trouble` and `ended` fill with what should not have come of it."""
 
     def __init__(
-        self, config: Config, chance: random.Random, database: Postgres | None, disk: Disk | None,
+        self, config: Config, chance: random.Random, database: Server | None, disk: Disk | None,
         clock: SteppedClock | None,
     ) -> None:
         self.config, self.random, self.database, self.disk, self.clock = config, chance, database, disk, clock
@@ -48,31 +74,6 @@ class Faults:
         """Processes that were killed."""
         self.trouble: list[str] = []
         self.ended: list[str] = []
-
-    def processes(self) -> dict[str, list[psutil.Process]]:
-        """Return the processes of the system by their kind."""
-        found: dict[str, list[psutil.Process]] = {}
-        for process in leftovers(self.config):
-            with contextlib.suppress(psutil.Error):
-                title = " ".join(process.cmdline())
-                if not title:  # it has ended, and nobody has looked at it yet
-                    continue
-                kind = next(
-                    (k for k in ("Runner", "Coordinator", "Guardian") if title.startswith(k)),
-                    "admin" if "MultiProcAdmin" in title else
-                    "worker" if worker_template_main.__name__ in title else "other",
-                )
-                found.setdefault(kind.lower(), []).append(process)
-        return found
-
-    def kill(self, processes: list[psutil.Process]) -> int:
-        """End each with -9; return how many there were."""
-        killed = 0
-        for process in processes:
-            with contextlib.suppress(psutil.Error):
-                process.send_signal(signal.SIGKILL)
-                killed += 1
-        return killed
 
     # --- at random --------------------------------------------------------------------------------------------------
     def one(self) -> str:
@@ -82,24 +83,26 @@ class Faults:
         kinds += ["database"] * (3 if self.database is not None else 0)
         kind = self.random.choice(kinds)
         if kind == "database" and self.database is not None:
-            self.database.restart(self.random.uniform(0.2, 2.0))
+            self.database.stop()
+            time.sleep(self.random.uniform(0.2, 2.0))
+            self.database.start()
             return "database stopped (immediate) and started"
-        found = self.processes()
+        found = by_kind(self.config)
         everybody = [p for group in found.values() for p in group]
         if kind == "everything":
-            count = self.kill(everybody)
+            count = kill(everybody)
         elif kind == "all and keeper":
             pid = running_system.keeper(self.config)
             if pid is None:
                 return ""
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            count = 1 + self.kill(everybody)
+            count = 1 + kill(everybody)
         elif kind == "stop coordinator":
             return self.stop_coordinator(found.get("coordinator", []))
         else:
             victims = found.get(kind, [])
-            count = self.kill([self.random.choice(victims)]) if victims else 0
+            count = kill([self.random.choice(victims)]) if victims else 0
         self.kills += count
         return f"kill -9 of {'every process' if kind == 'everything' else kind}" if count else ""
 
@@ -132,7 +135,7 @@ class Faults:
 
     def hang(self, kind: str) -> bool:
         """Stop a process and never continue it: somebody has to notice, and to end it."""
-        found = self.processes().get(kind, [])
+        found = by_kind(self.config).get(kind, [])
         if not found or running_system.keeper(self.config) is None:
             return False
         found[0].suspend()
@@ -144,7 +147,7 @@ class Faults:
 
     def freeze(self) -> bool:
         """Stop every process and the keeper, as a laptop that sleeps, and continue them all: nobody is to be ended."""
-        pid, found = running_system.keeper(self.config), self.processes()
+        pid, found = running_system.keeper(self.config), by_kind(self.config)
         if pid is None or not found:
             return False
         workers = {p.pid for p in found.get("worker", [])}  # they come and go with the work
@@ -164,7 +167,7 @@ class Faults:
     def step(self) -> bool:
         """Put the wall clock wrong by a second, an hour, ten minutes, and right again: nobody is to be ended."""
         assert self.clock is not None
-        everybody = [p for kind, group in self.processes().items() if kind != "worker" for p in group]
+        everybody = [p for kind, group in by_kind(self.config).items() if kind != "worker" for p in group]
         if not everybody:
             return False
         names = {p.pid: _title(p) for p in everybody}

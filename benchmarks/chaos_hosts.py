@@ -18,9 +18,7 @@ code 1 when a promise broke, 0 with the reason where namespaces can't be made.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import random
 import shutil
@@ -38,6 +36,7 @@ import trinity_es
 from benchmarks.chaos_account import Evidence
 from benchmarks.chaos_hosts_account import Fault, HostsAccount, Work, hosts_report, slept
 from benchmarks.chaos_hosts_machines import HeadMachine, HostMachine, Machine, Trainer
+from benchmarks.compared import options_of, write_json
 from tests.helpers.namespaces import Network, Postgres, lacks, made_network, made_postgres
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import TrinityError
@@ -379,18 +378,14 @@ def chaos_hosts(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", help="also write the figures to this file")
-    options = parser.parse_args()
+    options = options_of(__doc__, [
+        ("--faults", {"type": int, "default": 30}), ("--seed", {"type": int, "default": 0})], quick=False)
     if reason := lacks():
         print(f"skipped: {reason}")
         return 0
     account = chaos_hosts(faults=options.faults, seed=options.seed)
     print(hosts_report(account))
-    if options.json:
-        Path(options.json).write_text(json.dumps(vars(account), indent=2, default=list))
+    write_json(options.json, vars(account))
     return 0 if account.clean else 1
 
 

@@ -14,10 +14,6 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.records.recorded import Recorded
 from trinity_es.projections.hosts import Hosts, evolve_hosts, host_of
 
-__all__ = [
-    "KNOWN_SECONDS", "LEAST_SECONDS", "PROMISES", "SHARE", "Fault", "HostsAccount", "Work", "hosts_report", "slept",
-]
-
 KNOWN_SECONDS = 5.0
 """How much longer than `hosts.timeout` the loss of a host may take to be known: 20 s in all by default."""
 SHARE = 0.1

@@ -19,8 +19,6 @@ import psutil
 from benchmarks.chaos_hosts_trainer import HOST_VARIABLE
 from tests.helpers.namespaces import Network
 
-__all__ = ["KEY", "HeadMachine", "HostMachine", "Machine", "Trainer"]
-
 ROOT = Path(__file__).parents[1]
 KEY = "the key of this benchmark, of 40 characters"
 LEAVE_SECONDS = 60.0

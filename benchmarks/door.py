@@ -36,7 +36,7 @@ import psutil
 import yaml
 
 import trinity_es
-from benchmarks.compared import Watch, about, beside_told
+from benchmarks.compared import Watch, about, beside_told, options_of, write_json
 from benchmarks.overhead import spread
 from examples.grpo.tiny_model import make_tiny_model
 from trinity_es.actors.commands import GetRoutes
@@ -167,17 +167,14 @@ async def load(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", help="also write the figures to this file")
-    parser.add_argument("--quick", action="store_true", help="two short rounds: does it run at all")
-    parser.add_argument("--system", action="store_true", help="a runner of a whole system, and its proxy, too")
-    parser.add_argument("--uvloop", action="store_true", help="the first engine on the loop of `vllm serve`")
-    parser.add_argument("--model", help="a model folder in HF format")
-    parser.add_argument("--connections", type=int, default=256)
-    parser.add_argument("--each", type=int, default=2, help="requests of each connection in a round")
-    parser.add_argument("--tokens", type=int, default=32, help="tokens of each answer")
-    parser.add_argument("--rounds", type=int, default=20)
-    options = parser.parse_args()
+    options = options_of(__doc__, [
+        ("--system", {"action": "store_true", "help": "a runner of a whole system, and its proxy, too"}),
+        ("--uvloop", {"action": "store_true", "help": "the first engine on the loop of `vllm serve`"}),
+        ("--model", {"help": "a model folder in HF format"}), ("--connections", {"type": int, "default": 256}),
+        ("--each", {"type": int, "default": 2, "help": "requests of each connection in a round"}),
+        ("--tokens", {"type": int, "default": 32, "help": "tokens of each answer"}),
+        ("--rounds", {"type": int, "default": 20}),
+    ])
     rounds, each = (2, 1) if options.quick else (options.rounds, options.each)
     watch, context = Watch(), multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="door-") as folder, contextlib.ExitStack() as stack:
@@ -253,8 +250,7 @@ def told(
             print(f"           to {AGAINST[name]} {ratio['median']:.3f} ({ratio['min']:.3f} - {ratio['max']:.3f}), "
                   f"the median within {ratio['median_from']:.3f} - {ratio['median_to']:.3f} in 95 % of resamples")
     print(f"  checked: every answer was whole. {beside_told(figures['beside'])}")
-    if options.json:
-        Path(options.json).write_text(json.dumps(figures, indent=2))
+    write_json(options.json, figures)
     return 0
 
 

@@ -32,8 +32,6 @@ from benchmarks.log_append import Appended, a_run, append_all, check_log, groups
 from benchmarks.replay import replay_all
 from trinity_es.events.codec import encode
 
-__all__ = ["Library", "environment"]
-
 PINS = ["eventsourcing==9.5.6", "psycopg[binary]==3.3.9", "psycopg-pool==3.3.3"]
 GROUPS = {1: 512, 64: 8_192, 1024: 16_384}
 """Events of one repeat, by the size of a group."""

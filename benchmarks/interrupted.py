@@ -12,7 +12,6 @@ the two differ in anything but what was learnt: an engine that samples in other 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -27,6 +26,7 @@ from typing import Any
 import psutil
 
 import trinity_es
+from benchmarks.compared import options_of, write_json
 from trinity_es.client.teardown import end_system
 from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev
@@ -174,17 +174,13 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--kills", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--engine", choices=["vllm", "scripted"], default="vllm")
-    parser.add_argument("--json", help="also write the figures to this file")
-    options = parser.parse_args()
+    options = options_of(__doc__, [
+        ("--steps", {"type": int, "default": 160}), ("--kills", {"type": int, "default": 1}),
+        ("--seed", {"type": int, "default": 0}), ("--engine", {"choices": ["vllm", "scripted"], "default": "vllm"}),
+    ], quick=False)
     found = compare(steps=options.steps, kills=options.kills, seed=options.seed, engine=options.engine)
     print(table(found))
-    if options.json:
-        Path(options.json).write_text(json.dumps(found, indent=2))
+    write_json(options.json, found)
     return 1 if found["differ"] or found["rough"]["exit"] != found["calm"]["exit"] else 0
 
 

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["KnownSystem", "known_system"]
-
 CHILD = """
 import shutil, sys
 places = sys.argv[1]

@@ -37,8 +37,6 @@ from trinity_es.events.vocabulary import CoordinatorStarted, Event
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.projections.verify.log import verify_log
 
-__all__ = ["Appended", "a_run", "append_all", "check_log", "groups_of"]
-
 GROUPS = {1: 512, 64: 8_192, 1024: 16_384}
 """Events of one repeat, by the size of a group."""
 REPEATS = 7

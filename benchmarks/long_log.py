@@ -16,8 +16,6 @@ import orjson
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.urls import parse_url
 
-__all__ = ["lengthen"]
-
 AT_ONCE = 100
 """Copies in one transaction."""
 _NUMBERED = {"BatchSubmitted": ("batch_id",), "BatchFinalized": ("result", "batch_id"), "BatchTrained": ("step",)}

@@ -34,8 +34,6 @@ from trinity_es.events.experience import Experience
 from trinity_es.events.store.database.urls import parse_url
 from trinity_es.projections.verify.log import verify_log
 
-__all__ = ["Store"]
-
 SIZES = {512: 1024, 8192: 192}
 """Experiences of one batch, by their tokens."""
 REPEATS, ROUNDS = 11, 3

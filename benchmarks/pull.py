@@ -10,9 +10,7 @@ for the digest of its file. In each round all are measured, in turn.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import multiprocessing
 import os
 import shutil
@@ -25,6 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.compared import options_of, write_json
 from trinity_es.actors.hosts.folder_files import FolderName
 from trinity_es.actors.hosts.folder_puller import FolderPuller
 from trinity_es.actors.hosts.head_dialer import HeadDialer
@@ -92,11 +91,8 @@ def measured(folder: Path, size: int, rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json")
-    parser.add_argument("--gib", type=float, default=1.0)
-    parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
+    args = options_of(__doc__, [
+        ("--gib", {"type": float, "default": 1.0}), ("--rounds", {"type": int, "default": 5})], quick=False)
     folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
     try:
         each = int(args.gib * 2**30 / FILES)
@@ -108,8 +104,7 @@ def main() -> None:
     told = {way: round(statistics.median(rates)) for way, rates in found.items()}
     for way, rates in found.items():
         print(f"{way:>6}: {told[way]:>6} MB/s ({min(rates):.0f} - {max(rates):.0f})")
-    if args.json:
-        Path(args.json).write_text(json.dumps({"median_mb_per_second": told, "rounds": found}, indent=1))
+    write_json(args.json, {"median_mb_per_second": told, "rounds": found})
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import signal
 import statistics
@@ -23,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import trinity_es
-from benchmarks.compared import Watch, about, beside_told, sound
+from benchmarks.compared import Watch, about, beside_told, options_of, sound, write_json
 from trinity_es import Task
 from trinity_es.client.teardown import end_system
 from trinity_es.events import vocabulary as ev
@@ -170,13 +168,11 @@ def start_to_dispatch(config: trinity_es.Config, batch: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", choices=["coordinator", "history", []], help="default: both")
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--events", type=int, default=1_000_000)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", help="also write the figures to this file")
-    options = parser.parse_args()
+    options = options_of(__doc__, [
+        ("what", {"nargs": "*", "choices": ["coordinator", "history", []], "help": "default: both"}),
+        ("--kills", {"type": int, "default": 20}), ("--events", {"type": int, "default": 1_000_000}),
+        ("--rounds", {"type": int, "default": 5}),
+    ], quick=False)
     what = options.what or ["coordinator", "history"]
     watch, figures = Watch(), dict[str, Any]()
     if "coordinator" in what:
@@ -192,8 +188,7 @@ def main() -> int:
         print(f"  ratio {many['ratio']:.3f} ({min(many['ratios']):.3f} - {max(many['ratios']):.3f})")
     figures |= about(watch)
     print(f"  checked: the logs are sound. {beside_told(figures['beside'])}")
-    if options.json:
-        Path(options.json).write_text(json.dumps(figures, indent=2))
+    write_json(options.json, figures)
     return 0
 
 

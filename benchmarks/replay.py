@@ -35,8 +35,6 @@ from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.projections.verify.log import canonical, verify_log
 
-__all__ = ["Floor", "rebuild", "replay_all", "verify"]
-
 EVENTS, QUICK, REPEATS = 200_000, 50_000, 5
 PAGE = 1000
 AIM = 0.5

@@ -19,11 +19,6 @@ from trinity_es.events.store.payloads.payloads import PayloadStore
 from trinity_es.events.store.records.recorded import Draft
 from trinity_es.events.values import BatchId, batch_stream
 
-__all__ = [
-    "COMMIT", "EVAL_EVERY", "HOSTILE", "PLACES", "RUNNERS", "START", "WORDS", "Entry", "Ground", "RunnerModel",
-    "TimedLog",
-]
-
 START = 1_772_352_000.0
 """2026-03-01T08:00:00Z: when a finished or dead run began."""
 EVAL_EVERY = 10
@@ -71,7 +66,6 @@ class Entry:
     at: float
     stream: str
     event: ev.Event
-
 
 
 @dataclass(slots=True)

@@ -33,8 +33,6 @@ from trinity_es.projections.batch import BatchState, evolve
 from trinity_es.projections.metrics import aggregate_run
 from trinity_es.projections.tables.read_models import projectors
 
-__all__ = ["make"]
-
 
 @dataclass(slots=True)
 class _Batch:

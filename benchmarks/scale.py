@@ -11,9 +11,7 @@ are in flight at once, by default 100 for each runner. Times are of this machine
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import statistics
 import sys
@@ -21,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from benchmarks.compared import Watch, about, beside_told
+from benchmarks.compared import Watch, about, beside_told, options_of, write_json
 from tests.simulation.many import ManyWorld, Plan, play
 
 A_TASK = ("submit", "dispatch", "collect", "finalize", "rest", "collector")
@@ -117,20 +115,21 @@ def show(row: dict[str, Any]) -> None:
               f"{row['longest_ms'].get('loss', 0.0):.0f} ms at most", flush=True)
 
 
+def numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]
+
+
 def main() -> int:
-    numbers = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=numbers, default=[1, 10, 100])
-    parser.add_argument("--runners", type=numbers, default=[100])
-    parser.add_argument("--units", type=int, help="in flight at once (100 for each runner)")
-    parser.add_argument("--tasks", type=int, help="of the whole play (twice the units)")
-    parser.add_argument("--batch", type=int, help="tasks of a batch (a tenth of the units)")
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long a unit takes, in the mean")
-    parser.add_argument("--churn", type=float, default=0.0, help="virtual seconds between what happens to hosts")
-    parser.add_argument("--repeats", type=int, default=1, help="medians over so many")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", help="also write the figures to this file")
-    options = parser.parse_args()
+    options = options_of(__doc__, [
+        ("--hosts", {"type": numbers, "default": [1, 10, 100]}), ("--runners", {"type": numbers, "default": [100]}),
+        ("--units", {"type": int, "help": "in flight at once (100 for each runner)"}),
+        ("--tasks", {"type": int, "help": "of the whole play (twice the units)"}),
+        ("--batch", {"type": int, "help": "tasks of a batch (a tenth of the units)"}),
+        ("--seconds", {"type": float, "default": 60.0, "help": "how long a unit takes, in the mean"}),
+        ("--churn", {"type": float, "default": 0.0, "help": "virtual seconds between what happens to hosts"}),
+        ("--repeats", {"type": int, "default": 1, "help": "medians over so many"}),
+        ("--seed", {"type": int, "default": 0}),
+    ], quick=False)
     watch = Watch()
     print("hosts runners   units  us/task   " + "".ljust(70) + "standing  events  messages   KB of   longest stretch")
     print("                        of CPU   " + "".ljust(70) + "ms/s     a task    a task   a unit")
@@ -147,9 +146,7 @@ def main() -> int:
             show(rows[-1])
     found = about(watch)
     print(f"checked: every task ended once, on a runner that had it. {beside_told(found['beside'])}")
-    if options.json:
-        with open(options.json, "w") as f:
-            json.dump({**found, "simulated": rows}, f, indent=2)
+    write_json(options.json, {**found, "simulated": rows})
     return 0
 
 

@@ -10,9 +10,7 @@ the PostgreSQL that the tests use.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import statistics
 import sys
@@ -24,7 +22,8 @@ from typing import Any
 import psutil
 
 import trinity_es
-from benchmarks.scale import A_TASK
+from benchmarks.compared import options_of, write_json
+from benchmarks.scale import A_TASK, numbers
 from tests.helpers.faults import server
 from tests.helpers.hosts import KEY, free_port, host_joins, ready
 from tests.helpers.systems import end, pid_of, scripted, sleepers
@@ -93,14 +92,12 @@ def simulated(hosts: int, tasks: int, places: int, seconds: float, repeats: int)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4])
-    parser.add_argument("--tasks", type=int, default=600)
-    parser.add_argument("--places", type=int, default=32, help="of each runner")
-    parser.add_argument("--seconds", type=float, default=1.0, help="how long a task takes")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", help="also write the figures to this file")
-    options = parser.parse_args()
+    options = options_of(__doc__, [
+        ("--hosts", {"type": numbers, "default": [1, 2, 4]}), ("--tasks", {"type": int, "default": 600}),
+        ("--places", {"type": int, "default": 32, "help": "of each runner"}),
+        ("--seconds", {"type": float, "default": 1.0, "help": "how long a task takes"}),
+        ("--repeats", {"type": int, "default": 3}),
+    ], quick=False)
     os.environ["TRINITY_ES_KEY"] = KEY
     print("hosts besides   CPU us/task of the   of its main   simulated   idle   events   commits")
     print("the head        coordinator          thread                    ms/s   a task   a task")
@@ -113,9 +110,7 @@ def main() -> int:
         print(f"{hosts:>13} {row['us_per_task']:>20.0f} {row['us_per_task_main_thread']:>13.0f} "
               f"{row['simulated_us_per_task']:>11.0f} {row['idle_ms_per_s']:>6.1f} {row['events_per_task']:>8.2f} "
               f"{row['commits_per_task']:>9.2f}", flush=True)
-    if options.json:
-        with open(options.json, "w") as f:
-            json.dump({"rows": rows}, f, indent=2)
+    write_json(options.json, {"rows": rows})
     return 0
 
 

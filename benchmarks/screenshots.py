@@ -22,8 +22,6 @@ from trinity_es.events.values import BatchId
 from trinity_es.projections.reading.log_reader import Log, open_log
 from trinity_es.testing import wait_until
 
-__all__ = ["pages", "pictures"]
-
 SIZE = 1280, 800
 BEGINS_AT = {"batch": "#tasks"}
 """Pages of which a later part is taken."""

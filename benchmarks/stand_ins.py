@@ -12,8 +12,6 @@ from tests.helpers.servers import ServerProcess, ended
 from tests.helpers.servers import stand_in as one_stand_in
 from trinity_es.testing import wait_until
 
-__all__ = ["model_folder", "stand_ins"]
-
 
 def model_folder(folder: Path) -> str:
     """Return a model that all of them seem to have."""

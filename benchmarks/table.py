@@ -18,8 +18,6 @@ from typing import Any
 
 from benchmarks.compared import Row, Spread, beside_told, form_of
 
-__all__ = ["AIMS", "Line", "lines", "markdown"]
-
 AIMS = {
     "E1": "submit -> finalize of no-op tasks", "E2": "tasks and runs a second", "E3": "share of the ideal",
     "E4": "over the bare engine", "E5": "append", "E6": "replay, rebuild", "E7": "delivery, and bytes stored",

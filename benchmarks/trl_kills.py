@@ -22,7 +22,6 @@ is below all of those that were not disturbed.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -41,12 +40,11 @@ from typing import IO, Any
 import psutil
 
 import trinity_es
+from benchmarks.chaos_faults import by_kind, kill
+from benchmarks.compared import options_of, write_json
 from trinity_es import Config, load_config
 from trinity_es.client.teardown import end_system
 from trinity_es.events import vocabulary as ev
-from trinity_es.system.leftovers import leftovers
-
-__all__ = ["KINDS", "Trainee", "account", "kill_while_training", "main"]
 
 KINDS = ("trainer", "runner", "coordinator", "all")
 RESTARTS = 3
@@ -121,11 +119,9 @@ class Trainee:
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself just now
                 victims = [psutil.Process(self.process.pid)] if self.process is not None else []
         if not self.alone and kind != "trainer":
-            system = leftovers(self.config)
-            victims += system if kind == "all" else [p for p in system if _title(p).lower().startswith(kind)]
-        for victim in victims:
-            with contextlib.suppress(psutil.Error):
-                victim.kill()
+            system = by_kind(self.config)
+            victims += [p for group in system.values() for p in group] if kind == "all" else system.get(kind, [])
+        kill(victims)
         if self.process is not None and (kind in ("trainer", "all") or self.alone):
             self.process.wait()
 
@@ -140,12 +136,6 @@ class Trainee:
 
 def _launch(arguments: list[str], output: IO[bytes], errors: IO[bytes]) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, *arguments], stdout=output, stderr=errors, start_new_session=True)
-
-
-def _title(process: psutil.Process) -> str:
-    with contextlib.suppress(psutil.Error):
-        return " ".join(process.cmdline())
-    return ""
 
 
 def kill_while_training(
@@ -217,16 +207,12 @@ WRONG = ("other prompts", "steps beyond the end", "generated again", "submitted 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--undisturbed", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--alone", action="store_true")
-    parser.add_argument("--set", action="append", default=[], help="an override of the example's config")
-    parser.add_argument("--folder", type=Path, default=None)
-    parser.add_argument("--json", type=Path, default=None)
-    args = parser.parse_args()
+    args = options_of(__doc__, [
+        ("--kills", {"type": int, "default": 20}), ("--undisturbed", {"type": int, "default": 5}),
+        ("--seed", {"type": int, "default": 0}), ("--steps", {"type": int, "default": 100}),
+        ("--alone", {"action": "store_true"}), ("--folder", {"type": Path}),
+        ("--set", {"action": "append", "default": [], "help": "an override of the example's config"}),
+    ], quick=False)
     folder = Path(args.folder or tempfile.mkdtemp(prefix="trl-kills-")).absolute()
     told: dict[str, Any] = {"kills": args.kills, "seed": args.seed, "steps": args.steps, "alone": args.alone}
     rewards, plan = [], None
@@ -248,8 +234,7 @@ def main() -> int:
     found.pop("plan")
     told |= {"undisturbed": rewards, "killed": found, "seconds": round(time.monotonic() - began)}
     print(json.dumps(told, indent=1))
-    if args.json is not None:
-        args.json.write_text(json.dumps(told, indent=1) + "\n")
+    write_json(args.json, told)
     if args.folder is None:
         shutil.rmtree(folder)
     return int(any(found.get(name) for name in WRONG) or found["reward"] < min(rewards, default=0.0))

@@ -25,8 +25,6 @@ from examples.grpo.taskset import write_taskset
 from examples.grpo.tiny_model import make_tiny_model
 from examples.trl_grpo import train
 
-__all__ = ["main"]
-
 TRAINERS: list[GRPOTrainer] = []
 """The one that runs here."""
 

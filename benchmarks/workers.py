@@ -15,14 +15,11 @@ vLLM, where a runner has torch imported for its workers while the engine loads:
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import concurrent.futures
-import json
 import multiprocessing
 import os
 import signal
-import statistics
 import sys
 import tempfile
 import time
@@ -32,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.compared import Watch, about, beside_told
+from benchmarks.compared import Spread, Watch, about, beside_told, options_of, write_json
 from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.workers.pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
@@ -171,10 +168,6 @@ def _fresh(folder: Path) -> Path:
     return Path(tempfile.mkdtemp(dir=folder))
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values), "times": len(values)}
-
-
 async def measure(folder: Path, quick: bool) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for name, imports in MODULES.items():
@@ -193,49 +186,41 @@ async def measure(folder: Path, quick: bool) -> dict[str, Any]:
                     elif count <= (2 if quick else SPAWNED_MOST[name]):
                         spawned.append(await cold(kind, module, count, _fresh(folder), warm))
             row = {
-                "here_s": spread([h["seconds"] for h in here]),
-                "counted_s": spread([h["counted"] for h in here]),
-                "here_mb": spread([h["mb"] for h in here]),
-                "templates_mb": spread([h["templates_mb"] for h in here]),
+                "here_s": Spread.of([h["seconds"] for h in here]),
+                "counted_s": Spread.of([h["counted"] for h in here]),
+                "here_mb": Spread.of([h["mb"] for h in here]),
+                "templates_mb": Spread.of([h["templates_mb"] for h in here]),
             }
             if spawned:
-                row["spawned_s"] = spread([s["seconds"] for s in spawned])
-                row["spawned_mb"] = spread([s["mb"] for s in spawned])
-                row["ratio"] = spread([h["seconds"] / s["seconds"] for h, s in zip(here, spawned, strict=True)])
+                row["spawned_s"] = Spread.of([s["seconds"] for s in spawned])
+                row["spawned_mb"] = Spread.of([s["mb"] for s in spawned])
+                row["ratio"] = Spread.of([h["seconds"] / s["seconds"] for h, s in zip(here, spawned, strict=True)])
             figures[name]["cold"][count] = row
             show(count, row)
-        row = figures[name]["replaced_s"] = spread(await replaced(module, folder, 5 if quick else 20))
-        print(f"  a killed one replaced within {told(row, '.3f')} s", flush=True)
+        found = figures[name]["replaced_s"] = Spread.of(await replaced(module, folder, 5 if quick else 20))
+        print(f"  a killed one replaced within {found.told('.3f')} s", flush=True)
     return figures
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", help="also write the figures to this file")
-    parser.add_argument("--quick", action="store_true", help="one round: does it run at all")
-    options = parser.parse_args()
+    options = options_of(__doc__)
     watch = Watch()
     with tempfile.TemporaryDirectory(prefix="workers-") as folder:
         sys.path.insert(0, folder)
         measured = asyncio.run(measure(Path(folder), options.quick))
     figures = about(watch) | measured
     print(f"  checked: each task had a process of its own. {beside_told(figures['beside'])}")
-    if options.json:
-        with open(options.json, "w") as f:
-            json.dump(figures, f, indent=2)
+    write_json(options.json, figures)
     return 0
 
 
-def told(row: dict[str, float], form: str = ".2f") -> str:
-    return f"{row['median']:{form}} ({row['min']:{form}} - {row['max']:{form}})"
-
-
-def show(count: int, row: dict[str, dict[str, float]]) -> None:
-    print(f"  {count:>2} cold   here {told(row['here_s'])} s, counted {told(row['counted_s'])} s; "
-          f"PSS {told(row['here_mb'], '.0f')} MB, templates {told(row['templates_mb'], '.0f')} MB", flush=True)
+def show(count: int, row: dict[str, Spread]) -> None:
+    told = {name: spread.told(".0f" if name.endswith("mb") else ".2f") for name, spread in row.items()}
+    print(f"  {count:>2} cold   here {told['here_s']} s, counted {told['counted_s']} s; "
+          f"PSS {told['here_mb']} MB, templates {told['templates_mb']} MB", flush=True)
     if "ratio" in row:
-        print(f"       spawned {told(row['spawned_s'])} s; PSS {told(row['spawned_mb'], '.0f')} MB; "
-              f"here / spawned {told(row['ratio'])}", flush=True)
+        print(f"       spawned {told['spawned_s']} s; PSS {told['spawned_mb']} MB; here / spawned {told['ratio']}",
+              flush=True)
 
 
 if __name__ == "__main__":

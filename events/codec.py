@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -115,26 +116,19 @@ def decode(type_name: str, schema_version: int, data: bytes) -> Event:
         raise InvalidEvent(f"{type_name}.{where}: {what}", type=type_name, field=where) from e
 
 
-_Values = tuple[dict[str, None], Callable[[Event], tuple[Any, ...]]]
-_known_fields: dict[type[Event], _Values] = {}
-_builders: dict[type[Event], Callable[[dict[str, Any]], Event]] = {}
-
-
-def _fields(cls: type[Event]) -> _Values:
+@cache
+def _fields(cls: type[Event]) -> tuple[dict[str, None], Callable[[Event], tuple[Any, ...]]]:
     """Return the names of an event's fields, as keys, and what gives the values of them all."""
-    if cls not in _known_fields:
-        names = [f.name for f in fields(cls)]
-        values = attrgetter(*names) if len(names) > 1 else lambda event: tuple(getattr(event, n) for n in names)
-        _known_fields[cls] = dict.fromkeys(names), values
-    return _known_fields[cls]
+    names = [f.name for f in fields(cls)]
+    values = attrgetter(*names) if len(names) > 1 else lambda event: tuple(getattr(event, n) for n in names)
+    return dict.fromkeys(names), values
 
 
+@cache
 def _builder(cls: type[Event]) -> Callable[[dict[str, Any]], Event]:
-    if cls not in _builders:
-        from pydantic import TypeAdapter  # here, not above: it is a third of this room's import time
+    from pydantic import TypeAdapter  # here, not above: it is a third of this room's import time
 
-        _builders[cls] = TypeAdapter(cls).validator.validate_python  # without the wrapper, a sixth of it
-    return _builders[cls]
+    return TypeAdapter(cls).validator.validate_python  # without the wrapper, a sixth of it
 
 
 def _culprit(event: Event) -> str | None:

@@ -52,7 +52,6 @@ class EID:
         return self.uid
 
     def to_dict(self) -> dict[str, Any]:
-        """`{"batch", "task", "run", "step", "suffix"}`."""
         return {"batch": self.batch, "task": self.task, "run": self.run, "step": self.step, "suffix": self.suffix}
 
     @classmethod

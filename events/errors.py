@@ -258,9 +258,7 @@ def _tree(cls: type[TrinityError]) -> dict[str, type[TrinityError]]:
     return found
 
 
-_BUILTIN: dict[str, type[Exception]] = {
-    "KeyError": KeyError, "ValueError": ValueError, "TimeoutError": TimeoutError, "TypeError": TypeError,
-}
+_BUILTIN: dict[str, type[Exception]] = {c.__name__: c for c in (KeyError, ValueError, TimeoutError, TypeError)}
 
 
 def error_to_dict(error: BaseException) -> dict[str, Any]:

@@ -65,12 +65,11 @@ def _entry(classes: dict[str, ast.ClassDef], name: str) -> list[str]:
     cls = classes[name]
     version = getattr(getattr(vocabulary, name), "schema_version", None)
     lines = ["", f"### {name}" + (f" (schema {version})" if version else ""), "", ast.get_docstring(cls) or "", ""]
-    base = next((b.id for b in cls.bases if isinstance(b, ast.Name) and b.id != "Event"), None)
-    if base is not None:
-        lines.append(f"Fields as in {base}.")
-    else:
-        lines += fields_table(documented_fields(cls))
-    return lines
+    base = cls.bases[0].id if cls.bases and isinstance(cls.bases[0], ast.Name) else ""
+    if base in vocabulary.EVENTS:
+        return [*lines, f"Fields as in {base}."]
+    inherited = documented_fields(classes[base]) if base in classes else []
+    return lines + fields_table(inherited + documented_fields(cls))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ lie is the payload store's job.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, Final, Literal, Self
 
 import numpy as np
@@ -20,17 +20,18 @@ from trinity_es.events.eid import EID, CustomField
 from trinity_es.events.errors import DataError, NotFinite
 from trinity_es.events.json_values import NotPlain, plain
 from trinity_es.events.payload_format import DTYPES, Array, Payload, decoding, encode
-from trinity_es.events.payload_items import JSON, TEXTS, VECTORS, columns_of, fields_in, item_of
+from trinity_es.events.payload_items import JSON, TEXTS, VECTORS, columns_of, fields_in, item_of, same_array
 from trinity_es.events.values import shown
 
 __all__ = ["EID", "LARGEST_REWARD", "Array", "CustomField", "Experience", "group_by"]
 
 _log = logging.getLogger(__name__)
-_warned: set[str] = set()
+_warn_once = lru_cache(maxsize=100)(_log.warning)
 
 LARGEST_REWARD: Final = 1e30
 """Maximum size of a reward: trainers compute in float32, where a larger one makes its group's advantages NaN."""
 _TOKENS: Final = tuple(name for name, (dtype, _) in VECTORS.items() if dtype.kind == "i")
+Messages = list[dict[str, Any]] | None
 _FINITE: Final = (*(name for name, (dtype, _) in VECTORS.items() if dtype.kind == "f"), "routed_experts")
 
 
@@ -64,58 +65,27 @@ class Experience:
 
     __hash__ = None  # type: ignore[assignment]  # mutable, compared by value
 
-    eid: EID
     tokens: Array
     prompt_length: int
     logprobs: Array | None
-    reward: float | None
     token_level_reward: Array | None
     advantages: Array | None
     returns: Array | None
     action_mask: Array | None
-    truncate_status: str | None
-    info: dict[str, Any]
-    metrics: dict[str, float]
-    prompt_text: str | None
-    response_text: str | None
-    messages: list[dict[str, Any]] | None
-    tools: list[dict[str, Any]] | None
     chosen: Array | None
     rejected: Array | None
-    chosen_messages: list[dict[str, Any]] | None
-    rejected_messages: list[dict[str, Any]] | None
     multi_modal_inputs: dict[str, Array] | None
     teacher_logprobs: Array | None
     routed_experts: Array | None
-    custom_fields: list[CustomField]
-    experience_type: str
 
     def __init__(
-        self,
-        *,
-        tokens: Any,
-        eid: EID | dict[str, Any] | None = None,
-        prompt_length: int | None = None,
-        logprobs: Any = None,
-        reward: float | None = None,
-        token_level_reward: Any = None,
-        advantages: Any = None,
-        returns: Any = None,
-        action_mask: Any = None,
-        truncate_status: str | None = None,
-        info: dict[str, Any] | None = None,
-        metrics: dict[str, float] | None = None,
-        prompt_text: str | None = None,
-        response_text: str | None = None,
-        messages: list[dict[str, Any]] | None = None,
-        tools: list[dict[str, Any]] | None = None,
-        chosen: Any = None,
-        rejected: Any = None,
-        chosen_messages: list[dict[str, Any]] | None = None,
-        rejected_messages: list[dict[str, Any]] | None = None,
-        multi_modal_inputs: dict[str, Any] | None = None,
-        teacher_logprobs: Any = None,
-        routed_experts: Any = None,
+        self, *, tokens: Any, eid: EID | dict[str, Any] | None = None, prompt_length: int | None = None,
+        logprobs: Any = None, reward: float | None = None, token_level_reward: Any = None, advantages: Any = None,
+        returns: Any = None, action_mask: Any = None, truncate_status: str | None = None,
+        info: dict[str, Any] | None = None, metrics: dict[str, float] | None = None, prompt_text: str | None = None,
+        response_text: str | None = None, messages: Messages = None, tools: Messages = None, chosen: Any = None,
+        rejected: Any = None, chosen_messages: Messages = None, rejected_messages: Messages = None,
+        multi_modal_inputs: dict[str, Any] | None = None, teacher_logprobs: Any = None, routed_experts: Any = None,
         custom_fields: list[CustomField] | None = None,
     ) -> None:
         self.eid = EID() if eid is None else EID.from_dict(eid) if isinstance(eid, dict) else eid
@@ -136,13 +106,13 @@ class Experience:
             aligned = self.action_mask if self.action_mask is not None else self.logprobs
             # One over all tokens says nothing of the prompt.
             self.prompt_length = 1 if aligned is None or len(aligned) == seq else seq - len(aligned)
-        vars(self).update(
-            reward=reward, token_level_reward=token_level_reward, advantages=advantages, returns=returns,
-            truncate_status=truncate_status, info=info or {}, metrics=metrics or {}, prompt_text=prompt_text,
-            response_text=response_text, messages=messages, tools=tools, chosen=chosen, rejected=rejected,
-            chosen_messages=chosen_messages, rejected_messages=rejected_messages,
-            multi_modal_inputs=multi_modal_inputs, teacher_logprobs=teacher_logprobs, routed_experts=routed_experts,
-        )
+        self.token_level_reward, self.advantages, self.returns = token_level_reward, advantages, returns
+        self.chosen, self.rejected, self.teacher_logprobs = chosen, rejected, teacher_logprobs
+        self.multi_modal_inputs, self.routed_experts = multi_modal_inputs, routed_experts
+        self.reward, self.info, self.metrics = reward, info or {}, metrics or {}
+        self.truncate_status, self.prompt_text, self.response_text = truncate_status, prompt_text, response_text
+        self.messages, self.tools = messages, tools
+        self.chosen_messages, self.rejected_messages = chosen_messages, rejected_messages
         self.custom_fields = list(custom_fields or ())
         self.validate()
 
@@ -153,9 +123,6 @@ class Experience:
         of_none = isinstance(self.eid, EID) and self.eid.batch == self.eid.task == ""
         whose = "a new experience" if of_none else f"experience {uid}"
         return kind(f"{whose}: {name}{where} {what}", eid=uid, field=name)
-
-    def _not_finite(self, name: str, what: str, where: str = "") -> DataError:
-        return self._bad(name, what, where, NotFinite)
 
     def _vector(self, name: str, value: Any) -> Any:
         """Return a 1-D array of the field's dtype, or None. Any: which fields may be None is `validate`'s to say."""
@@ -170,7 +137,8 @@ class Experience:
         fits = {"i": "iu", "f": "fiu", "b": "biu"}[dtype.kind]
         if dtype.kind in "ib" and array.dtype.kind == "f" and bool((array == np.rint(array)).all()):
             if dtype.kind == "i":
-                _warn_once(f"{name} given as {array.dtype}: whole numbers are taken as {dtype}, give them as integers")
+                what = "Experience: %s given as %s: whole numbers are taken as %s, give them as integers"
+                _warn_once(what, name, array.dtype, dtype)
             fits += "f"
         if array.size and array.dtype.kind not in fits:
             raise self._bad(name, f"has dtype {array.dtype}, expected {dtype}")
@@ -182,7 +150,7 @@ class Experience:
             with np.errstate(over="raise"):
                 return array.astype(dtype)
         except FloatingPointError as e:
-            raise self._not_finite(name, f"holds numbers that don't fit {dtype}") from e
+            raise self._bad(name, f"holds numbers that don't fit {dtype}", kind=NotFinite) from e
 
     def _array(self, name: str, value: Any) -> Array:
         try:
@@ -226,10 +194,7 @@ class Experience:
                 raise self._bad(name, f"is {array[place]}: a token id is 0 at least", where=f"[{place}]")
         self._check_lengths()
         if self.reward is not None:
-            self.reward = self._number("reward", self.reward)
-            if abs(self.reward) > LARGEST_REWARD:
-                what = f"is {self.reward}: trainers compute in float32, 1e30 is the most"
-                raise self._not_finite("reward", what)
+            self.reward = self._number(self.reward)
         if self.routed_experts is not None:
             self.routed_experts = self._array("routed_experts", self.routed_experts)
         if self.multi_modal_inputs is not None:
@@ -263,7 +228,8 @@ class Experience:
         fields = self.__dict__
         reward = fields["reward"]
         if reward is not None and not abs(reward) <= LARGEST_REWARD:
-            raise self._not_finite("reward", f"is {reward}: a finite number of 1e30 at most is expected")
+            what = f"is {reward}: only finite numbers can be recorded; trainers compute in float32, 1e30 is the most"
+            raise self._bad("reward", what, kind=NotFinite)
         for name in _FINITE:
             if fields[name] is not None:
                 self._finite(name, fields[name])
@@ -275,18 +241,15 @@ class Experience:
             return
         place = [int(i) for i in np.argwhere(~np.isfinite(array))[0]]
         what = f"is {array[tuple(place)]}: only finite numbers can be learned from"
-        raise self._not_finite(name, what, where=str(place))
+        raise self._bad(name, what, str(place), NotFinite)
 
-    def _number(self, name: str, value: Any) -> float:
+    def _number(self, value: Any) -> float:
         try:
             if isinstance(value, str | bytes):
                 raise TypeError("text")
-            number = float(value)
+            return float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as e:
-            raise self._bad(name, f"is {shown(value)}, expected a number") from e
-        if not math.isfinite(number):
-            raise self._not_finite(name, f"is {number}: only finite numbers can be recorded")
-        return number
+            raise self._bad("reward", f"is {shown(value)}, expected a number") from e
 
     def _check_lengths(self) -> None:
         seq = len(self.tokens)
@@ -315,11 +278,8 @@ class Experience:
         fields = self.__dict__
         for name, (_, per_response) in VECTORS.items():
             if per_response and fields[name] is not None and len(fields[name]) != response:
-                raise self._bad(
-                    name,
-                    f"has shape {fields[name].shape}, but the response has {response} tokens "
-                    f"(tokens of shape ({seq},), prompt_length {prompt})",
-                )
+                raise self._bad(name, f"has shape {fields[name].shape}, but the response has {response} tokens "
+                                f"(tokens of shape ({seq},), prompt_length {prompt})")
 
     def _cut_to_response(self, seq: int, prompt: int) -> None:
         """Keep the response's part of what was given for every token; of logprobs also for all but the first one."""
@@ -327,7 +287,8 @@ class Experience:
         for name, lengths in (("logprobs", (seq, seq - 1)), ("action_mask", (seq,))):
             array = fields[name]
             if array is not None and len(array) != seq - prompt and len(array) in lengths:
-                _warn_once(f"{name} given for more tokens than the response has: the part of the response is kept")
+                what = "Experience: %s given for more tokens than the response has: the part of the response is kept"
+                _warn_once(what, name)
                 fields[name] = array[prompt - (seq - len(array)) :]
 
     # --- as values --------------------------------------------------------------------------------------------------
@@ -349,12 +310,8 @@ class Experience:
         What is None is left out.
         """
         out: dict[str, Any] = {
-            "eid": self.eid.to_dict(),
-            "type": self.experience_type,
-            "prompt_length": self.prompt_length,
-            "response_length": len(self.tokens) - self.prompt_length,
-            "info": self.info,
-            "metrics": self.metrics,
+            "eid": self.eid.to_dict(), "type": self.experience_type, "prompt_length": self.prompt_length,
+            "response_length": len(self.tokens) - self.prompt_length, "info": self.info, "metrics": self.metrics,
         }
         for name in ("prompt_text", "response_text", *JSON, "reward", "truncate_status"):
             if self.__dict__[name] is not None:
@@ -445,21 +402,9 @@ def group_by(experiences: Iterable[Experience], id_type: Literal["task", "run", 
     return groups
 
 
-def _warn_once(what: str) -> None:
-    if what not in _warned:
-        _warned.add(what)
-        _log.warning("Experience: %s", what)
-
-
 def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        return (
-            isinstance(a, np.ndarray)
-            and isinstance(b, np.ndarray)
-            and a.dtype == b.dtype
-            and a.shape == b.shape
-            and a.tobytes() == b.tobytes()
-        )
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and same_array(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
     return type(a) is type(b) and bool(a == b)

@@ -17,7 +17,7 @@ from trinity_es.events.eid import EID, CustomField
 from trinity_es.events.errors import CorruptPayload
 from trinity_es.events.payload_format import Array, Column, Payload
 
-__all__ = ["JSON", "TEXTS", "VECTORS", "bases_of", "columns_of", "difference", "fields_in", "item_of"]
+__all__ = ["JSON", "TEXTS", "VECTORS", "bases_of", "columns_of", "difference", "fields_in", "item_of", "same_array"]
 
 Fields = dict[str, Any]
 """An experience's `__dict__`."""
@@ -79,17 +79,18 @@ def difference(
     for name in ARRAYS:
         if fields[name] is None:
             without += [name] if base[name] is not None else []
-        elif not _same(fields[name], base[name]):
+        elif not same_array(fields[name], base[name]):
             arrays[name] = fields[name]
     inputs, base_inputs = fields["multi_modal_inputs"] or {}, base["multi_modal_inputs"] or {}
-    if "multi_modal_inputs" in changed or any(not _same(a, base_inputs.get(key)) for key, a in inputs.items()):
+    if "multi_modal_inputs" in changed or any(not same_array(a, base_inputs.get(key)) for key, a in inputs.items()):
         if "multi_modal_inputs" in item:
             changed["multi_modal_inputs"] = item["multi_modal_inputs"]
         arrays["multi_modal_inputs"] = inputs
     return {"of": of, **({"without": without} if without else {}), **changed}, arrays
 
 
-def _same(a: Array, b: Array | None) -> bool:
+def same_array(a: Array, b: Array | None) -> bool:
+    """Return True where two arrays are equal to the last bit."""
     return b is not None and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 

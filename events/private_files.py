@@ -54,7 +54,6 @@ def open_private(path: str | Path, flags: int = os.O_RDWR) -> int:
 
 
 def create_private(path: str | Path) -> None:
-    """Make sure that there is such a file, for this user alone. Raises OSError."""
     os.close(open_private(path, os.O_WRONLY))
 
 

@@ -88,7 +88,6 @@ def seen_from_here(started: object) -> bool | None:
 
 
 def _here() -> str:
-    """Return the id of this boot and of this pid namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

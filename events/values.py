@@ -324,7 +324,6 @@ def task_to_dict(task: Task) -> dict[str, Any]:
 
 
 def task_from_dict(data: dict[str, Any], *, batch_id: BatchId = "", task_id: int | str = "") -> Task:
-    """Return the task that `task_to_dict` wrote; classes stay names."""
     return Task(**data, batch_id=batch_id, task_id=task_id)
 
 

@@ -94,7 +94,7 @@ BREAKS = (
           'self.after(pause, f"start:{child.name}", lambda: self.start_again(child))', "pass",
           "main/test_deaths.py::test_a_killed_runner_is_replaced_and_only_what_was_running_is_run_again"),
     Break(4, "The keeper sees the guardian die and does not start the system again.", "trinity_es/system/keeper.py",
-          "again = _start_again(config, admin, claims)", "again = None",
+          "again = _start_again(config, admin, me, claims)", "again = None",
           "main/test_deaths.py::test_what_nobody_supervises_is_started_again_and_the_waiting_client_gets_its_"
           "answer[guardian]"),
     Break(4, "A runner does not send a new coordinator what the dead one never acknowledged.",
@@ -144,9 +144,8 @@ BREAKS = (
           "pure/actors/test_weights.py::test_p9_a_runner_that_comes_up_and_can_t_load_the_current_version_stays_failed_"
           "until_it_can"),
     Break(9, "An experience is stamped with the weights at its end, not with those that made its tokens.",
-          "actors/rollout/workflow_runner.py",
-          "made_by = min((v for v, _, _ in experience.version_spans), default=version)",
-          "made_by = self.engine.model_version",
+          "actors/rollout/result.py", "made_by = min((v for v, _, _ in experience.version_spans), default=version)",
+          "made_by = now",
           "pure/actors/test_workflow_runner.py::test_p9_an_experience_is_stamped_with_the_weights_that_made_its_own_tokens"),
     Break(9, "A runner is given units while it loads the current weights.", "actors/coordinator/fleet/dispatcher.py",
           "fits = runner.loading is None and runner.has_adapters", "fits = runner.has_adapters",

@@ -132,25 +132,20 @@ class EngineLoop(_Loop):
         return await self.run_in_executor(None, partial(socket.getaddrinfo, host, port, **how))
 
     async def getnameinfo(self, sockaddr: Any, flags: int = 0) -> Any:
-        """Look an address up, likewise."""
         return await self.run_in_executor(None, socket.getnameinfo, sockaddr, flags)
 
     def forget(self, unit: Any) -> None:
-        """Forget a unit that is over: its threads end when they have nothing to do."""
         threads = self._threads.pop(unit, None)
         if threads is not None:
             threads.shutdown(wait=False, cancel_futures=True)
 
     def stop(self) -> None:
-        """Refuse: the runner ends with its process."""
         self._refuse("stop")
 
-    close, set_default_executor, set_task_factory, set_exception_handler = map(_runners_alone, (
-        "close", "set_default_executor", "set_task_factory", "set_exception_handler",
-    ))
-    shutdown_asyncgens, shutdown_default_executor = map(_runners_alone, (
-        "shutdown_asyncgens", "shutdown_default_executor",
-    ))
+    close, set_default_executor, set_task_factory = map(
+        _runners_alone, ("close", "set_default_executor", "set_task_factory"))
+    set_exception_handler, shutdown_asyncgens, shutdown_default_executor = map(
+        _runners_alone, ("set_exception_handler", "shutdown_asyncgens", "shutdown_default_executor"))
 
     def _refuse(self, what: str) -> None:
         if _OWNER.get() is not _RUNNER:
@@ -179,7 +174,6 @@ class Limits:
         return self._number
 
     def end(self, number: int) -> None:
-        """Take note that it is over; said twice is fine."""
         self._deadlines.pop(number, None)
 
     def overdue(self, now: float, patience: float) -> list[Any]:

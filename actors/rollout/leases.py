@@ -20,12 +20,12 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar, cast
 
 from trinity_es.actors.lease_providers import build_provider, recordable
 from trinity_es.events.errors import StartupError, WorkflowError
 
-__all__ = ["Lease", "LeaseRecorder", "RunLeases"]
+__all__ = ["Lease", "LeaseRecorder", "RunLeases", "driven", "running_loop"]
 
 RENEWALS = 3
 """How often a lease is renewed within its time to live."""
@@ -34,6 +34,7 @@ SHORTEST_TTL = 5.0
 CANCEL_SECONDS = 1.0
 """How long an async `create` may take to end once it was cancelled."""
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
@@ -106,6 +107,7 @@ class Lease:
         """Nobody waits for it to be made: what comes of that is released."""
         self._renewing: Callable[[], object] = lambda: None
         self._loop: _OwnLoop | None = None
+        self._sync = False
 
     @staticmethod
     def _recordable(what: str, value: Any) -> Any:
@@ -115,17 +117,11 @@ class Lease:
             raise WorkflowError(str(e)) from None
 
     def _take(self) -> Future[None]:
-        """Tell that it is taken, of a provider that there is."""
         self._until = time.monotonic() + self.creation_timeout
         return self._leases.report(
             self.key, "taken", provider=self._path, args=self._args, ttl=self.ttl,
             creation_timeout=self.creation_timeout,
         )
-
-    def _require_time(self) -> None:
-        """Raise StartupError where it is too late to make it: nobody would look for that."""
-        if time.monotonic() >= self._until:
-            raise self._late()
 
     def _late(self) -> StartupError:
         return StartupError(f"{self._path} made nothing within {self.creation_timeout:g} s (creation_timeout)")
@@ -155,7 +151,6 @@ class Lease:
         return None
 
     async def _finished(self, making: Awaitable[Any]) -> None:
-        """Take what an async `create` makes."""
         made = await making
         told = self._accepted(made)
         if told is None:
@@ -187,35 +182,59 @@ class Lease:
         except Exception as e:
             _log.warning("lease %s of %s %s: %r", self.key, self._path, what, e)
 
-    def _left(self, reason: str, error: BaseException) -> Future[None]:
-        """Tell why. Whoever calls waits for it: what a worker process told at last is not heard beside its end."""
+    async def _leave(self, reason: str, error: BaseException) -> None:
+        """Tell why, and wait for it: what a worker process told at last is not heard beside its end."""
         _log.warning("lease %s of %s %s: %r", self.key, self._path, reason, error)
-        return self._leases.report(self.key, "left", reason=f"it {reason}: {type(error).__name__}: {error}")
-
-    async def _left_async(self, reason: str, error: BaseException) -> None:
         with contextlib.suppress(WorkflowError):  # the run is over: its end has told
-            await asyncio.wrap_future(self._left(reason, error))
+            why = f"it {reason}: {type(error).__name__}: {error}"
+            await self._recorded(self._leases.report(self.key, "left", reason=why))
 
-    def _left_sync(self, reason: str, error: BaseException) -> None:
-        with contextlib.suppress(WorkflowError):  # as above
-            self._left(reason, error).result()
-
-    def _renewed(self) -> None:
-        self._leases.report(self.key, "renewed", ttl=self.ttl)
-
-    # --- in an async workflow ---------------------------------------------------------------------------------------
-    async def __aenter__(self) -> Self:
-        self.provider = await asyncio.to_thread(build_provider, self._path, self._args)  # it may import for long
+    # --- what both kinds of workflows do; in a sync one nothing here waits for a loop: see `driven` -----------------
+    async def _enter(self) -> Self:
+        self.provider = await self._call(build_provider, self._path, self._args)  # it may import for long
         try:
-            await asyncio.wrap_future(self._take())
-            self._require_time()
-            await self._in_time(self._create_async())
+            await self._recorded(self._take())
+            if time.monotonic() >= self._until:  # nobody would look for what is made now
+                raise self._late()
+            await self._make()
         except BaseException as e:
-            await self._left_async("could not be made", e)
+            await self._leave("could not be made", e)
             raise
         if hasattr(self.provider, "renew"):
-            self._renewing = asyncio.create_task(self._renew_async()).cancel
+            renewing = self._renew()
+            self._renewing = (self._own_loop().start(renewing) if self._sync else asyncio.create_task(renewing)).cancel
         return self
+
+    async def _exit(self) -> None:
+        self._renewing()
+        try:
+            await self._call(self.provider.release, self.key, self.handle)
+        except BaseException as e:
+            await self._leave("could not be released by its run", e)
+            if not isinstance(e, Exception):
+                raise
+        else:
+            await self._recorded(self._leases.report(self.key, "released"))
+
+    async def _recorded(self, told: Future[None]) -> None:
+        if self._sync:
+            told.result()
+        else:
+            await asyncio.wrap_future(told)
+
+    async def _call(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Return what the provider gives: called in this thread of a sync workflow, an async one on its own loop."""
+        if not self._sync:
+            return await _called_async(call, *args)
+        found = call(*args)
+        return self._on_own_loop(found) if inspect.isawaitable(found) else found
+
+    async def _make(self) -> None:
+        if self._sync:
+            if (making := self._create()) is not None:
+                self._on_own_loop(self._in_time(self._finished(making)))
+        else:
+            await self._in_time(self._create_async())
 
     async def _create_async(self) -> None:
         """Have it made, by an async `create` on this loop, by another one in a thread."""
@@ -226,60 +245,36 @@ class Lease:
         if making is not None:
             await self._finished(making)
 
-    async def __aexit__(self, *_: object) -> None:
-        self._renewing()
-        try:
-            await _called_async(self.provider.release, self.key, self.handle)
-        except BaseException as e:
-            await self._left_async("could not be released by its run", e)
-            if not isinstance(e, Exception):
-                raise
-        else:
-            await asyncio.wrap_future(self._leases.report(self.key, "released"))
-
-    async def _renew_async(self) -> None:
+    async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self.ttl / RENEWALS)
             with self._logged("could not be renewed, and is tried again"):
                 await _called_async(self.provider.renew, self.key, self.handle, self.ttl)
-                self._renewed()
+                self._leases.report(self.key, "renewed", ttl=self.ttl)
+
+    # --- in an async workflow ---------------------------------------------------------------------------------------
+    async def __aenter__(self) -> Self:
+        return await self._enter()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._exit()
 
     # --- in a sync workflow -----------------------------------------------------------------------------------------
     def __enter__(self) -> Self:
-        if _in_loop():
+        if running_loop() is not None:
             raise WorkflowError("a lease taken by `with` would stop the event loop that runs here: use `async with`")
-        self.provider = build_provider(self._path, self._args)
+        self._sync = True
         try:
-            self._take().result()
-            self._require_time()
-            making = self._create()
-            if making is not None:
-                self._on_own_loop(self._in_time(self._finished(making)))
-        except BaseException as e:
-            self._left_sync("could not be made", e)
+            return driven(self._enter())
+        except BaseException:
             self._close_loop()
             raise
-        if hasattr(self.provider, "renew"):
-            self._renewing = self._own_loop().start(self._renew_async()).cancel
-        return self
 
     def __exit__(self, *_: object) -> None:
-        self._renewing()
         try:
-            self._called(self.provider.release, self.key, self.handle)
-        except BaseException as e:
-            self._left_sync("could not be released by its run", e)
-            if not isinstance(e, Exception):
-                raise
-        else:
-            self._leases.report(self.key, "released").result()
+            driven(self._exit())
         finally:
             self._close_loop()
-
-    def _called(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Return what a method of the provider gives."""
-        found = call(*args)
-        return self._on_own_loop(found) if inspect.isawaitable(found) else found
 
     def _on_own_loop(self, awaitable: Awaitable[Any]) -> Any:
         """Return what comes of it, on one loop of this lease's own: that of all it made, and renews."""
@@ -297,15 +292,12 @@ class Lease:
 
 
 class _OwnLoop:
-    """An event loop in a thread."""
-
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self._run, name="lease", daemon=True)
         self.thread.start()
 
     def start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Begin it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
@@ -327,12 +319,24 @@ class _OwnLoop:
         self._loop.close()
 
 
-def _in_loop() -> bool:
+def driven(coroutine: Coroutine[Any, Any, _T]) -> _T:
+    """Return the result of a coroutine that never waits.
+
+    No event loop runs meanwhile, so what it calls may run its own.
+    """
     try:
-        asyncio.get_running_loop()
+        coroutine.send(None)
+    except StopIteration as e:
+        return cast(_T, e.value)
+    raise RuntimeError("it waits for something")
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the loop that runs in this thread."""
+    try:
+        return asyncio.get_running_loop()
     except RuntimeError:
-        return False
-    return True
+        return None
 
 
 async def _awaited(value: Any) -> Any:

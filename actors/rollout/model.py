@@ -26,7 +26,7 @@ from trinity_es.actors.engines.long_texts import is_large, off_the_loop
 from trinity_es.actors.engines.sampling import MOST_PROMPTS, checked_prompt, merged
 from trinity_es.actors.openai_clients import Endpoint
 from trinity_es.actors.rollout.conversation.conversations import Message, experience_of, plain_messages
-from trinity_es.actors.rollout.leases import RunLeases
+from trinity_es.actors.rollout.leases import RunLeases, running_loop
 from trinity_es.actors.rollout.openai_access import OpenAIAccess
 from trinity_es.actors.rollout.workers.graders import Graders
 from trinity_es.events.errors import DataError, EngineError, NotFinite, WorkflowError
@@ -84,15 +84,9 @@ class Model(OpenAIAccess):
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        *,
-        defaults: Mapping[str, Any] | None = None,
-        loop: asyncio.AbstractEventLoop | None = None,
-        server: OpenAIServer | None = None,
-        graders: Graders | None = None,
-        name: str = "rollout",
-        task: str | None = None,
+        self, engine: Engine, *, defaults: Mapping[str, Any] | None = None,
+        loop: asyncio.AbstractEventLoop | None = None, server: OpenAIServer | None = None,
+        graders: Graders | None = None, name: str = "rollout", task: str | None = None,
     ) -> None:
         super().__init__()
         self.engine, self.name, self._task = engine, name, task
@@ -100,12 +94,7 @@ class Model(OpenAIAccess):
         self._for_task: dict[str, Any] = {"task": task} if isinstance(engine, RemoteEngine) else {}
         self.defaults = dict(defaults or {})
         self.sampling = merged(Sampling(), self.defaults, DataError, "rollout_args")
-        if loop is None:
-            try:
-                loop = asyncio.get_running_loop()
-            except RuntimeError:
-                loop = None
-        self._loop, self._graders = loop, graders
+        self._loop, self._graders = loop or running_loop(), graders
         self.workflow_state: dict[str, Any] = {}
         """What the workflow told of itself: see `set_workflow_state`."""
         self.leases = RunLeases()
@@ -154,11 +143,9 @@ class Model(OpenAIAccess):
         self.workflow_state.update(told)
 
     async def get_workflow_state(self) -> dict[str, Any]:
-        """Return what it told so far."""
         return dict(self.workflow_state)
 
     async def clean_workflow_state(self) -> None:
-        """Show nothing any more. A new run begins with nothing."""
         self.workflow_state.clear()
 
     # --- async ------------------------------------------------------------------------------------------------------
@@ -230,8 +217,8 @@ class Model(OpenAIAccess):
         return np.asarray(found, dtype=np.float32)
 
     async def experience_from_messages_async(
-        self, messages: Sequence[Message], *, tools: list[dict[str, Any]] | None = None, logprobs: bool = True,
-        temperature: float | None = None, as_text: bool = False,
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, temperature: float | None = None,
+        as_text: bool = False, *, logprobs: bool = True,
     ) -> Experience:
         """Return a conversation as one experience, the first assistant's turn and all after it the response.
 
@@ -280,6 +267,8 @@ class Model(OpenAIAccess):
             experience.logprobs = scored[experience.prompt_length - 1 :]
         return experience
 
+    convert_messages_to_experience_async = experience_from_messages_async  # the name that Trinity-RFT has for it
+
     async def _asked_again(self, sampled: Experience, temperature: float | None, longest: int | None) -> None:
         """Give an experience the logprobs at this temperature, those of what the model only read 0 as ever."""
         tokens, first, mask = sampled.tokens, sampled.prompt_length, sampled.action_mask
@@ -290,15 +279,6 @@ class Model(OpenAIAccess):
             sampled.tokens, sampled.action_mask = tokens, mask
         found = await self.logprobs_async(tokens.tolist(), temperature)
         sampled.logprobs = np.where(mask, found[first - 1 :], np.float32(0))
-
-    async def convert_messages_to_experience_async(
-        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None, temperature: float | None = None,
-        as_text: bool = False,
-    ) -> Experience:
-        """`experience_from_messages_async`: the name that Trinity-RFT has for it."""
-        return await self.experience_from_messages_async(
-            messages, tools=tools, temperature=temperature, as_text=as_text
-        )
 
     async def get_message_token_len(self, messages: Sequence[Message]) -> int:
         """Return how many tokens a chat with these messages has as its prompt."""
@@ -318,7 +298,7 @@ class Model(OpenAIAccess):
     logprobs = _blocking(logprobs_async)
     grade = _blocking(grade_async)
     experience_from_messages = _blocking(experience_from_messages_async)
-    convert_messages_to_experience = _blocking(convert_messages_to_experience_async)
+    convert_messages_to_experience = experience_from_messages
 
     def _wait(self, call: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         if self._loop is None or not self._loop.is_running():
@@ -327,11 +307,7 @@ class Model(OpenAIAccess):
         return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
 
     def _must_not_block(self) -> None:
-        try:
-            here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
-        except RuntimeError:
-            here = None
-        if here is not None and here is self._loop:
+        if self._loop is not None and running_loop() is self._loop:
             raise WorkflowError(
                 "a blocking model call would stop the event loop that answers it: await the method that ends in "
                 "_async (or use get_openai_async_client), or make the workflow sync (is_async = False)"
@@ -374,7 +350,6 @@ class Model(OpenAIAccess):
         return self.given_out(clear_history, per_request)
 
     def _must_go_on(self) -> None:
-        """Raise WorkflowError when the run is over: what is asked from then on is nobody's."""
         if self._over:
             raise WorkflowError(
                 "this model answers no more, its run is over: let a workflow await all that it starts, and take "

@@ -68,7 +68,6 @@ class OpenAIAccess(Remembering):
         return (self.served_error() if openai_clients.from_openai(error) else None) or error
 
     async def aclose(self) -> None:
-        """Close the run's clients, and forget what they asked."""
         self._close_client()
         if self._async_client is not None:
             with contextlib.suppress(Exception):  # it may be another loop's

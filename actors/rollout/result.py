@@ -10,18 +10,8 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any
 
-from trinity_es.actors.rollout.conversation.usage import Usage
-from trinity_es.events.errors import (
-    DataError,
-    EngineError,
-    EnvironmentFailed,
-    GraderError,
-    NotFinite,
-    StartupError,
-    TrinityError,
-    UnknownWorkflow,
-    WorkflowError,
-)
+from trinity_es.actors.rollout.conversation.history import Usage
+from trinity_es.events import errors
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import FailureKind, Task, require_finite, require_metric_names
 from trinity_es.events.vocabulary import RunResult
@@ -32,7 +22,12 @@ __all__ = [
 ]
 
 TRACEBACK_CHARACTERS = 3000
+_KINDS: dict[type[Exception], FailureKind] = {
+    errors.StartupError: "infra", errors.UnknownWorkflow: "data", errors.DataError: "data",
+    errors.GraderError: "grader", errors.TrinityError: "workflow",
+}
 _log = logging.getLogger(__name__)
+_warn_once = lru_cache(maxsize=1000)(_log.warning)
 
 
 class OutOfTime(Exception):
@@ -59,7 +54,6 @@ class UnitResult:
     """This machine lacks what they need, a module, say: they failed of that."""
 
     def add(self, part: UnitResult) -> None:
-        """Take in what came of some further runs."""
         self.results += part.results
         self.experiences += part.experiences
         self.failures += part.failures
@@ -104,7 +98,7 @@ def grouped_by_run(
     by_run: dict[int, list[Experience]] = {run: [] for run in runs}
     for experience in experiences:
         if experience.eid.run not in by_run:
-            raise WorkflowError(
+            raise errors.WorkflowError(
                 f"{workflow} gave an experience of run {experience.eid.run}: "
                 f"runs {runs.start} to {runs.stop - 1} were asked for (set eid.run = run_id_base + i)"
             )
@@ -129,8 +123,8 @@ def stamp(experiences: Sequence[Experience], task: Task, run: int, version: int,
         }
         try:
             experience.validate()  # it may have been changed since it was made
-        except NotFinite as e:  # another attempt may have better numbers
-            raise WorkflowError(e.message, **e.details) from e
+        except errors.NotFinite as e:  # another attempt may have better numbers
+            raise errors.WorkflowError(e.message, **e.details) from e
 
 
 def with_all(result: RunResult, usage: Usage) -> RunResult:
@@ -170,9 +164,9 @@ def shared(
     return charged, (usage.prompt_tokens - sum(read.values()), usage.response_tokens - sum(made.values()))
 
 
-def ended(cls: type[Any], error: BaseException) -> WorkflowError:
+def ended(cls: type[Any], error: BaseException) -> errors.WorkflowError:
     what = f"{type(error).__name__}: {error}".removesuffix(": ")
-    return WorkflowError(f"{cls.__name__} raised {what}: raise an Exception to fail a run")
+    return errors.WorkflowError(f"{cls.__name__} raised {what}: raise an Exception to fail a run")
 
 
 def run_result(run: int, experiences: list[Experience], seconds: float) -> RunResult:
@@ -181,25 +175,16 @@ def run_result(run: int, experiences: list[Experience], seconds: float) -> RunRe
     require_metric_names(names)
     for name in names:
         if f"{name}:mean" in names:
-            _say_one(name)
+            _warn_once("the metrics %r and %r of a workflow are one: their mean is kept", name, f"{name}:mean")
     metrics = aggregate_run(told)
     given: list[tuple[str, Any]] = [item for e in experiences for item in e.metrics.items()]
     for name, value in given:
         if not isinstance(value, Real):
-            _say_left_out(name, type(value).__name__)
+            kind = type(value).__name__
+            _warn_once("the metric %r of a workflow is a %s and no number: it is left out", name, kind)
     require_finite(metrics, "metrics")
     metrics["time/run_execution"] = seconds
     return RunResult(run=run, metrics=metrics, experiences=len(experiences))
-
-
-@lru_cache(maxsize=1000)  # said once
-def _say_left_out(name: str, kind: str) -> None:
-    _log.warning("the metric %r of a workflow is a %s and no number: it is left out", name, kind)
-
-
-@lru_cache(maxsize=1000)  # said once
-def _say_one(name: str) -> None:
-    _log.warning("the metrics %r and %r of a workflow are one: their mean is kept", name, f"{name}:mean")
 
 
 def _metrics(experience: Experience) -> dict[str, float]:
@@ -220,17 +205,12 @@ def classify(
     """
     if isinstance(error, OutOfTime):
         return "timeout", f"no end after {round(timeout, 3)} s ({key})" if timeout else "timed out"
-    if isinstance(error, EngineError):
+    if isinstance(error, errors.EngineError):
         return "data" if error.details.get("refused") else "infra", str(error)
-    if isinstance(error, EnvironmentFailed):
+    if isinstance(error, errors.EnvironmentFailed):
         return error.details.get("kind", "infra"), str(error)
-    if isinstance(error, StartupError):
-        return "infra", str(error)
-    if isinstance(error, UnknownWorkflow | DataError):
-        return "data", str(error)
-    if isinstance(error, GraderError):
-        return "grader", str(error)
-    if isinstance(error, TrinityError):
-        return "workflow", str(error)
+    for classes, kind in _KINDS.items():
+        if isinstance(error, classes):
+            return kind, str(error)
     frames = "".join(traceback.format_exception(error)).rstrip()
     return "workflow", f"{type(error).__name__}: {error}\n{frames[-TRACEBACK_CHARACTERS:]}"

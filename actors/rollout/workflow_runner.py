@@ -24,28 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 from trinity_es.actors.engines.interface import Engine
 from trinity_es.actors.plugins import load, resolve
+from trinity_es.actors.rollout import result as outcome
 from trinity_es.actors.rollout.engine_loop import Limits, unit_context
 from trinity_es.actors.rollout.leases import LeaseRecorder, RunLeases
 from trinity_es.actors.rollout.model import Model, OpenAIServer
-from trinity_es.actors.rollout.result import (
-    OutOfTime,
-    UnitResult,
-    classify,
-    ended,
-    grouped_by_run,
-    run_result,
-    shared,
-    stamp,
-    with_all,
-)
+from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.run_activity import RunActivity, runner_state
-from trinity_es.events.errors import (
-    DataError,
-    EngineError,
-    TaskNotSerializable,
-    UnknownWorkflow,
-    WorkflowError,
-)
+from trinity_es.events import errors
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Args, BatchId, FailureKind, Status, Task, class_path, task_to_dict
 
@@ -85,17 +70,10 @@ class WorkflowRunner:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        registry: Mapping[str, str] | None = None,
-        auxiliary: Sequence[AuxiliaryModel] = (),
-        defaults: Mapping[str, Any] | None = None,
-        concurrent_mode: str = "asynchronous",
-        timeout: float | None = None,
-        workers: WorkerPool | None = None,
-        server: OpenAIServer | None = None,
+        self, engine: Engine, *, clock: Callable[[], float] = time.monotonic,
+        registry: Mapping[str, str] | None = None, auxiliary: Sequence[AuxiliaryModel] = (),
+        defaults: Mapping[str, Any] | None = None, concurrent_mode: str = "asynchronous",
+        timeout: float | None = None, workers: WorkerPool | None = None, server: OpenAIServer | None = None,
     ) -> None:
         self.engine, self.clock, self.registry = engine, clock, registry or {}
         self.auxiliary, self.defaults = auxiliary, dict(defaults or {})
@@ -192,22 +170,21 @@ class WorkflowRunner:
         return out
 
     def _failed(self, error: Exception, out: UnitResult) -> tuple[FailureKind, str]:
-        if isinstance(error, EngineError) and error.details.get("dead"):
+        if isinstance(error, errors.EngineError) and error.details.get("dead"):
             self.engine_dead = str(error)
-        out.lacks = out.lacks or isinstance(error, UnknownWorkflow)
-        return classify(error, out.timeout, "max_timeout" if out.timeout == self.timeout else "dynamic_timeout")
+        out.lacks = out.lacks or isinstance(error, errors.UnknownWorkflow)
+        return outcome.classify(error, out.timeout, "max_timeout" if out.timeout == self.timeout else "dynamic_timeout")
 
     def _fail(self, error: Exception, runs: range, out: UnitResult) -> None:
-        """Fail those of these runs of which nothing is known yet."""
         kind, message = self._failed(error, out)
-        if len(runs) == 1 and isinstance(error, DataError) and str(error.details.get("eid", "")).startswith("//"):
+        if len(runs) == 1 and isinstance(error, errors.DataError) and str(error.details.get("eid")).startswith("//"):
             message = f"run {runs.start}: {message}"  # where it was made, it did not know its run
         done = {r.run for r in out.results} | {f[0] for f in out.failures}
         out.failures.extend((run, kind, message) for run in runs if run not in done)
 
     async def _workflow_class(self, task: Task) -> type[Any]:
         if task.workflow is None:
-            raise UnknownWorkflow(f"task {task.task_id} names no workflow: set Task.workflow")
+            raise errors.UnknownWorkflow(f"task {task.task_id} names no workflow: set Task.workflow")
         if not isinstance(task.workflow, str):
             return task.workflow
         if task.workflow not in self._classes:
@@ -228,7 +205,7 @@ class WorkflowRunner:
                 try:
                     found = await asyncio.wait_for(importing, START_SECONDS)
                 except TimeoutError:
-                    raise WorkflowError(f"{name} was not imported after {START_SECONDS:.0f} s") from None
+                    raise errors.WorkflowError(f"{name} was not imported after {START_SECONDS:.0f} s") from None
                 if getattr(found, "is_async", False):
                     self.workers.templates.forget(path)
                 return found
@@ -242,14 +219,13 @@ class WorkflowRunner:
             # The name that it was given goes before its own: a class that a function made has no name to import it by.
             path = class_path(task.workflow or cls)
             return {**task_to_dict(task), "workflow": self.registry.get(path, path)}
-        except TaskNotSerializable:
+        except errors.TaskNotSerializable:
             return None
 
     async def _in_worker(
         self, portable: dict[str, Any], task: Task, runs: range, repeats: bool, models: Sequence[Model],
         out: UnitResult, begun: list[float],
     ) -> None:
-        """Do the same as `_here`, which the worker calls."""
         assert self.workers is not None
         limit = 0
 
@@ -265,15 +241,15 @@ class WorkflowRunner:
                 begun=begin,
             )
         except TimeoutError as e:
-            raise OutOfTime from e
+            raise outcome.OutOfTime from e
         finally:
             self.limits.end(limit)
         for experience in done.experiences:  # the worker knows the version of its last request only
             experience.info["model_version_drift"] = self.engine.model_version - experience.info["model_version"]
         if repeats:  # and the tokens of those requests that came through its pipe
-            done.results, out.other_tokens = shared(done.results, done.experiences, models[0].usage)
+            done.results, out.other_tokens = outcome.shared(done.results, done.experiences, models[0].usage)
         else:
-            done.results = [with_all(result, models[0].usage) for result in done.results]
+            done.results = [outcome.with_all(result, models[0].usage) for result in done.results]
         self.engine_dead = dead or self.engine_dead
         out.results.extend(done.results)
         out.experiences.extend(done.experiences)
@@ -303,7 +279,7 @@ class WorkflowRunner:
                 return workflow
             return cls(task=task, model=model, auxiliary_models=auxiliary or None)
         except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as e:
-            raise ended(cls, e) from e
+            raise outcome.ended(cls, e) from e
 
     async def _call(self, workflow: Any, model: Model, timeout: float | None, context: Context) -> list[Experience]:
         play = self._on_loop if type(workflow).is_async else self._off_loop
@@ -321,13 +297,13 @@ class WorkflowRunner:
             returned = [returned]
         name = type(workflow).__name__
         if not isinstance(returned, list):
-            raise WorkflowError(f"{name} returned {type(returned).__name__}: a list of Experience is expected")
+            raise errors.WorkflowError(f"{name} returned {type(returned).__name__}: a list of Experience is expected")
         for number, item in enumerate(returned):
             if not isinstance(item, Experience):
                 what = f"a list whose item {number} is of type {type(item).__name__}"
-                raise WorkflowError(f"{name} returned {what}: a list of Experience is expected")
+                raise errors.WorkflowError(f"{name} returned {what}: a list of Experience is expected")
         if not returned and not getattr(workflow, "failed_runs", None):
-            raise WorkflowError(f"{name} completed without an experience: return at least one, or raise")
+            raise errors.WorkflowError(f"{name} completed without an experience: return at least one, or raise")
         return returned
 
     def _limit(self, timeout: float | None) -> int:
@@ -345,10 +321,10 @@ class WorkflowRunner:
         try:
             await asyncio.wait({playing}, timeout=timeout)
             if playing.cancelled():  # not by us: it did that to itself
-                raise ended(type(workflow), asyncio.CancelledError())
+                raise outcome.ended(type(workflow), asyncio.CancelledError())
             if playing.done():
                 return playing.result()
-            raise OutOfTime
+            raise outcome.OutOfTime
         finally:
             if not playing.done():
                 playing.cancel()
@@ -367,7 +343,7 @@ class WorkflowRunner:
         try:
             await asyncio.wait({playing}, timeout=timeout)
             if not playing.done():
-                raise OutOfTime
+                raise outcome.OutOfTime
             return playing.result()
         finally:
             playing.cancel()
@@ -378,7 +354,7 @@ class WorkflowRunner:
         try:
             return workflow.run()
         except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as e:
-            raise ended(type(workflow), e) from e
+            raise outcome.ended(type(workflow), e) from e
 
     async def _here(
         self, cls: type[Any], task: Task, runs: range, repeats: bool, models: Sequence[Model], out: UnitResult
@@ -395,23 +371,23 @@ class WorkflowRunner:
         experiences = await self._call(workflow, models[0], out.timeout, context)
         seconds = self.clock() - started
         lost: dict[int, Exception] = getattr(workflow, "failed_runs", {}) if repeats else {}
-        by_run = grouped_by_run(experiences, runs, cls.__name__, lost) if repeats else {runs.start: experiences}
+        by_run = outcome.grouped_by_run(experiences, runs, cls.__name__, lost) if repeats else {runs.start: experiences}
         failed = len(out.failures)
         for run, group in by_run.items():
             try:
                 if run in lost:
                     raise lost.pop(run)
                 if not group:
-                    raise WorkflowError(f"{cls.__name__} gave no experience for run {run}")
-                stamp(group, task, run, before, self.engine.model_version)
-                result = run_result(run, group, seconds)
+                    raise errors.WorkflowError(f"{cls.__name__} gave no experience for run {run}")
+                outcome.stamp(group, task, run, before, self.engine.model_version)
+                result = outcome.run_result(run, group, seconds)
             except Exception as e:
                 out.failures.append((run, *self._failed(e, out)))
                 continue
-            out.results.append(result if repeats else with_all(result, usage))
+            out.results.append(result if repeats else outcome.with_all(result, usage))
             out.experiences.extend(group)
         if repeats:
-            out.results, out.other_tokens = shared(out.results, out.experiences, usage)
+            out.results, out.other_tokens = outcome.shared(out.results, out.experiences, usage)
         if cls.can_reset and (repeats or len(out.failures) == failed):
             self._idle.setdefault(cls, []).append(workflow)
 
@@ -437,4 +413,4 @@ async def _awaited(workflow: Any) -> Any:
     try:
         return await workflow.run_async()
     except (SystemExit, KeyboardInterrupt) as e:
-        raise ended(type(workflow), e) from e
+        raise outcome.ended(type(workflow), e) from e

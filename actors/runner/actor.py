@@ -108,9 +108,11 @@ class Runner(BaseActor):
         """Meet a coordinator to report to: tell it who this is and what it has, and all that was never acknowledged."""
         self.coordinator, self.epoch = message.coordinator, message.epoch
         self.announce()
-        for leases in self.leases.due(self.now(), anew=True):
-            self.tell(leases)
-        for group in self.outbox.due(self.now(), anew=True):
+        self.send_due(anew=True)
+
+    def send_due(self, *, anew: bool = False) -> None:
+        """Send what stayed unacknowledged, or (`anew`) all that is."""
+        for group in (*self.leases.due(self.now(), anew=anew), *self.outbox.due(self.now(), anew=anew)):
             self.tell(group)
 
     def beat(self) -> None:
@@ -126,11 +128,11 @@ class Runner(BaseActor):
 
         self.engine_side.ping(answered)
         silent = 0.0 if self.answered >= asked else max(0.0, now - self.answered - BEAT_SECONDS)
-        if silent > HANG_SHARE * self.config.system.hang_timeout and (key := self.engine_side.blocking()):
+        if silent > HANG_SHARE * self.config.system.hang_timeout and (key := self.engine_side.loop.playing()):
             self.give_up(key, f"its workflow blocked the engine's loop for {silent:.0f} s: await, or use a thread")
         if self.given_up is not None:  # it ends for it already: the guardian is not to end it first, and blame them all
             silent = 0.0
-        trouble, waits_for = self.engine_side.trouble, self.engine_side.waits_for
+        trouble, waits_for = self.engine_side.reporter.trouble, self.engine_side.waits_for
         alive = messages.Heartbeat(
             self.name, self.incarnation, os.getpid(), silent, self.epoch, trouble, waits_for=waits_for,
             runs_wait=self.engine_side.runs_wait,
@@ -142,10 +144,7 @@ class Runner(BaseActor):
             return
         if self.beats % ANNOUNCE_BEATS == 0:
             self.announce()
-        for leases in self.leases.due(now):
-            self.tell(leases)
-        for group in self.outbox.due(now):
-            self.tell(group)
+        self.send_due()
 
     def announce(self) -> None:
         running: dict[tuple[BatchId, str], list[tuple[int, int, int]]] = {}
@@ -257,7 +256,6 @@ class Runner(BaseActor):
             self.send_leases()
 
     def send_leases(self) -> None:
-        """Send what was told of leases since the last time."""
         self.lease_waited_for = False
         self.cancel("leases")
         for group in self.leases.gathered(self.known, self.now()):
@@ -282,7 +280,6 @@ class Runner(BaseActor):
         self.send(self.guardian, messages.ReplaceRunner(self.name, self.incarnation, self.ended_for))
 
     def weights_done(self, version: int, seconds: float, error: str | None) -> None:
-        """Tell that a version was loaded, or not."""
         if self.loading == version:
             self.loading = None
         self.tell(messages.WeightsLoadResult(self.name, self.incarnation, version, seconds, error))
@@ -290,7 +287,6 @@ class Runner(BaseActor):
             self.announce()  # one that failed for want of them may be ready now
 
     def adapters_done(self, number: int, done: AdaptersLoaded) -> None:
-        """Tell which adapters the engine serves, after an order."""
         self.tell(messages.AdaptersLoadResult(
             name=self.name, incarnation=self.incarnation, number=number, loaded=done.loaded, errors=done.errors,
             adapters=self.engine_side.adapters,
@@ -299,10 +295,8 @@ class Runner(BaseActor):
             self.announce()  # one that failed for want of adapters may be ready now
 
     def group_joined(self, id: str, error: str | None) -> None:
-        """Tell that the engine is in the trainer's group, or could not join."""
         self.tell(messages.GroupJoinResult(self.name, self.incarnation, id, error))
 
     def tell(self, message: Any) -> None:
-        """Tell the coordinator, if there is one."""
         if self.coordinator is not None:
             self.send(self.coordinator, message)

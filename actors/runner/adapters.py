@@ -18,8 +18,6 @@ __all__ = ["AdaptersLoaded", "serve_adapters"]
 
 @dataclass(slots=True)
 class AdaptersLoaded:
-    """What came of an order."""
-
     loaded: list[tuple[str, int, float]] = field(default_factory=list)
     """(adapter, version, seconds)."""
     errors: list[tuple[str, int, str]] = field(default_factory=list)

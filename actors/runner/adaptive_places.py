@@ -89,7 +89,6 @@ class AdaptivePlaces:
         return self.places
 
     def _after(self, had: _Round) -> int:
-        """Return the number of places after a round."""
         full, queue, again = (total / had.running for total in (had.full, had.waiting, had.again))
         if again > AGAIN_MOST:
             self._too_many = self.places
@@ -156,7 +155,6 @@ class Places:
             engine.on_load = follow
 
     def resize(self, count: int) -> None:
-        """Have so many places from now on."""
         self.count = count
         self._let_in()
 

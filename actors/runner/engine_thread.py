@@ -104,6 +104,8 @@ class EngineThread:
         self.workers: WorkerPool | None = None
         self.workflows: WorkflowRunner | None = None
         self.ending = False
+        self.patience = config.synchronizer.sync_timeout
+        """Seconds that the trainer's weights are waited for."""
         self.secrets = SecretFile(config.system.log_dir)
         self.auxiliary: dict[str, RemoteEngine] = {}
         self.endpoints: dict[str, dict[str, str]] = {}
@@ -116,32 +118,19 @@ class EngineThread:
 
     # --- for the actor, in its own thread ---------------------------------------------------------------------------
     def start(self) -> None:
-        """Start the engine; `become` says how that went."""
         threading.Thread(target=self.run_loop, name="engine", daemon=True).start()
-
-    def blocking(self) -> Key | None:
-        """Return the unit whose workflow the loop is busy with, where that is known."""
-        return cast(Key | None, self.loop.playing())
 
     @property
     def model_version(self) -> int:
-        """The weights that the engine serves; 0 before it is there."""
         return self.engine.model_version if self.engine is not None else 0
 
     @property
     def adapters(self) -> dict[str, int]:
-        """The LoRA adapters that the engine serves, and their versions."""
         return dict(getattr(self.engine, "adapters", {}))
 
     @property
     def engine_version(self) -> str:
-        """The version of the engine's software, where it says so."""
         return getattr(self.engine, "version", "")
-
-    @property
-    def trouble(self) -> str:
-        """The reason why what is finished can't be stored now; empty: it can."""
-        return self.reporter.trouble
 
     @property
     def waits_for(self) -> str:
@@ -155,12 +144,10 @@ class EngineThread:
 
     @property
     def url(self) -> str:
-        """The engine's endpoint; empty before it is there."""
         return self.server.url if self.server is not None else ""
 
     @property
     def played(self) -> RunActivity:
-        """The runs that play, and those that did."""
         return RunActivity() if self.workflows is None else self.workflows.played
 
     # --- on the loop ------------------------------------------------------------------------------------------------
@@ -204,7 +191,8 @@ class EngineThread:
             if self.model == "rollout" and self.config.auxiliary:
                 token = engine_token(read_key())
                 self.auxiliary = await self.loop.run_in_executor(None, remote_models, self.config.auxiliary, token)
-                self._update_auxiliary()
+                for name, engine in self.auxiliary.items():
+                    engine.update(self.endpoints.get(name, {}))
             cls = resolve(self.how.engine_class, {}, "engine")
             self.engine = cls(self.engine_config)
             if self.model == "rollout":
@@ -215,25 +203,18 @@ class EngineThread:
             self.log.error("the engine did not start", exc_info=e)
             self.tell(self.owner.become, "failed", _said(e), 0.0)
             return
-        seconds = time.monotonic() - started
         if self.model != "rollout":
             self.places.resize(0)
-            self.tell(self.owner.become, "ready", "", seconds)
+            self.tell(self.owner.become, "ready", "", time.monotonic() - started)
             return
         self.workflows = WorkflowRunner(
-            self.engine,
-            clock=time.monotonic,
-            registry={},  # clients send paths
+            self.engine, defaults=self.config.rollout.rollout_args(),
             auxiliary=[AuxiliaryModel(name, engine, engine.defaults) for name, engine in self.auxiliary.items()],
-            defaults=self.config.rollout.rollout_args(),
-            concurrent_mode=self.config.explorer.concurrent_mode,
-            timeout=self.config.explorer.max_timeout,
-            workers=self.workers,
-            server=self.server,
+            concurrent_mode=self.config.explorer.concurrent_mode, timeout=self.config.explorer.max_timeout,
+            workers=self.workers, server=self.server,
         )
         self.reporting = self.loop.create_task(self.reporter.run())
-        seconds = time.monotonic() - started
-        self.tell(self.owner.become, "ready", "", seconds)
+        self.tell(self.owner.become, "ready", "", time.monotonic() - started)
 
     def warm_workers(self) -> WorkerPool:
         """Return the pool of worker processes.
@@ -251,14 +232,10 @@ class EngineThread:
     async def serve(self, engine: Engine) -> EngineServer:
         """Return the engine's HTTP endpoint. What can't be reached by it is no runner: the engine is stopped then."""
         try:
+            name = self.how.model_path or "rollout" if self.model == "rollout" else self.model
             server = EngineServer(
-                engine,
-                name=self.how.model_path or "rollout" if self.model == "rollout" else self.model,
-                token=engine_token(read_key()),
-                address=self.config.system.address,
-                defaults=self.how.rollout_args(),
-                exact=self.model != "rollout",
-                on_dead=self.end_with_engine,
+                engine, name=name, token=engine_token(read_key()), address=self.config.system.address,
+                defaults=self.how.rollout_args(), exact=self.model != "rollout", on_dead=self.end_with_engine,
             )
             await server.start()
         except BaseException:
@@ -270,11 +247,8 @@ class EngineThread:
     def update_auxiliary(self, endpoints: dict[str, dict[str, str]]) -> None:
         """Ask auxiliary models there: URL by runner, by model."""
         self.endpoints = endpoints
-        self._update_auxiliary()
-
-    def _update_auxiliary(self) -> None:
         for name, engine in self.auxiliary.items():
-            engine.update(self.endpoints.get(name, {}))
+            engine.update(endpoints.get(name, {}))
 
     @_on_loop
     async def stop(self, stopped: Callable[[], None]) -> None:
@@ -294,7 +268,6 @@ class EngineThread:
 
     @_on_loop
     def begin(self, key: Key, item: UnitAssignment) -> None:
-        """Play a unit; an earlier attempt at it is stopped."""
         self._stop_unit(key)
         task = self.units[key] = self.loop.create_task(self.run_unit(key, item))
         task.add_done_callback(lambda task: self._unit_over(key, item, task))
@@ -313,7 +286,6 @@ class EngineThread:
 
     @_on_loop
     def stop_unit(self, key: Key) -> None:
-        """Stop a unit; one that is not there is fine."""
         self._stop_unit(key)
 
     def _stop_unit(self, key: Key) -> None:
@@ -358,7 +330,6 @@ class EngineThread:
 
     @_on_loop
     async def load_weights(self, message: LoadWeights) -> None:
-        """Load a version; `weights_done` says how that went."""
         started = time.monotonic()
         error = None
         try:
@@ -371,11 +342,6 @@ class EngineThread:
         except BaseException as e:
             error = self.not_changed("weights not loaded", e)
         self.tell(self.owner.weights_done, message.version, time.monotonic() - started, error)
-
-    @property
-    def patience(self) -> float:
-        """Seconds that the trainer's weights are waited for."""
-        return self.config.synchronizer.sync_timeout
 
     @_on_loop
     async def load_adapters(self, message: LoadAdapters) -> None:

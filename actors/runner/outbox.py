@@ -29,8 +29,6 @@ def key_of(outcome: UnitOutcome) -> Key:
 
 
 class Outbox:
-    """The groups of one life of a runner (see the module)."""
-
     def __init__(self, name: str, incarnation: int) -> None:
         self.name, self.incarnation = name, incarnation
         self.number = 0

@@ -33,14 +33,11 @@ FULL_SECONDS = 0.5, 5.0
 
 
 class Reporter:
-    """Writes what is finished to the payload store and has it reported, group by group."""
-
     payloads: PayloadStore
 
     def __init__(
         self, store: StoreConfig, report: Callable[[list[UnitOutcome]], None], log: logging.Logger
     ) -> None:
-        """Report each part of a group with `report`."""
         self.store, self.report, self.log = store, report, log
         self.trouble = ""
         """Why what is finished can't be stored now."""
@@ -145,7 +142,6 @@ def written(group: list[tuple[UnitAssignment, UnitResult]], payloads: PayloadSto
 
 
 def failed(item: UnitAssignment, kind: FailureKind, message: str) -> UnitOutcome:
-    """Return the outcome of a unit of which all runs failed so."""
     failures = _brief([(run, kind, message) for run in runs_of(item.unit)])
     return UnitOutcome(batch_id=item.batch_id, submission=item.submission, unit=item.unit, failures=failures)
 

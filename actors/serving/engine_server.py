@@ -218,7 +218,7 @@ class EngineServer:
             adapters = getattr(self.engine, "adapters", ())
             if isinstance(named, str) and named in adapters:
                 adapter, body["model"] = named, self.name
-            elif isinstance(named, str) and named not in ("", self.name):
+            elif named not in (None, "", self.name):
                 # vLLM would say it as well, but takes a name that is a path out of what it says
                 served = ", ".join(map(repr, [self.name, *adapters]))
                 raise ApiError(f"the model {brief(named)} does not exist; GET /v1/models tells those that do: {served}",

@@ -7,9 +7,10 @@ from typing import Any
 
 import orjson
 
+from trinity_es.actors.engines.sampling import brief
 from trinity_es.events.errors import DataError, EngineError, TrinityError, WorkflowError
 
-__all__ = ["ApiError", "StreamPlace", "body_of", "event", "refusal"]
+__all__ = ["ApiError", "StreamPlace", "body_of", "event", "json_object", "refusal", "wrong"]
 
 _ANTHROPICS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
                404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error", 529: "overloaded_error"}
@@ -28,6 +29,22 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def wrong(name: str, value: Any, wanted: str, param: str | None = None) -> ApiError:
+    """Return the error for a field whose value can't be."""
+    return ApiError(f"{name}: {brief(value)} was given: give {wanted}", param=param or name, code="invalid_value")
+
+
+def json_object(raw: bytes) -> dict[str, Any]:
+    """Return a request's JSON object. Raises ApiError."""
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as e:
+        raise ApiError(f"the body is no JSON: {e}") from e
+    if not isinstance(body, dict):
+        raise ApiError(f"the body is a JSON {type(body).__name__}: give an object")
+    return body
 
 
 def refusal(error: Exception) -> ApiError:

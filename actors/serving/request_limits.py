@@ -14,7 +14,7 @@ import orjson
 
 from trinity_es.actors.engines.sampling import MOST_ANSWERS, MOST_PROMPTS, MOST_TOKENS, brief, checked_prompt
 from trinity_es.actors.engines.schema_limits import oversized
-from trinity_es.actors.serving.errors import ApiError
+from trinity_es.actors.serving.errors import ApiError, json_object
 from trinity_es.events.errors import DataError
 from trinity_es.events.json_values import NotPlain, plain
 
@@ -45,12 +45,7 @@ def allowed(method: str, path: str) -> bool:
 
 def checked(path: str, raw: bytes) -> dict[str, Any]:
     """Return the JSON object of a request, if no number in it is absurd. Raises ApiError."""
-    try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as e:
-        raise ApiError(f"the body is no JSON: {e}") from e
-    if not isinstance(body, dict):
-        raise ApiError(f"the body is a JSON {type(body).__name__}: give an object")
+    body = json_object(raw)
     body.pop("request_id", None)  # a request's id is made in here: no two answers have the same
     asked = _sampling_of(path, body)
     for name, most in (("n", MOST_ANSWERS), ("best_of", MOST_ANSWERS), *((name, MOST_TOKENS) for name in _LENGTHS),

@@ -25,7 +25,7 @@ __all__ = ["REQUEST", "RequestRecord"]
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """See the module. `model` is the run's; `body` what the client asked."""
+    """See the module, and `Recording`. `model` is the run's; `body` what the client asked."""
 
     model: Model
     body: Mapping[str, Any]
@@ -33,15 +33,11 @@ class RequestRecord:
     kept: bool
     """The model keeps the answers."""
     wanted: bool = True
-    """Somebody keeps them: the model, or who asked for what is recorded."""
     chat: bool
     """Its prompt is made of messages by the chat template."""
     longest: int | None = None
-    """The longest answer, in tokens, where the client did not say: less where less room is left."""
     unsaid: Mapping[str, Any] = field(default_factory=dict)
-    """The run's sampling that the client's API has no field for, by the names of `Sampling`."""
     adapter: str = ""
-    """The LoRA adapter that is to answer; empty: the model itself."""
     number: int = 0
     rendered: str | None = None
     """The prompt as the chat template gave it."""
@@ -55,12 +51,10 @@ class RequestRecord:
 
     @property
     def text(self) -> str | None:
-        """The prompt, where the client gave a text."""
         prompt = self.body.get("prompt")
         return prompt if isinstance(prompt, str) else None
 
     def exact_prompt(self, rendered: Callable[[], str], ids: list[int]) -> list[int]:
-        """Return the ids of a prompt: those of a chat begin with what was sampled in it, where it goes on from that."""
         if not (self.chat and self.kept):
             return ids
         text = rendered()
@@ -87,8 +81,7 @@ class RequestRecord:
         return asked
 
     def fail(self, error: EngineError) -> None:
-        """Take note that the engine failed; its first error is the one to tell."""
-        if self.failed is None:
+        if self.failed is None:  # the first error is the one to tell
             self.failed = error
             self.failed_with(error)
 

@@ -17,16 +17,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from trinity_es.actors.engines.interface import Completion, Engine, Sampling
+from trinity_es.actors.engines.interface import Completion, Engine, Sampling, Tokenizer
 from trinity_es.actors.engines.long_texts import LARGE, is_large, off_the_loop
-from trinity_es.actors.engines.sampling import MOST_TOP_LOGPROBS, brief
-from trinity_es.actors.serving.errors import ApiError, event, refusal
+from trinity_es.actors.engines.sampling import MOST_TOP_LOGPROBS
+from trinity_es.actors.serving.errors import event, refusal, wrong
 from trinity_es.actors.serving.http_server import json_response, make_app, while_listening
 from trinity_es.actors.serving.request_limits import CHAT, COMPLETIONS, GENERATE
 from trinity_es.actors.serving.request_record import REQUEST, RequestRecord
@@ -39,7 +38,6 @@ from trinity_es.actors.serving.small_requests import (
     sampling_of,
     template_of,
     tools_of,
-    wrong,
 )
 from trinity_es.events.errors import EngineError
 
@@ -64,22 +62,6 @@ async def application(engine: Engine, name: str) -> Any:
     ])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """How a request to chat or completions is to be answered."""
-
-    chat: bool
-    sampling: Sampling
-    show_logprobs: bool
-    ids: bool
-    """Its answer has token ids."""
-    named_by_id: bool
-    """Tokens are called `token_id:N` in logprobs."""
-    stream: bool
-    usage: bool
-    """A stream tells the usage at its end."""
-
-
 class _SmallServer:
     def __init__(self, engine: Engine, name: str) -> None:
         self.engine, self.name, self._created = engine, name, int(time.time())
@@ -102,7 +84,8 @@ class _SmallServer:
     async def models(self, request: Request) -> Response:
         model = {"id": self.name, "object": "model", "created": self._created, "owned_by": "trinity-es",
                  "root": self.name, "parent": None, "max_model_len": getattr(self.engine, "max_model_len", None)}
-        adapters = [{**model, "id": name, "root": name, "parent": self.name} for name in self._adapters()]
+        names = sorted(getattr(self.engine, "adapters", ()))
+        adapters = [{**model, "id": name, "root": name, "parent": self.name} for name in names]
         return json_response({"object": "list", "data": [model, *adapters]})
 
     async def version(self, request: Request) -> Response:
@@ -129,7 +112,6 @@ class _SmallServer:
 
     # --- what asks it -------------------------------------------------------------------------------------------------
     async def chat(self, body: dict[str, Any], record: RequestRecord) -> Response:
-        self._check_model(body)
         logprobs = body.get("logprobs") or False
         if logprobs not in (True, False):
             raise wrong("logprobs", logprobs, "true or false")
@@ -142,7 +124,6 @@ class _SmallServer:
         return await self._answer(record, [prompt], asked)
 
     async def completions(self, body: dict[str, Any], record: RequestRecord) -> Response:
-        self._check_model(body)
         logprobs = body.get("logprobs")
         if logprobs is not None and (type(logprobs) is not int or not 0 <= logprobs <= MOST_TOP_LOGPROBS):
             raise wrong("logprobs", logprobs, f"a whole number, 0 to {MOST_TOP_LOGPROBS}: so many of the likeliest "
@@ -151,7 +132,6 @@ class _SmallServer:
         return await self._answer(record, prompts_of(body.get("prompt")), asked)
 
     async def generate(self, body: dict[str, Any], record: RequestRecord) -> Response:
-        self._check_model(body)
         params = body.get("sampling_params") or {}
         check_fields(params)
         ids, sampling = ids_of("token_ids", body.get("token_ids")), sampling_of(params, record.sampling, "max_tokens")
@@ -164,9 +144,7 @@ class _SmallServer:
         choices = [
             {"index": i, "finish_reason": c.finish_reason, "token_ids": c.token_ids,
              "logprobs": None if shown is None else {"content": [
-                 {"token_id": t, "token": f"token_id:{t}", "logprob": max(p, _LEAST), "top_logprobs": [
-                     {"token_id": other, "token": f"token_id:{other}", "logprob": max(q, _LEAST)} for other, q in row]}
-                 for t, p, row in _rows(c)]}}
+                 {**_entry(t, p), "top_logprobs": [_entry(*other) for other in row]} for t, p, row in _rows(c)]}}
             for i, c in enumerate(completions)
         ]
         return json_response({
@@ -175,16 +153,7 @@ class _SmallServer:
             "usage": _usage(len(ids), sum(len(c.token_ids) for c in completions)),
         })
 
-    def _check_model(self, body: Mapping[str, Any]) -> None:
-        if body.get("model") not in (None, self.name):
-            served = ", ".join([repr(self.name), *map(repr, self._adapters())])
-            raise ApiError(f"model: {brief(body['model'])} is not served here: there is {served}", status=404,
-                           param="model", code="model_not_found")
-
-    def _adapters(self) -> list[str]:
-        return sorted(getattr(self.engine, "adapters", ()))
-
-    def _asked(self, body: dict[str, Any], record: RequestRecord, *, chat: bool, shown: bool, top: int) -> _Asked:
+    def _asked(self, body: dict[str, Any], record: RequestRecord, *, chat: bool, shown: bool, top: int) -> _Answer:
         check_fields(body)
         stream, options = body.get("stream") or False, body.get("stream_options")
         if not isinstance(stream, bool):
@@ -195,17 +164,16 @@ class _SmallServer:
         sampling = sampling_of(body, record.sampling, *lengths)
         if shown:
             sampling = merged_into(sampling, {"top_logprobs": top}, "top_logprobs")
-        return _Asked(
-            chat=chat, sampling=sampling, show_logprobs=shown, ids=bool(body.get("return_token_ids")),
-            named_by_id=bool(body.get("return_tokens_as_token_ids")), stream=stream,
+        return _Answer(
+            self.name, self.engine.tokenizer, chat=chat, sampling=sampling, shown=shown, stream=stream,
+            ids=bool(body.get("return_token_ids")), named_by_id=bool(body.get("return_tokens_as_token_ids")),
             usage=options is not None and options.get("include_usage") is True,
         )
 
-    async def _answer(self, record: RequestRecord, prompts: list[str | list[int]], asked: _Asked) -> Response:
-        answer = _Answer(asked, self)
-        if asked.stream:
-            return await _streamed(self._chunks(record, prompts, asked, answer))
-        return json_response(answer.whole(await self._generated(record, prompts, asked.sampling)))
+    async def _answer(self, record: RequestRecord, prompts: list[str | list[int]], answer: _Answer) -> Response:
+        if answer.stream:
+            return await _streamed(self._chunks(record, prompts, answer))
+        return json_response(answer.whole(await self._generated(record, prompts, answer.sampling)))
 
     async def _generated(
         self, record: RequestRecord, prompts: list[str | list[int]] | list[list[int]], sampling: Sampling
@@ -227,19 +195,19 @@ class _SmallServer:
                 task.cancel()
 
     async def _chunks(
-        self, record: RequestRecord, prompts: list[str | list[int]], asked: _Asked, answer: _Answer
+        self, record: RequestRecord, prompts: list[str | list[int]], answer: _Answer
     ) -> AsyncGenerator[bytes]:
-        if len(prompts) * asked.sampling.n > 1:  # each in one piece, when all are there
-            for i, completion in enumerate(
-                c for group in await self._generated(record, prompts, asked.sampling) for c in group
-            ):
-                yield answer.chunk(completion, i, new_prompt=i % asked.sampling.n == 0)
+        sampling = answer.sampling
+        if len(prompts) * sampling.n > 1:  # each in one piece, when all are there
+            groups = await self._generated(record, prompts, sampling)
+            for i, completion in enumerate(c for group in groups for c in group):
+                yield answer.chunk(completion, i, new_prompt=i % sampling.n == 0)
         else:
             [prompt] = prompts
-            generation = record.begin(asked.sampling, {}, prompt if isinstance(prompt, str) else None)
+            generation = record.begin(sampling, {}, prompt if isinstance(prompt, str) else None)
             parts: list[Completion] = []
             try:
-                async with aclosing(self.engine.stream(prompt, asked.sampling)) as stream:
+                async with aclosing(self.engine.stream(prompt, sampling)) as stream:
                     async for new in stream:
                         parts.append(new)
                         if not new.finish_reason:
@@ -256,15 +224,22 @@ class _SmallServer:
 
 # --- answers --------------------------------------------------------------------------------------------------------
 class _Answer:
-    """Builds the answer to a request to chat or completions, whole or in chunks."""
+    """The answer to a request to chat or completions, whole or in chunks.
 
-    def __init__(self, asked: _Asked, server: _SmallServer) -> None:
-        self._asked, self._tokenizer = asked, server.engine.tokenizer
-        what = "chat.completion" if asked.chat else "text_completion"
+    `shown`: with logprobs; `ids`: with token ids; `named_by_id`: tokens are called `token_id:N` in logprobs; `usage`: a
+    stream tells it at its end.
+    """
+
+    def __init__(
+        self, model: str, tokenizer: Tokenizer, *, chat: bool, sampling: Sampling, shown: bool, ids: bool,
+        named_by_id: bool, stream: bool, usage: bool,
+    ) -> None:
+        self.chat, self.sampling, self.stream, self._tokenizer = chat, sampling, stream, tokenizer
+        self._shown, self._ids, self._named_by_id, self._usage = shown, ids, named_by_id, usage
+        what = ("chat.completion.chunk" if stream else "chat.completion") if chat else "text_completion"
         self._head = {
-            "id": f"{'chatcmpl' if asked.chat else 'cmpl'}-{uuid4().hex}",
-            "object": f"{what}.chunk" if asked.chat and asked.stream else what, "created": int(time.time()),
-            "model": server.name,
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}", "object": what, "created": int(time.time()),
+            "model": model,
         }
         self._begun: set[int] = set()
         self._offsets, self._used = dict[int, int](), (0, 0)
@@ -275,49 +250,49 @@ class _Answer:
         for group in groups:
             self._count(len(group[0].prompt_token_ids), sum(len(c.token_ids) for c in group))
             for c in group:
-                said = {"message": {"role": "assistant", "content": c.text}} if self._asked.chat else {"text": c.text}
-                prompt = {"prompt_token_ids": c.prompt_token_ids} if self._asked.ids and not self._asked.chat else {}
+                said = {"message": {"role": "assistant", "content": c.text}} if self.chat else {"text": c.text}
+                prompt = {"prompt_token_ids": c.prompt_token_ids} if self._ids and not self.chat else {}
                 choices.append({"index": len(choices), **said, **self._choice(c, 0), **prompt})
         head = dict(self._head)
-        if self._asked.ids and self._asked.chat:
+        if self._ids and self.chat:
             head["prompt_token_ids"] = groups[0][0].prompt_token_ids
         return {**head, "choices": choices, "usage": _usage(*self._used)}
 
     def chunk(self, new: Completion, index: int, new_prompt: bool = True) -> bytes:
         """Return what is new of an answer in a stream."""
-        said: dict[str, Any] = {"delta": {"content": new.text}} if self._asked.chat else {"text": new.text}
+        said: dict[str, Any] = {"delta": {"content": new.text}} if self.chat else {"text": new.text}
         body, choice = dict(self._head), {"index": index, **said, **self._choice(new, self._offsets.get(index, 0))}
         if index not in self._begun:
             self._begun.add(index)
             self._count(len(new.prompt_token_ids) if new_prompt else 0, 0)
-            if self._asked.chat:
+            if self.chat:
                 choice["delta"]["role"] = "assistant"
-            if self._asked.ids:
-                (body if self._asked.chat else choice)["prompt_token_ids"] = new.prompt_token_ids
+            if self._ids:
+                (body if self.chat else choice)["prompt_token_ids"] = new.prompt_token_ids
         self._offsets[index] = self._offsets.get(index, 0) + len(new.text)
         self._count(0, len(new.token_ids))
-        if self._asked.usage:
+        if self._usage:
             body["usage"] = None
         return event({**body, "choices": [choice]})
 
     def end(self) -> bytes:
         """Return the end of a stream, after its last chunk."""
         usage = {**self._head, "choices": [], "usage": _usage(*self._used)}
-        return (event(usage) if self._asked.usage else b"") + b"data: [DONE]\n\n"
+        return (event(usage) if self._usage else b"") + b"data: [DONE]\n\n"
 
     def _count(self, prompt: int, response: int) -> None:
         self._used = (self._used[0] + prompt, self._used[1] + response)
 
     def _choice(self, c: Completion, offset: int) -> dict[str, Any]:
-        shown = self._logprobs(c, offset) if self._asked.show_logprobs else None
-        ids = {"token_ids": c.token_ids} if self._asked.ids else {}
+        shown = self._logprobs(c, offset) if self._shown else None
+        ids = {"token_ids": c.token_ids} if self._ids else {}
         return {"finish_reason": c.finish_reason or None, "logprobs": shown, **ids}
 
     def _named(self, token: int) -> str:
-        return f"token_id:{token}" if self._asked.named_by_id else self._tokenizer.decode([token])
+        return f"token_id:{token}" if self._named_by_id else self._tokenizer.decode([token])
 
     def _logprobs(self, c: Completion, offset: int) -> dict[str, Any]:
-        if self._asked.chat:
+        if self.chat:
             return {"refusal": None, "content": [
                 {**self._token(t, p), "top_logprobs": [self._token(*other) for other in row]} for t, p, row in _rows(c)
             ]}
@@ -334,6 +309,10 @@ class _Answer:
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._tokenizer.decode([token])
         return {"token": self._named(token), "logprob": max(logprob, _LEAST), "bytes": list(text.encode())}
+
+
+def _entry(token: int, logprob: float) -> dict[str, Any]:
+    return {"token_id": token, "token": f"token_id:{token}", "logprob": max(logprob, _LEAST)}
 
 
 def _rows(c: Completion) -> list[tuple[int, float, list[tuple[int, float]]]]:

@@ -10,12 +10,11 @@ import orjson
 
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.engines.sampling import SHARED, brief, merged
-from trinity_es.actors.serving.errors import ApiError
+from trinity_es.actors.serving.errors import ApiError, wrong
 from trinity_es.events.errors import DataError
 
 __all__ = [
     "check_fields", "ids_of", "merged_into", "messages_of", "prompts_of", "sampling_of", "template_of", "tools_of",
-    "wrong",
 ]
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
@@ -140,7 +139,3 @@ def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
         with contextlib.suppress(orjson.JSONDecodeError):  # what a model wrote need not be JSON: it stays as it is then
             function["arguments"] = orjson.loads(function["arguments"] or "{}")
     return {**call, "function": function}
-
-
-def wrong(name: str, value: Any, wanted: str, param: str | None = None) -> ApiError:
-    return ApiError(f"{name}: {brief(value)} was given: give {wanted}", param=param or name, code="invalid_value")

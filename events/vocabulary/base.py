@@ -87,6 +87,10 @@ class Event:
     batch."""
     schema_version: ClassVar[int] = 1
 
+    def __init_subclass__(cls, stream: str = "") -> None:
+        if stream:  # `dataclass` makes a class with slots again, without its arguments
+            cls.stream = stream
+
     @classmethod
     def stream_of(cls, name: str) -> str:
         """Return the stream of this event about the runner, taskset or output of this name."""

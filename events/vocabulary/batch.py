@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from trinity_es.events.values import BatchId, BatchType, FailureKind
 from trinity_es.events.vocabulary.base import Event, PayloadRef, RunResult, Unit
@@ -16,10 +16,9 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSubmitted(Event):
+class BatchSubmitted(Event, stream="batch/<id>"):
     """A trainer handed in a batch; from here on it is never lost. On an id that was used before, it begins anew."""
 
-    stream: ClassVar[str] = "batch/<id>"
     batch_id: BatchId
     batch_type: BatchType
     repeat_times: list[int]
@@ -41,10 +40,9 @@ class BatchSubmitted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TasksAdded(Event):
+class TasksAdded(Event, stream="batch/<id>"):
     """More tasks were scheduled under the id of a batch that is open; they are numbered on, and wait behind it."""
 
-    stream: ClassVar[str] = "batch/<id>"
     repeat_times: list[int]
     tasks: list[dict[str, Any]] | None = None
     """As in BatchSubmitted, and so are the fields below."""
@@ -57,10 +55,9 @@ class TasksAdded(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TasksDispatched(Event):
+class TasksDispatched(Event, stream="batch/<id>"):
     """These units were sent to this runner, to be run with (at least) this model version."""
 
-    stream: ClassVar[str] = "batch/<id>"
     runner: str
     incarnation: int
     units: list[Unit]
@@ -70,10 +67,9 @@ class TasksDispatched(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunsFinished(Event):
+class RunsFinished(Event, stream="batch/<id>"):
     """Some runs of a task completed; others of it are still to come, or failed."""
 
-    stream: ClassVar[str] = "batch/<id>"
     task: int
     run_id_base: int
     """Of the unit as it was dispatched."""
@@ -111,10 +107,9 @@ class TaskFinished(RunsFinished):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptFailed(Event):
+class AttemptFailed(Event, stream="batch/<id>"):
     """Some runs of an attempt failed; they are attempted again, or given up when `retry` is false."""
 
-    stream: ClassVar[str] = "batch/<id>"
     task: int
     run_id_base: int
     """Of the unit as it was dispatched."""
@@ -132,10 +127,9 @@ class AttemptFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryDecided(Event):
+class RecoveryDecided(Event, stream="batch/<id>"):
     """After a start or a death it was decided what becomes of recovered work. In the batch's stream."""
 
-    stream: ClassVar[str] = "batch/<id>"
     decision: str
     """`resume` (the batch goes on; what runs still runs), `redo` (units are attempted again), `finalize` (its pipeline
     is run again, nothing was delivered), `drop_stale` (its weights are older than the staleness bound: aborted)."""
@@ -145,10 +139,9 @@ class RecoveryDecided(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StallDetected(Event):
+class StallDetected(Event, stream="batch/<id>"):
     """Nothing has moved in this batch for longer than usual; once a stall, again when the cause changes."""
 
-    stream: ClassVar[str] = "batch/<id>"
     waiting_on: str
     """What for, in one sentence with runner and attempt; `why` tells more."""
     since: float
@@ -156,10 +149,9 @@ class StallDetected(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskDropped(Event):
+class TaskDropped(Event, stream="batch/<id>"):
     """These tasks were given up without being finished: the batch had enough, or was aborted."""
 
-    stream: ClassVar[str] = "batch/<id>"
     tasks: list[int]
     reason: str
     kept: list[int] = field(default_factory=list)
@@ -167,10 +159,9 @@ class TaskDropped(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskReopened(Event):
+class TaskReopened(Event, stream="batch/<id>"):
     """Somebody wants a task run again, all its runs, in a batch that is open: what it had is set aside."""
 
-    stream: ClassVar[str] = "batch/<id>"
     task: int
     units: list[Unit]
     """What waits for a runner now; their attempts are counted on."""
@@ -186,50 +177,42 @@ class TaskReopened(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResultsTaken(Event):
+class ResultsTaken(Event, stream="batch/<id>"):
     """A scheduler has the results of these tasks; they are not given out again. The last one ends the batch."""
 
-    stream: ClassVar[str] = "batch/<id>"
     tasks: list[int]
     request: str
     """The client's id for this request: asked again, it gets the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchPaused(Event):
+class BatchPaused(Event, stream="batch/<id>"):
     """Its scheduler was stopped: what is with runners goes on, what waits is not given to any."""
 
-    stream: ClassVar[str] = "batch/<id>"
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchResumed(Event):
+class BatchResumed(Event, stream="batch/<id>"):
     """Somebody wants it again: what waits is given to runners."""
 
-    stream: ClassVar[str] = "batch/<id>"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchFinalizing(Event):
+class BatchFinalizing(Event, stream="batch/<id>"):
     """The batch has what it needs; its experiences go through the pipeline."""
 
-    stream: ClassVar[str] = "batch/<id>"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FinalizeFailed(Event):
+class FinalizeFailed(Event, stream="batch/<id>"):
     """The pipeline failed; the batch is RUNNING again and can be finalized again."""
 
-    stream: ClassVar[str] = "batch/<id>"
     error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchFinalized(Event):
+class BatchFinalized(Event, stream="batch/<id>"):
     """The batch ended well. `result` is what the trainer was told; a replay computes it again and must agree."""
 
-    stream: ClassVar[str] = "batch/<id>"
     result: dict[str, Any]
     pipeline_metrics: dict[str, float] = field(default_factory=dict)
     experiences: list[PayloadRef] = field(default_factory=list)
@@ -245,20 +228,18 @@ class BatchFinalized(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchAborted(Event):
+class BatchAborted(Event, stream="batch/<id>"):
     """The batch was given up on purpose; `result` tells what was done of it."""
 
-    stream: ClassVar[str] = "batch/<id>"
     reason: str
     result: dict[str, Any]
     kept_partial_results: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchTrained(Event):
+class BatchTrained(Event, stream="batch/<id>"):
     """The trainer acknowledged the batch as part of its step."""
 
-    stream: ClassVar[str] = "batch/<id>"
     step: int
     metrics: dict[str, float] = field(default_factory=dict)
     """What the trainer says of the step: loss, gradient norm, ..."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from trinity_es.events.values import BatchId
 from trinity_es.events.vocabulary.base import Answer, Event, PayloadRef, TakenItem
@@ -15,10 +14,9 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExperiencesProcessed(Event):
+class ExperiencesProcessed(Event, stream="experiences"):
     """Experiences that a client handed in, outside any batch, went through the pipeline."""
 
-    stream: ClassVar[str] = "experiences"
     pipeline_metrics: dict[str, float]
     experiences: list[PayloadRef]
     selected: int
@@ -28,18 +26,16 @@ class ExperiencesProcessed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswersRecorded(Event):
+class AnswersRecorded(Event, stream="answers"):
     """The proxy gave these answers; their clients got the end of them only after this."""
 
-    stream: ClassVar[str] = "answers"
     answers: list[Answer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswersRewarded(Event):
+class AnswersRewarded(Event, stream="answers"):
     """A reward was posted for these answers; one that was posted before is replaced."""
 
-    stream: ClassVar[str] = "answers"
     messages: list[str]
     reward: float
     task: str | None = None
@@ -49,28 +45,25 @@ class AnswersRewarded(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswersDelivered(Event):
+class AnswersDelivered(Event, stream="answers"):
     """These answers went through the pipeline with their rewards: the ExperiencesProcessed of the same transaction."""
 
-    stream: ClassVar[str] = "answers"
     messages: list[str]
     request: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExperiencesRedelivered(Event):
+class ExperiencesRedelivered(Event, stream="experiences"):
     """A trainer came back from its checkpoint of `step`: these batches, trained later than that, are its again."""
 
-    stream: ClassVar[str] = "experiences"
     step: int
     batches: list[BatchId]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExperiencesTaken(Event):
+class ExperiencesTaken(Event, stream="queue"):
     """A trainer took these from the queue (`take_experiences`), in this order."""
 
-    stream: ClassVar[str] = "queue"
     items: list[TakenItem]
     at: float
     """Unix seconds, by the coordinator's clock: `buffer.queue.reuse_cooldown_time` counts from here."""
@@ -81,18 +74,16 @@ class ExperiencesTaken(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExperiencesReturned(Event):
+class ExperiencesReturned(Event, stream="queue"):
     """A trainer came back from its checkpoint of `step`: what was taken for later steps counts as not taken."""
 
-    stream: ClassVar[str] = "queue"
     step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutputWritten(Event):
+class OutputWritten(Event, stream="output/<output>"):
     """An output of the pipeline holds what this batch (or request) delivered, whole."""
 
-    stream: ClassVar[str] = "output/<output>"
     output: str
     key: str
     """The name under which it was written: it is the same, however often it is written."""
@@ -102,10 +93,9 @@ class OutputWritten(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutputFailed(Event):
+class OutputFailed(Event, stream="output/<output>"):
     """An output could not be written; the batch is finalized all the same, and its experiences are delivered."""
 
-    stream: ClassVar[str] = "output/<output>"
     output: str
     key: str
     position: int
@@ -115,10 +105,9 @@ class OutputFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PayloadsFreed(Event):
+class PayloadsFreed(Event, stream="experiences"):
     """Payloads of batches that were trained long enough ago were deleted; their events stay."""
 
-    stream: ClassVar[str] = "experiences"
     batches: list[BatchId]
     payloads: int
     bytes: int

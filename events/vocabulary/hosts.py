@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from trinity_es.events.vocabulary.base import Event
 
@@ -11,10 +10,9 @@ __all__ = ["HostDraining", "HostJoined", "HostLeft", "HostLost"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostJoined(Event):
+class HostJoined(Event, stream="hosts"):
     """A host takes part from here on; its runners are `<name>@<host>`."""
 
-    stream: ClassVar[str] = "hosts"
     host: str
     epoch: int
     """Counts the times that a host of this name joined. What comes of an earlier one is refused."""
@@ -29,31 +27,28 @@ class HostJoined(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostDraining(Event):
+class HostDraining(Event, stream="hosts"):
     """A host is to leave; its runners get no more units."""
 
-    stream: ClassVar[str] = "hosts"
     host: str
     epoch: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostLost(Event):
+class HostLost(Event, stream="hosts"):
     """A host was not heard of for too long, or was started anew. Its runners are gone: what they had is attempted
     again, and is blamed for nothing."""
 
-    stream: ClassVar[str] = "hosts"
     host: str
     epoch: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostLeft(Event):
+class HostLeft(Event, stream="hosts"):
     """A host left in order."""
 
-    stream: ClassVar[str] = "hosts"
     host: str
     epoch: int
     reason: str

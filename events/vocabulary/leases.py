@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from trinity_es.events.values import BatchId
 from trinity_es.events.vocabulary.base import Event, Unit
@@ -12,10 +12,9 @@ __all__ = ["LeaseHeld", "LeaseOrphaned", "LeaseReleaseFailed", "LeaseReleased", 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseTaken(Event):
+class LeaseTaken(Event, stream="leases"):
     """An attempt is about to have something made: from here on it is released, whatever becomes of the attempt."""
 
-    stream: ClassVar[str] = "leases"
     lease: str
     """Its key, chosen before the thing exists: the provider labels it so, and finds it by that."""
     batch_id: BatchId
@@ -39,39 +38,35 @@ class LeaseTaken(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseHeld(Event):
+class LeaseHeld(Event, stream="leases"):
     """The provider made it, and says what it is."""
 
-    stream: ClassVar[str] = "leases"
     lease: str
     handle: Any
     """The provider's own name for it, as plain JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseRenewed(Event):
+class LeaseRenewed(Event, stream="leases"):
     """Its owner had the provider prolong it."""
 
-    stream: ClassVar[str] = "leases"
     lease: str
     expires: float
     """Unix seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseOrphaned(Event):
+class LeaseOrphaned(Event, stream="leases"):
     """Its owner releases it no more: the coordinator has it released from here on."""
 
-    stream: ClassVar[str] = "leases"
     lease: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseReleaseFailed(Event):
+class LeaseReleaseFailed(Event, stream="leases"):
     """The provider could not release it; it is tried again. Recorded when the error changes, and ever more rarely."""
 
-    stream: ClassVar[str] = "leases"
     lease: str
     error: str
     tries: int
@@ -79,10 +74,9 @@ class LeaseReleaseFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseReleased(Event):
+class LeaseReleased(Event, stream="leases"):
     """It is there no more."""
 
-    stream: ClassVar[str] = "leases"
     lease: str
     by: Literal["owner", "coordinator"]
     """The run that took it, or the coordinator, which has it released for an owner that can't. In a copy of a store:

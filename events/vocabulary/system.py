@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from trinity_es.events.values import BatchId
 from trinity_es.events.vocabulary.base import Event, KnownEnd, TasksetSource
@@ -17,18 +17,16 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SystemConfigured(Event):
+class SystemConfigured(Event, stream="system"):
     """The actor system was started with this resolved config (passwords masked)."""
 
-    stream: ClassVar[str] = "system"
     config: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewindAccepted(Event):
+class RewindAccepted(Event, stream="system"):
     """A person said that the log goes on without events that were acknowledged and that it has not any more."""
 
-    stream: ClassVar[str] = "system"
     lost: list[KnownEnd]
     """What was known, and the log has not."""
     first: int
@@ -47,10 +45,9 @@ class RewindAccepted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorStarted(Event):
+class CoordinatorStarted(Event, stream="system"):
     """A coordinator took the lease; only writers of this epoch can append from here on."""
 
-    stream: ClassVar[str] = "system"
     epoch: int
     pid: int
     host: str
@@ -60,10 +57,9 @@ class CoordinatorStarted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WritingResumed(Event):
+class WritingResumed(Event, stream="system"):
     """The log could not be written for some time, a full disk say, and can be again. In the stream `system`."""
 
-    stream: ClassVar[str] = "system"
     error: str
     """The last one. Who asked for something meanwhile was told it."""
     seconds: float
@@ -71,10 +67,9 @@ class WritingResumed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClockStepped(Event):
+class ClockStepped(Event, stream="clock"):
     """The clock by which events are recorded was set. Times before it and after it are of two clocks."""
 
-    stream: ClassVar[str] = "clock"
     seconds: float
     """By so much: what the clock says now, less what it would say."""
     before: float
@@ -82,12 +77,17 @@ class ClockStepped(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerStarted(Event):
-    """A runner actor answered; its engine is loading."""
+class _OfRunner(Event, stream="runner/<runner>"):
+    """What happens in one life of a runner."""
 
-    stream: ClassVar[str] = "runner/<runner>"
     runner: str
     incarnation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerStarted(_OfRunner):
+    """A runner actor answered; its engine is loading."""
+
     pid: int
     host: str
     engine: str
@@ -96,12 +96,9 @@ class RunnerStarted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerReady(Event):
+class RunnerReady(_OfRunner):
     """The runner's engine serves; units may be dispatched to it."""
 
-    stream: ClassVar[str] = "runner/<runner>"
-    runner: str
-    incarnation: int
     places: int
     """Units that it runs at the same time."""
     model_version: int
@@ -113,12 +110,9 @@ class RunnerReady(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConcurrencyChanged(Event):
+class ConcurrencyChanged(_OfRunner):
     """The runner runs more units at the same time from here on, or fewer, since its engine has room or is full."""
 
-    stream: ClassVar[str] = "runner/<runner>"
-    runner: str
-    incarnation: int
     places: int
     """Units that it runs at the same time."""
     kv_share: float
@@ -128,32 +122,23 @@ class ConcurrencyChanged(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerFailed(Event):
+class RunnerFailed(_OfRunner):
     """The runner could not load its engine, or its engine died; no unit goes to it."""
 
-    stream: ClassVar[str] = "runner/<runner>"
-    runner: str
-    incarnation: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerLost(Event):
+class RunnerLost(_OfRunner):
     """The runner's process is gone; what it was running is attempted again elsewhere."""
 
-    stream: ClassVar[str] = "runner/<runner>"
-    runner: str
-    incarnation: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerQuarantined(Event):
+class RunnerQuarantined(_OfRunner):
     """The runner ended too often: its slot stays empty until a person restarts the system."""
 
-    stream: ClassVar[str] = "runner/<runner>"
-    runner: str
-    incarnation: int
     deaths: int
     """The number of lives that ended within `period_seconds`."""
     period_seconds: float
@@ -162,19 +147,14 @@ class RunnerQuarantined(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerRetired(Event):
+class RunnerRetired(_OfRunner):
     """The runner was stopped on purpose."""
-
-    stream: ClassVar[str] = "runner/<runner>"
-    runner: str
-    incarnation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerAdded(Event):
+class ServerAdded(Event, stream="servers"):
     """A server that others run is an engine from here on; its runner waits for it, and has it load the weights."""
 
-    stream: ClassVar[str] = "servers"
     url: str
     runner: str
     """The runner that supervises it: a server that comes back gets the same."""
@@ -183,10 +163,9 @@ class ServerAdded(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerRemoved(Event):
+class ServerRemoved(Event, stream="servers"):
     """A server is to be no engine any more: its runner gets no more units, ends those it has, and retires."""
 
-    stream: ClassVar[str] = "servers"
     url: str
     runner: str
     by: Literal["list", "scale"]
@@ -194,10 +173,9 @@ class ServerRemoved(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsPublished(Event):
+class WeightsPublished(Event, stream="weights"):
     """The trainer published new weights; from here on they are the current version."""
 
-    stream: ClassVar[str] = "weights"
     version: int
     path: str
     method: str = "checkpoint"
@@ -206,32 +184,25 @@ class WeightsPublished(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsLoaded(Event):
+class WeightsLoaded(_OfRunner):
     """One runner's engine serves this version now."""
 
-    stream: ClassVar[str] = "runner/<runner>"
-    runner: str
-    incarnation: int
     version: int
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsFailed(Event):
+class WeightsFailed(_OfRunner):
     """One runner could not load this version; it goes on serving the version it had."""
 
-    stream: ClassVar[str] = "runner/<runner>"
-    runner: str
-    incarnation: int
     version: int
     error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterPublished(Event):
+class AdapterPublished(Event, stream="adapter/<adapter>"):
     """The trainer published a version of a LoRA adapter; requests that name the adapter get it from here on."""
 
-    stream: ClassVar[str] = "adapter/<adapter>"
     adapter: str
     version: int
     path: str
@@ -244,44 +215,36 @@ class AdapterPublished(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterRemoved(Event):
+class AdapterRemoved(Event, stream="adapter/<adapter>"):
     """An adapter was taken back: requests that name it are refused from here on."""
 
-    stream: ClassVar[str] = "adapter/<adapter>"
     adapter: str
     version: int
     """The last that was published."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterLoaded(Event):
+class AdapterLoaded(_OfRunner):
     """One runner's engine answers new requests for this adapter with this version now."""
 
-    stream: ClassVar[str] = "runner/<runner>"
-    runner: str
-    incarnation: int
     adapter: str
     version: int
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterFailed(Event):
+class AdapterFailed(_OfRunner):
     """One runner could not load this version of an adapter; it goes on with the version of it that it had, if any."""
 
-    stream: ClassVar[str] = "runner/<runner>"
-    runner: str
-    incarnation: int
     adapter: str
     version: int
     error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TasksetAdvanced(Event):
+class TasksetAdvanced(Event, stream="taskset/<taskset>"):
     """The taskset was read up to here for this batch; written in the transaction of its BatchSubmitted."""
 
-    stream: ClassVar[str] = "taskset/<taskset>"
     taskset: str
     batch_id: BatchId
     epoch: int
@@ -291,22 +254,20 @@ class TasksetAdvanced(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TasksetResolved(Event):
+class TasksetResolved(Event, stream="tasksets"):
     """A taskset that its config names was found to be this; written in the transaction of the first batch of it.
 
     Whoever goes on with the run reads this again, not what the name has come to mean.
     """
 
-    stream: ClassVar[str] = "tasksets"
     batch_id: BatchId
     source: TasksetSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PaceMeasured(Event):
+class PaceMeasured(Event, stream="pace"):
     """A train step ended: what the attempts of all steps so far took, for `explorer.dynamic_timeout`."""
 
-    stream: ClassVar[str] = "pace"
     batch_id: BatchId
     steps: int
     attempts: int

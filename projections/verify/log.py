@@ -16,7 +16,6 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -25,7 +24,6 @@ from sqlalchemy.pool import StaticPool
 
 from trinity_es.events import errors
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.store.checks.log_end import Claim, Memory, rewound
 from trinity_es.events.store.checks.verify import Problems, check_pages, raw_text
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.database import Database
@@ -36,6 +34,7 @@ from trinity_es.events.values import BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import RESULT_FORMS, BatchState, batch_result, evolve
 from trinity_es.projections.leases import OpenLeases, evolve_leases
 from trinity_es.projections.tables import host_work, read_models, runner_history
+from trinity_es.projections.verify import remembered
 from trinity_es.projections.verify.payloads import Needs, Payloads
 from trinity_es.projections.verify.tables import NEWER, REBUILD, UNREADABLE, compare_tables, short
 
@@ -138,12 +137,12 @@ def verify_open(
 ) -> Verification:
     """Return the same for a log that is open; `url` is where its payloads are looked for."""
     found = Verification(url=log.url)
-    claims = _remembered(log, url, folder)  # before the log is read, which may go on meanwhile
+    claims = remembered.claims(log, url, folder)  # before the log is read, which may go on meanwhile
     with closing(_Fold(log, read_models.projectors())) as fold:
         found.problems += log.verify(progress, fold)
         found.problems += fold.problems.told()
         found.notes += fold.notes
-        if lost := _lost(log, claims):
+        if lost := remembered.lost(log, claims):
             found.problems.append(lost)
         found.events, found.batches = fold.last, len(fold.batches)
         payloads = Payloads(log, url, fold.needs)
@@ -153,32 +152,6 @@ def verify_open(
         found.payloads = payloads.read
     return found
 
-
-# --- what this host remembers -----------------------------------------------------------------------------------------
-def _remembered(log: EventLog, url: str, folder: str) -> list[Claim]:
-    """Return what this host remembers of the log: beside the key that its last system had, and beside a file."""
-    folders = [folder] if folder else []
-    with suppress(*UNREADABLE, errors.LogError):
-        configured = log.last("system", "SystemConfigured")
-        event = None if configured is None else configured.event
-        system = event.config.get("system", {}) if isinstance(event, ev.SystemConfigured) else {}
-        folders += [str(Path(system["key_file"]).parent)] if system.get("key_file") else []
-        folders += [system["log_dir"]] if system.get("log_dir") else []
-    if (file := file_of(url)) is not None:
-        folders.append(str(file.absolute().parent / "logs"))
-    claims: list[Claim] = []
-    with suppress(*UNREADABLE, errors.LogError):
-        for place in dict.fromkeys(folders):
-            claims += log.remembered(Memory.of(url, place))
-    return claims
-
-
-def _lost(log: EventLog, claims: Sequence[Claim]) -> str | None:
-    """Return what the log lacks of these claims, in words."""
-    with suppress(*UNREADABLE, errors.LogCorrupt):  # its head or its events can't be read: that is told already
-        head, lost = log.lost(claims)
-        return rewound(log.url, head, lost).message if lost else None
-    return None
 
 
 # --- one pass over the events -----------------------------------------------------------------------------------------

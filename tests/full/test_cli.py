@@ -85,14 +85,6 @@ def test_show_is_short_for_a_large_batch_unless_asked_for_all(path: Path) -> Non
     assert len(re.findall(r"\d+  pending", whole)) == 100
 
 
-def test_text_from_a_rollout_is_shown_as_it_is_and_moves_no_terminal(log: Path) -> None:
-    for command in (["show", "3"], ["events", "3"]):
-        text = cli(*command, "--log", log).stdout
-        assert "[red]no markup[/red]" in text
-        assert "\x1b" not in text
-        assert "\x07" not in text
-
-
 def test_events_are_lines_in_order(log: Path) -> None:
     with open_log(str(log)) as opened:
         positions = [r.position for r in opened.events(3)]
@@ -339,14 +331,6 @@ def test_the_environment_and_a_config_name_a_log_too(log: Path, tmp_path: Path) 
     config = tmp_path / "config.yaml"
     config.write_text(f"store: {{url: 'sqlite:///{log}'}}\n")
     assert len(told("batches", "--config", config)) == 4
-
-
-def test_a_batch_may_have_a_number_for_a_name(path: Path) -> None:
-    for_text = ev.BatchSubmitted(batch_id="7", batch_type="train", repeat_times=[1], tasks=[{}])
-    write(path, [("batch/'7'", [for_text])])
-    assert told("show", "7", "--log", path)["batch_id"] == "7"
-    write(path, [("batch/7", [ev.BatchSubmitted(batch_id=7, batch_type="train", repeat_times=[1], tasks=[{}])])])
-    assert told("show", "7", "--log", path)["batch_id"] == 7
 
 
 # --- help -----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.paths import ROOT
 from tests.helpers.systems import name_as_ours
 from trinity_es.actors import commands
@@ -25,24 +27,20 @@ def test_the_page_of_commands_is_as_their_vocabulary_says() -> None:
     assert [name for name in commands.COMMANDS if f"(`{name}`)" not in page] == []
 
 
-def test_the_code_in_the_readme_runs_beside_modules_named_as_our_rooms(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("page", "printed", "outputs"), [
+    ("README.md", ["8", "1.0"], 0), ("docs/PIPELINE.md", ["8.0", "2.0", "0"], 2),
+])
+def test_the_code_in_a_page_runs_beside_modules_named_as_our_rooms(
+    tmp_path: Path, page: str, printed: list[str], outputs: int
+) -> None:
     name_as_ours(tmp_path)
-    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["8", "1.0"]
-
-
-def test_the_code_in_the_page_on_the_pipeline_runs(tmp_path: Path) -> None:
-    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "PIPELINE.md").read_text(), re.DOTALL)
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["8.0", "2.0", "0"]
-    assert len(list((tmp_path / "pipeline-run/outputs/jsonl").glob("*.jsonl"))) == 2
+    assert done.stdout.split() == printed
+    assert len(list((tmp_path / "pipeline-run/outputs/jsonl").glob("*.jsonl"))) == outputs
 
 
 def test_the_glossary_has_twenty_words_once_each() -> None:

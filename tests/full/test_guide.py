@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import sys
@@ -14,6 +13,7 @@ from typer.main import get_command
 
 import trinity_es
 from tests.helpers.paths import ROOT
+from tests.helpers.runs import explored
 from trinity_es.actors.rollout.model import Model
 from trinity_es.cli import app
 from trinity_es.config.config import ConfigError, load_config
@@ -56,16 +56,8 @@ def test_the_example_of_the_guide_runs_with_their_workflow_unchanged(
     monkeypatch.syspath_prepend(str(tmp_path))
     config.check()
 
-    async def life() -> None:
-        explorer = trinity_es.Explorer(config)
-        try:
-            await explorer.prepare()
-            await explorer.explore()
-        finally:
-            await explorer.shutdown()
-
     try:
-        asyncio.run(life())
+        explored(trinity_es.Explorer(config))
     finally:
         for name in ("answers", "learner"):
             sys.modules.pop(name, None)

@@ -207,14 +207,6 @@ def test_the_last_events_are_followed_by_the_next(path: Path) -> None:
 
 
 # --- replay, diff, runners ------------------------------------------------------------------------------------------
-def test_a_time_of_day_is_that_of_the_batchs_day(log: Path) -> None:
-    with open_log(str(log)) as opened:
-        recorded = list(opened.events(3))
-    moment = datetime.fromtimestamp(recorded[-1].recorded_at + 1.0)
-    assert told("replay", "3", "--at", moment.strftime("%H:%M:%S"), "--log", log)["state"]["trained_step"] == 3
-    assert cli("replay", "3", "--at", "25:00:00", "--log", log).exit_code == 2
-
-
 def test_a_time_of_day_before_a_batch_began_is_of_the_next_day_where_its_end_is_nearer(path: Path) -> None:
     evening = datetime(2026, 3, 1, 23, 50).timestamp()
     events: list[ev.Event] = [

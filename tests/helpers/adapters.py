@@ -13,8 +13,6 @@ from safetensors.numpy import save_file
 from trinity_es.actors.engines.checkpoints import tensor_shapes
 from trinity_es.events import vocabulary as ev
 
-__all__ = ["MODULES", "SHAPES", "ByHand", "adapter_for", "make_adapter", "published", "tensors_of"]
-
 SHAPES = {"model.layers.0.self_attn.q_proj.weight": [8, 8], "model.layers.0.mlp.up_proj.weight": [16, 8]}
 """Tensors of a model that adapters of `make_adapter` are for, by default."""
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -8,8 +8,6 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import Recorded
 from trinity_es.projections.tables.serve_answers import AnswerState
 
-__all__ = ["evolve_answers", "fold_answers"]
-
 
 def fold_answers(recorded: Iterable[Recorded]) -> dict[str, AnswerState]:
     """Return every answer by its message id, in the order in which they were recorded."""

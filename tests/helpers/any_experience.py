@@ -10,8 +10,6 @@ from hypothesis.extra import numpy as hnp
 
 from trinity_es.events.experience import EID, CustomField, Experience
 
-__all__ = ["PAYLOAD", "WRITTEN", "eids", "experiences", "small"]
-
 DTYPES = [
     "bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64",
 ]

@@ -9,8 +9,6 @@ from trinity_es.actors.messages import UnitOutcome
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.batch import BatchState, evolve, fold
 
-__all__ = ["live", "result_of"]
-
 
 def result_of(task: int, run: int) -> ev.RunResult:
     """Metrics with full-length fractions: their sum depends on the order, if it is not fixed."""

@@ -10,8 +10,6 @@ from typing import Any
 from trinity_es.dashboard.server import Dashboard
 from trinity_es.testing import wait_until
 
-__all__ = ["Browser", "live", "serving"]
-
 
 @contextmanager
 def serving(url: str, **options: Any) -> Iterator[Dashboard]:

@@ -11,8 +11,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator
 
-__all__ = ["Capture", "captured"]
-
 _ALL_PROTOCOLS, _IPV4, _TCP = 0x0003, 0x0800, 6
 _SOL_PACKET, _PACKET_STATISTICS = 263, 6
 _SO_ATTACH_FILTER, _SO_RCVBUFFORCE = 26, 33

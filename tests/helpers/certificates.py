@@ -7,8 +7,6 @@ from pathlib import Path
 
 import trustme
 
-__all__ = ["Authority", "Files"]
-
 
 @dataclass(frozen=True)
 class Files:

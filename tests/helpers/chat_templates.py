@@ -12,8 +12,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["STYLES", "TOOLS", "Style", "tokenizer"]
-
 FOLDER = Path(__file__).parent.parent / "data" / "chat_templates"
 TOOLS: list[dict[str, Any]] = [{
     "type": "function",

@@ -23,8 +23,6 @@ from tests.helpers.warm_python import WarmPython
 from trinity_es.environments import installed as environments
 from trinity_es.events.errors import ConfigError
 
-__all__ = ["DATASETS", "LETTERS", "OPENENV", "TRL", "ask", "environment", "installed", "once"]
-
 DATASETS = ["datasets==5.2.0", "pandas==3.1.1", "python-dateutil==4.0.0", "pytz==2026.6", "multiprocess==0.70.19",
             "xxhash==4.1.0"]
 """The package, and what it imports that is not beside vLLM already. pyarrow has to be where Python has its packages:

@@ -10,9 +10,6 @@ from tests.helpers.faults import lines
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 
-__all__ = ["TASKS", "births", "judge", "on", "text_log", "unnoticed"]
-
-
 TASKS = 48
 """Of 0.2 s each on 8 places: more than a second of work."""
 

@@ -7,8 +7,6 @@ from typing import Any
 from trinity_es.actors.messages import UnitOutcome
 from trinity_es.events import vocabulary as ev
 
-__all__ = ["SUBMIT", "dispatched", "finished", "outcome", "submitted", "unit"]
-
 
 def submitted(tasks: int = 2, runs: int = 1, **changes: Any) -> ev.BatchSubmitted:
     values: dict[str, Any] = {

@@ -10,8 +10,6 @@ import yaml
 import trinity_es
 from trinity_es.events import vocabulary as ev
 
-__all__ = ["STEPS", "has_ended", "made_run"]
-
 STEPS = 4
 
 

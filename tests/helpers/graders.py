@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import re
-import signal
 import subprocess
 import sys
-import time
 from typing import Any
 
+from tests.helpers.ways_to_end import WAYS
 from trinity_es import RewardFn
 from trinity_es.events.errors import DataError
 
 FAULTS = (
-    "hangs", "regex", "exits", "exits_well", "segfault", "signals", "memory", "raises", "forks", "no_json", "deaf",
+    "sleep", "regex", "_exit", "SystemExit", "segfault", "SIGTERM", "memory", "raise", "forks", "no_json", "deaf",
 )
 """Ways to fail."""
 
@@ -46,35 +43,17 @@ def starts(seconds: float, note: str) -> float:
 
 def fault(how: str) -> Any:
     """Go wrong like this."""
-    if how == "hangs":
-        time.sleep(3600)
-    elif how == "regex":  # holds the GIL: no thread and no signal handler of Python's gets a turn
-        re.match(r"(a+)+$", "a" * 64 + "b")
-    elif how == "exits":
-        os._exit(3)
-    elif how == "exits_well":
-        sys.exit(0)
-    elif how == "segfault":
-        ctypes.string_at(0)
-    elif how == "signals":
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(3600)
+    if how in WAYS:
+        WAYS[how]()
     elif how == "memory":
         kept = []
         while True:
             kept.append(bytearray(16 * 2**20))
-    elif how == "raises":
-        raise RuntimeError("no idea")
     elif how == "forks":  # the copy says the same, the original nothing
         if os.fork():
             os._exit(0)
     elif how == "no_json":
         return {1, 2}
-    elif how == "deaf":
-        for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-        while True:
-            pass
     return 1.0
 
 

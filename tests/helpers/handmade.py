@@ -10,15 +10,13 @@ from pathlib import Path
 
 from typer.testing import CliRunner, Result
 
-from tests.helpers.paths import ROOT
+from tests.helpers.paths import ROOT as ROOT
 from trinity_es.cli import app
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.batch import batch_result, fold
 from trinity_es.projections.tables.read_models import projectors
-
-__all__ = ["EVIL", "ROOT", "cli", "copied", "finished", "history", "put_back", "unit", "write"]
 
 EVIL = "\x1b[2J\x1b]0;owned\x07[red]no markup[/red]\nsecond line"
 

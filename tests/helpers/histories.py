@@ -12,8 +12,6 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.values import BatchId, BatchType, FailureKind, batch_stream
 
-__all__ = ["append", "history", "of_batch", "submitted"]
-
 BATCHES: tuple[BatchId, ...] = (1, 1, "2/letters")
 TEXTS = ("", "why not", "a\0b", "x" * 3000, "<b>\x1b[2J", "\ufffd")
 KINDS: tuple[FailureKind, ...] = ("data", "workflow", "timeout", "runner_lost", "runner_lost", "infra")

@@ -26,10 +26,6 @@ from trinity_es.projections.hosts import host_of
 from trinity_es.system import leftovers, lifecycle
 from trinity_es.testing import wait_until
 
-__all__ = [
-    "KEY", "Head", "JoinedHost", "KeyFile", "free_port", "has_settled", "head_of", "host_joins", "log_of", "ready",
-]
-
 KEY = "the key of these tests, of 40 characters"
 
 

@@ -11,8 +11,6 @@ from tests.helpers.servers import ServerProcess
 from trinity_es.actors.engines.http.engine import HTTPEngine
 from trinity_es.actors.engines.interface import EngineConfig, Sampling
 
-__all__ = ["EIGHT", "met"]
-
 EIGHT = Sampling(max_tokens=8, ignore_eos=True)
 
 

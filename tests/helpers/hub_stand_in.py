@@ -16,8 +16,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-__all__ = ["Hub", "Repository", "hub"]
-
 
 class Repository:
     """`commits`: the files of each by path. `branches`: the commit of each. `asked`: each request, as `GET /path`."""

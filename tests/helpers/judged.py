@@ -7,8 +7,6 @@ import hashlib
 from trinity_es.events.experience import Experience
 from trinity_es.workflows.workflow import MultiTurnWorkflow
 
-__all__ = ["JudgedWithATool", "lookup"]
-
 
 class JudgedWithATool(MultiTurnWorkflow):
     """Answers, looks something up, answers again, is judged: a whole conversation, and its last turn by itself."""

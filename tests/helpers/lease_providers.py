@@ -10,8 +10,6 @@ import threading
 import time
 from pathlib import Path
 
-__all__ = ["ASKED", "LATE", "RELEASED", "AsyncKept", "Connected", "Half", "Kept"]
-
 LATE = threading.Event()
 """What is made late is made when this is set."""
 ASKED: list[str] = []

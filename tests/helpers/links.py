@@ -13,8 +13,6 @@ from trinity_es.actors.config.hosts import HostsTlsConfig
 from trinity_es.actors.hosts.head_dialer import NO_TLS, HeadDialer
 from trinity_es.actors.hosts.link import Admission, HeadEnd, HostEnd
 
-__all__ = ["HELLO", "KEY", "OTHER", "Heard", "Network", "Told", "joined", "network"]
-
 KEY, OTHER = b"k" * 40, b"o" * 40
 HELLO = {"name": "b", "life": "1", "pid": 7, "build": "0", "places": {}}
 

@@ -13,8 +13,6 @@ from trinity_es.events.store.database.urls import file_of, parse_url
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.vocabulary import BatchTrained, TaskDropped
 
-__all__ = ["answers", "copied", "dropped", "renamed", "tables", "trained", "write", "write_steps"]
-
 
 def trained(*steps: int) -> list[BatchTrained]:
     return [BatchTrained(step=s) for s in steps]

@@ -15,8 +15,6 @@ from trinity_es.events.experience import Experience
 from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.events.values import batch_stream, task_to_dict
 
-__all__ = ["record"]
-
 
 async def record(
     path: Path, engine: Engine, config: trinity_es.Config, tasks: list[Task], *, weights: str = "",

@@ -6,8 +6,6 @@ from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.values import Task
 from trinity_es.testing import SleepWorkflow
 
-__all__ = ["play", "served"]
-
 
 def served(client: RolloutClient) -> list[int]:
     return [r["model_version"] for r in client.status()["runners"]]

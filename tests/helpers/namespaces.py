@@ -17,8 +17,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Network", "Postgres", "lacks", "made_network", "made_postgres"]
-
 
 def _run(*words: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False)

@@ -9,8 +9,6 @@ from typing import TypeVar
 
 import pytest
 
-__all__ = ["ALL", "DAY", "EXAMPLES", "FAULTS", "LAUNCHERS", "OTHERS", "REAL", "by_turns", "of_the_day"]
-
 T = TypeVar("T")
 
 ALL = bool(os.environ.get("ALL"))

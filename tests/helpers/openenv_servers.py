@@ -10,8 +10,6 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-__all__ = ["Server", "ended", "listening"]
-
 
 class Server:
     """A server of this command, which gets the port as its next argument, and then `more`."""

@@ -12,8 +12,6 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.projections.tables.read_models import projectors
 
-__all__ = ["Listener", "Seen", "append"]
-
 
 class Seen(HTMLParser):
     """A page as a browser reads it: its elements, and its text."""

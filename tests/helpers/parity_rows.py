@@ -9,8 +9,6 @@ from trinity_es import Task
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.experience import Experience
 
-__all__ = ["NewId", "one", "recorded", "train"]
-
 NewId = Callable[[], int]
 
 

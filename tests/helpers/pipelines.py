@@ -9,8 +9,6 @@ import numpy as np
 from trinity_es.actors.coordinator.delivery.pipeline import Pipeline, PipelineResult
 from trinity_es.events.experience import EID, Experience
 
-__all__ = ["Ticks", "experience", "first", "group", "run"]
-
 
 def experience(task: int, run: int, reward: float | None, **more: Any) -> Experience:
     eid = EID(1, task, run, 0, f"s{task}-{run}")

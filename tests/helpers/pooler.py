@@ -11,13 +11,11 @@ from collections.abc import Iterator
 
 from sqlalchemy import make_url
 
-__all__ = ["pooled"]
-
 ENCRYPTION = 80877103, 80877104
 """What a client asks first, by TLS and by GSSAPI."""
 
 
-def _exactly(end: socket.socket, size: int) -> bytes:
+def exactly(end: socket.socket, size: int) -> bytes:
     data = b""
     while len(data) < size:
         part = end.recv(size - len(data))
@@ -28,8 +26,8 @@ def _exactly(end: socket.socket, size: int) -> bytes:
 
 
 def _message(end: socket.socket) -> bytes:
-    head = _exactly(end, 5)
-    return head + _exactly(end, struct.unpack("!I", head[1:])[0] - 4)
+    head = exactly(end, 5)
+    return head + exactly(end, struct.unpack("!I", head[1:])[0] - 4)
 
 
 def _until_ready(server: socket.socket) -> list[bytes]:
@@ -46,8 +44,8 @@ class _Client(socketserver.BaseRequestHandler):
         client, pool = self.request, self.server
         code = 0
         while code == 0 or code in ENCRYPTION:
-            size, code = struct.unpack("!II", _exactly(client, 8))
-            _exactly(client, size - 8)
+            size, code = struct.unpack("!II", exactly(client, 8))
+            exactly(client, size - 8)
             if code in ENCRYPTION:
                 client.sendall(b"N")
         client.sendall(pool.greeting)

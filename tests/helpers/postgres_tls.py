@@ -13,30 +13,19 @@ import threading
 from collections.abc import Iterator
 
 from tests.helpers.certificates import Files
-
-__all__ = ["in_tls"]
+from tests.helpers.pooler import exactly
 
 _SSL_REQUEST = bytes.fromhex("0000000804d2162f")
 _GSS_REQUEST = bytes.fromhex("0000000804d21630")
 _REFUSED = b"SFATAL\0C28000\0Mno pg_hba.conf entry: no encryption\0\0"
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        more = connection.recv(size - len(data))
-        if not more:
-            raise ConnectionError
-        data += more
-    return data
-
-
 def _serve(client: socket.socket, to: tuple[str, int], context: ssl.SSLContext) -> None:
     with contextlib.suppress(OSError), client:
-        asked = _exactly(client, 8)
+        asked = exactly(client, 8)
         if asked == _GSS_REQUEST:
             client.sendall(b"N")
-            asked = _exactly(client, 8)
+            asked = exactly(client, 8)
         if asked != _SSL_REQUEST:
             client.sendall(b"E" + (len(_REFUSED) + 4).to_bytes(4, "big") + _REFUSED)
             return

@@ -23,8 +23,6 @@ from trinity_es.actors.rollout.model import Model
 from trinity_es.events.experience import Experience
 from trinity_es.testing import ScriptedEngine
 
-__all__ = ["Sampler", "Talk", "talks"]
-
 CITIES = ("Paris", "São Paulo", 'a "b"')
 WORDS = st.sampled_from(["the weather", "it rains", "forty-two", "Grüße", "a\n\nb", "{}", "42", "", "ja, 你好"])
 WHITE = st.sampled_from(["", "", "", " ", "\n", " \n\n"])

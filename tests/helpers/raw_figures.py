@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Batch", "Event", "Sent", "count", "read"]
-
 
 @dataclass(frozen=True, slots=True)
 class Event:

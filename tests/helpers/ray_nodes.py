@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PACKAGES", "RayNodes", "ray_nodes"]
-
 PACKAGES = ["ray==2.60.0", "msgpack==1.2.4"]
 """Ray, and what it imports that is not beside us already."""
 

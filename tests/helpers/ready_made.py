@@ -12,8 +12,6 @@ from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine
 from trinity_es.workflows.registry import WORKFLOWS
 
-__all__ = ["Answers", "played", "rewards"]
-
 
 class Answers(ScriptedEngine):
     """Gives these answers in turn, and keeps what it was asked."""

@@ -11,8 +11,6 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId, Task, task_from_dict
 from trinity_es.projections.reading.log_reader import Log
 
-__all__ = ["play_example", "rewards"]
-
 
 def play_example(changes: dict[str, object], variables: dict[str, str], folder: Path, *, timeout: float) -> None:
     """Run the example in this folder to its end, with these keys of its config changed."""

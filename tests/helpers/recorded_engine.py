@@ -9,24 +9,25 @@ from typing import Any
 from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
 from trinity_es.testing import ByteTokenizer, ScriptedEngine
 
-__all__ = ["HELLO", "TALK", "Marked", "Recorder"]
-
 
 class Recorder(ScriptedEngine):
-    """A scripted engine that remembers what it was asked, and what was aborted."""
+    """A scripted engine that remembers what it was asked and gave, and what was aborted."""
 
     def __init__(self, **script: Any) -> None:
         super().__init__(EngineConfig(model_path="", options=script))
         self.asked: list[tuple[str | list[int], Sampling]] = []
+        self.gave: list[Completion] = []
         self.aborted = 0
 
     async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
         self.asked.append((prompt, sampling))
         try:
-            return await super().generate(prompt, sampling)
+            found = await super().generate(prompt, sampling)
         except asyncio.CancelledError:
             self.aborted += 1
             raise
+        self.gave += found
+        return found
 
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
         self.asked.append((prompt, sampling))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-__all__ = ["FORMS", "IDS", "ROW"]
-
 ROW = {"prompt": "How many?", "question": "How many?", "choices": ["none", "three"], "answer": "B", "letter": "a"}
 IDS = list(b"aab")
 """Tokens of the answer "aab": a byte each."""

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import hashlib
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import yaml
 
 import trinity_es
 from tests.helpers import systems
 from tests.helpers.handmade import ROOT, cli
-from trinity_es.config.config import Config
+from trinity_es import Explorer
+from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.reading.resume_point import prompts_used
 from trinity_es.system import leftovers
 from trinity_es.testing import wait_until
-
-__all__ = [
-    "AT_ONCE", "ROWS", "STEPS", "SteadyTrainer", "command", "count", "events_of", "finish", "finish_here", "kill_run",
-    "make_config", "outcome",
-]
-
 
 ROWS = 14
 
@@ -97,6 +96,35 @@ def outcome(config: Config) -> dict[str, Any]:
         "weights": json.loads((newest / "state.json").read_text()),
         "kept": sorted(p.name for p in config.checkpoint_dir.glob("global_step_*")),
     }
+
+
+def outcomes(make: Callable[[Path, int], Path], folders: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
+    """What gives the outcome of a run to which nothing happens, by its `sync_interval`; `make` writes its config."""
+
+    @functools.cache
+    def get(interval: int) -> dict[str, Any]:
+        path = make(folders.mktemp("undisturbed"), interval)
+        code, _, err = finish_here("run", path, *AT_ONCE, cwd=path.parent)
+        assert code == 0, err
+        found = outcome(load_config(path))
+        assert found["used"] == dict.fromkeys(range(ROWS), 1)
+        return found
+
+    return get
+
+
+def explored(explorer: Explorer) -> Explorer:
+    """Return an explorer that has explored to the end, and was shut down."""
+
+    async def life() -> None:
+        try:
+            await explorer.prepare()
+            await explorer.explore()
+        finally:
+            await explorer.shutdown()
+
+    asyncio.run(life())
+    return explorer
 
 
 def events_of(config: Config, *types: str) -> list[tuple[str, Any]]:

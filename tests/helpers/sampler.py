@@ -10,8 +10,6 @@ from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.actors.rollout.model import Model
 from trinity_es.testing import ByteTokenizer
 
-__all__ = ["Merging", "Sampler", "talk"]
-
 
 class Merging(Marked):
     """A letter twice is one token (1000 + its code) where a text is tokenized, not where it is sampled."""

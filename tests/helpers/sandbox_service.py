@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-__all__ = ["serve"]
-
 MAKING_SECONDS = 0.0, 0.5
 """How long the service takes to make a sandbox, at least and at most."""
 SLOW_SECONDS = 4.0, 5.0

@@ -16,8 +16,6 @@ from typing import Any
 from trinity_es import Experience, Workflow
 from trinity_es.testing import wait_until
 
-__all__ = ["AsyncSandboxes", "AsyncUses", "Sandboxes", "Service", "Uses"]
-
 CREATION_TIMEOUT = 9.0
 """What the workflows give it, with much to spare for a busy machine."""
 

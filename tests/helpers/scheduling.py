@@ -14,8 +14,6 @@ import numpy as np
 from trinity_es import EID, Experience, Task, Workflow
 from trinity_es.client.rollout_client import RolloutClient
 
-__all__ = ["AsyncDummy", "Dummy", "NewId", "OneRun", "dummies", "load"]
-
 
 def experience(run: int, step: int, **info: Any) -> Experience:
     return Experience(

@@ -21,19 +21,6 @@ from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.testing import wait_until
 
-__all__ = [
-    "EXTENSION",
-    "ServerProcess",
-    "ended",
-    "free_port",
-    "letters",
-    "over_http",
-    "real_server",
-    "restarted_by_command",
-    "runs_by",
-    "stand_in",
-]
-
 EXTENSION = "trinity_es.actors.engines.vllm.weights.WorkerExtension"
 
 

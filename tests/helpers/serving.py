@@ -22,9 +22,6 @@ from trinity_es.projections.tables.serve_answers import STREAM, AnswerState
 from trinity_es.serve.proxy import Proxy
 from trinity_es.testing import wait_until
 
-__all__ = ["HELLO", "Load", "Serving", "VLLMServed", "answers", "client_of", "post", "recorded", "serving"]
-
-
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
 

@@ -8,8 +8,6 @@ from tests.helpers.handmade import write
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.hosts import lost_reason
 
-__all__ = ["BROKE", "several_hosts", "write_several_hosts"]
-
 BROKE = "not heard of for 15 s: it ended the connection"
 
 

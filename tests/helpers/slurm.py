@@ -16,8 +16,6 @@ from pathlib import Path
 from tests.helpers.hosts import free_port
 from trinity_es.testing import wait_until
 
-__all__ = ["lacks", "slurm"]
-
 _TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun")
 _CONFIG = """\
 ClusterName=tests

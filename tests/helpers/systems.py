@@ -20,13 +20,6 @@ from trinity_es.events.errors import TrinityError
 from trinity_es.system import leftovers, lifecycle, running_system
 from trinity_es.testing import SleepWorkflow, wait_until
 
-__all__ = [
-    "StartSystem", "admin", "child", "end", "events", "everything", "finalize_in_thread", "guardian", "is_whole",
-    "kill_all", "kill_everybody", "kill_system", "limit_file_size", "merge", "name_as_ours", "pid_of", "ran",
-    "scripted", "sleepers", "started", "tasks",
-]
-
-
 StartSystem = Callable[..., RolloutClient]
 
 

@@ -9,8 +9,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as parquet
 
-__all__ = ["write_dataset", "write_parquet"]
-
 
 def write_parquet(path: Path, samples: list[dict[str, Any]]) -> Path:
     parquet.write_table(pa.Table.from_pylist(samples), path, row_group_size=3)

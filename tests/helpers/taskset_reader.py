@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TasksetReader"]
-
 
 class TasksetReader:
     """A process with these variables. It ends with `close`."""

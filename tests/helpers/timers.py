@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["Timers"]
-
 
 class Timers:
     """What a `TimerHost` has for timers. `timers` are those that are armed; `delays` the seconds of all that were."""

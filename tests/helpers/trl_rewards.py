@@ -7,8 +7,6 @@ from typing import Any
 from trinity_es.events.experience import Experience
 from trinity_es.workflows.workflow import Workflow
 
-__all__ = ["Flaky", "broken", "is_truth", "vowels"]
-
 
 def vowels(response: str, truth: Any = None, prompt: Any = None) -> float:
     return sum(letter in "aeiou" for letter in response) / max(len(response), 1)

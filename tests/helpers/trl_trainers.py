@@ -10,8 +10,6 @@ from trinity_es.events.experience import EID, Experience
 from trinity_es.events.values import BatchLifecycleState, Status, Task, task_to_dict
 from trinity_es.events.vocabulary import WeightsPublished
 
-__all__ = ["EOS", "Rows", "StandInClient", "StandInTrainer", "answer"]
-
 EOS = 99
 
 

@@ -26,8 +26,6 @@ from trinity_es.events.store.log import Recorded, Write
 from trinity_es.events.values import BatchId, FailureKind, batch_stream
 from trinity_es.projections.tables.read_models import projectors
 
-__all__ = ["troubled"]
-
 IDS = 14
 """So many schedules in a row have batches of their own; then the ids begin again."""
 DYING = 4

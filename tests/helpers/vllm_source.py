@@ -16,8 +16,6 @@ from pathlib import Path
 
 from tests.helpers.paths import ROOT
 
-__all__ = ["RECORDS", "USED", "alternatives", "release", "written"]
-
 RECORDS = ROOT / "tests" / "data" / "vllm"
 _TRANSFER = "vllm.distributed.weight_transfer"
 _LAYERS = "vllm.model_executor.model_loader.reload.layerwise"

@@ -23,9 +23,6 @@ import setproctitle
 
 from tests.helpers.paths import ROOT
 
-__all__ = ["Commands", "Forked", "WarmPython", "warm_python"]
-
-
 MAKER_SECONDS = 1.0
 """Interval between two looks whether the process that made a warm Python is there."""
 

@@ -15,8 +15,6 @@ from trinity_es.events.experience import Experience
 from trinity_es.testing import ScriptedEngine
 from trinity_es.workflows.workflow import Workflow
 
-__all__ = ["AskWorkflow", "FileEngine", "hidden", "lacks_mounts", "make_weights", "said"]
-
 FILE = "model.safetensors"
 
 

@@ -6,9 +6,6 @@ import socket
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PROMPT", "free_port", "state_of"]
-
-
 PROMPT = [40, 41, 42, 43, 44, 45, 46, 47]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -15,18 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
+from tests.helpers import recorded_engine
+from tests.helpers.ways_to_end import WAYS
+from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.events.errors import EngineError, UnknownWorkflow
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
 from trinity_es.testing import ScriptedEngine, wait_until
 from trinity_es.workflows.workflow import MultiTurnWorkflow, Workflow
-
-__all__ = [
-    "AsksTheJudge", "CatchesEverything", "Chats", "ChatsInThreads", "ChatsOnALoopOfItsOwn", "Conversation", "Dead",
-    "Ends", "EndsBeforeItRuns", "Forks", "GivesBadThings", "Hangs", "Kept", "KeptWithAJudge", "LacksAModule",
-    "LeavesAThread", "Odd", "Recorder", "Repeats", "SignalsItsGroup", "Tells", "Updates", "Waits",
-]
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -160,11 +155,16 @@ class Kept(Workflow):
         return [experience]
 
 
+class Rebuilt(Kept):
+    can_reset = False
+    built = 0
+
+
 class Repeats(Workflow):
     can_repeat = True
 
     def run(self) -> list[Experience]:
-        found = [one() for _ in range(self.repeat_times)]
+        found = [one(at_once=self.repeat_times) for _ in range(self.repeat_times)]
         for i, experience in enumerate(found):
             experience.eid.run = self.run_id_base + i
         return found
@@ -174,25 +174,13 @@ class Ends(Workflow):
     """`workflow_args["how"]`."""
 
     def run(self) -> list[Experience]:
-        match self.task.workflow_args["how"]:
-            case "_exit":
-                os._exit(3)
-            case "_exit 0":
-                os._exit(0)
-            case "segfault":
-                ctypes.string_at(0)
-            case "abort":
-                os.abort()
-            case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "SystemExit":
-                raise SystemExit("usage: ...")
-            case "raise":
-                raise RuntimeError("on purpose")
-            case "unserialisable":
-                experience = one()
-                experience.info["object"] = object()
-                return [experience]
+        how = self.task.workflow_args["how"]
+        if how == "unserialisable":
+            experience = one()
+            experience.info["object"] = object()
+            return [experience]
+        if how != "nothing":
+            WAYS[how]()
         return []
 
 
@@ -210,24 +198,10 @@ class Hangs(Workflow):
         note = Path(self.task.workflow_args["note"])
         note.with_suffix(".new").write_text(f"{os.getpid()} {child.pid}")
         note.with_suffix(".new").rename(note)
-        match self.task.workflow_args["how"]:
-            case "sleep":
-                time.sleep(600)
-            case "loop":
-                while True:
-                    pass
-            case "C":
-                ctypes.PyDLL(None).sleep(600)  # keeps the GIL
-            case "model":
-                self.model.generate("hang")
-            case "ignores signals":
-                for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                    signal.signal(number, signal.SIG_IGN)
-                while True:
-                    try:
-                        time.sleep(600)
-                    except BaseException:
-                        continue
+        how = self.task.workflow_args["how"]
+        if how == "model":
+            self.model.generate("hang")
+        WAYS[how]()
         return []
 
 
@@ -338,23 +312,11 @@ class Letters:
         return self.inner.apply_chat_template(*args, **kwargs)
 
 
-class Recorder(ScriptedEngine):
-    """Remembers what it gave, and whose request was cancelled."""
-
+class Recorder(recorded_engine.Recorder):
     def __init__(self, **script: Any) -> None:
-        super().__init__(EngineConfig(model_path="", initial_version=3, options=script))
+        super().__init__(**script)
+        self.model_version = 3
         self.tokenizer: Any = Letters(self.tokenizer)
-        self.gave: list[Completion] = []
-        self.cancelled = 0
-
-    async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
-        try:
-            found = await super().generate(prompt, sampling)
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        self.gave += found
-        return found
 
 
 class Dead(ScriptedEngine):

@@ -36,11 +36,15 @@ class Merging(Marked):
         return "".join(":a" if t == 1000 else chr(t) for t in token_ids)
 
 
-def acted(tokenizer: ByteTokenizer) -> tuple[str, str]:
-    """The response of TALK, and the same with `.` for what is masked out."""
+def writing(tokenizer: ByteTokenizer) -> Recorder:
     engine = Recorder()
     engine.tokenizer = tokenizer
-    e = Model(engine).tokenized(TALK)
+    return engine
+
+
+def acted(tokenizer: ByteTokenizer) -> tuple[str, str]:
+    """The response of TALK, and the same with `.` for what is masked out."""
+    e = Model(writing(tokenizer)).tokenized(TALK)
     response = e.tokens[e.prompt_length :].tolist()
     assert len(e.action_mask) == len(response)
     shown = "".join(
@@ -99,8 +103,7 @@ class Qwen3(ByteTokenizer):
 
 
 def test_p48_a_template_that_drops_reasoning_leaves_its_last_turns_to_learn_from() -> None:
-    engine = Recorder()
-    engine.tokenizer = Qwen3()
+    engine = writing(Qwen3())
     three = [*TALK, {"role": "user", "content": "q3"}, {"role": "assistant", "content": "a3"}]
     for talk, untrained, said in ((TALK, [1], "a2"), (three, [1, 3], "a3")):
         e = Model(engine).tokenized(talk)
@@ -126,8 +129,7 @@ def test_a_template_that_renders_every_turn_differently_later_is_refused() -> No
 
 
 async def test_p48_a_conversation_beyond_the_models_context_is_cut_and_says_so() -> None:
-    engine = Recorder()
-    engine.tokenizer = Marked()
+    engine = writing(Marked())
     whole = await Model(engine).experience_from_messages_async(TALK)
     assert whole.truncate_status is None
     engine.max_model_len = len(whole.tokens) - 3
@@ -143,8 +145,7 @@ async def test_p48_a_conversation_beyond_the_models_context_is_cut_and_says_so()
 
 async def test_p48_a_conversation_without_an_assistant_has_a_mask_that_is_all_false() -> None:
     for tokenizer in (ByteTokenizer(), Marked(), Strict()):
-        engine = Recorder()
-        engine.tokenizer = tokenizer
+        engine = writing(tokenizer)
         e = await Model(engine).experience_from_messages_async(HELLO)
         assert e.tokens.tolist() == tokenizer.apply_chat_template(HELLO)
         assert (e.prompt_length, e.experience_type) == (1, "multi_turn")
@@ -175,8 +176,7 @@ class Bare(Strict):
 
 @pytest.mark.parametrize("tokenizer", [Strict(), Bare()])
 async def test_p48_a_conversation_may_begin_with_the_assistant(tokenizer: ByteTokenizer) -> None:
-    engine = Recorder()
-    engine.tokenizer = tokenizer
+    engine = writing(tokenizer)
     hello = {"role": "assistant", "content": "hello"}
     e = await Model(engine).experience_from_messages_async([hello])
     assert e.prompt_text == "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>assistant\n"
@@ -189,8 +189,7 @@ async def test_p48_a_conversation_may_begin_with_the_assistant(tokenizer: ByteTo
 
 
 async def test_a_conversation_gets_the_logprobs_of_its_response() -> None:
-    engine = Recorder()
-    engine.tokenizer = Marked()
+    engine = writing(Marked())
     e = await Model(engine).experience_from_messages_async(TALK)
     assert len(e.logprobs) == len(e.tokens) - e.prompt_length
     whole = await engine.logprobs(e.tokens.tolist())

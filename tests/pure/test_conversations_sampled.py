@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.helpers.sampler import Merging, Sampler, talk
 from trinity_es.actors.engines.interface import Completion, Sampling
+from trinity_es.actors.rollout.conversation.history import Usage
 from trinity_es.actors.rollout.conversation.turns import Marks
-from trinity_es.actors.rollout.conversation.usage import Usage
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.result import shared, with_all
 from trinity_es.events.errors import WorkflowError

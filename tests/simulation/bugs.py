@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -21,20 +20,19 @@ from trinity_es.projections.batch import Flight
 from trinity_es.projections.experience_queue import QueueState
 from trinity_es.projections.runner import RunnerState
 
+Patch = AbstractContextManager[Any]
 
-@contextlib.contextmanager
-def ack_before_append() -> Iterator[None]:
+
+def ack_before_append() -> Patch:
     """A client is answered when it was decided, not when it is durable."""
 
     def reply(self: CommandRouter, request: Any, value: Any = None, error: BaseException | None = None) -> None:
         self.answer(request, value, error)
 
-    with mock.patch.object(CommandRouter, "reply", reply):
-        yield
+    return mock.patch.object(CommandRouter, "reply", reply)
 
 
-@contextlib.contextmanager
-def no_dedup() -> Iterator[None]:
+def no_dedup() -> Patch:
     """Every outcome is taken, whoever has the unit now."""
     real = batches.outcome
 
@@ -55,19 +53,15 @@ def no_dedup() -> Iterator[None]:
             else:
                 batch.flights[key] = had
 
-    with mock.patch.object(batches, "outcome", outcome):
-        yield
+    return mock.patch.object(batches, "outcome", outcome)
 
 
-@contextlib.contextmanager
-def epoch_not_checked() -> Iterator[None]:
+def epoch_not_checked() -> Patch:
     """A writer whose lease was taken goes on writing."""
-    with mock.patch.object(Store, "checks_epoch", False):
-        yield
+    return mock.patch.object(Store, "checks_epoch", False)
 
 
-@contextlib.contextmanager
-def drain_before_success() -> Iterator[None]:
+def drain_before_success() -> Patch:
     """A runner forgets its outcomes when it has sent them, or had nobody to send them to."""
     real = Runner.report
 
@@ -75,12 +69,10 @@ def drain_before_success() -> Iterator[None]:
         real(self, outcomes)
         self.outbox.unacked.clear()
 
-    with mock.patch.object(Runner, "report", report):
-        yield
+    return mock.patch.object(Runner, "report", report)
 
 
-@contextlib.contextmanager
-def dead_runner_idle() -> Iterator[None]:
+def dead_runner_idle() -> Patch:
     """A runner that died counts as free."""
     real = RunnerLifecycle.on_death
 
@@ -90,22 +82,19 @@ def dead_runner_idle() -> Iterator[None]:
         if runner is not None and runner.incarnation == message.incarnation and runner.life.places:
             runner.life.state = RunnerState.READY
 
-    with mock.patch.object(RunnerLifecycle, "on_death", died):
-        yield
+    return mock.patch.object(RunnerLifecycle, "on_death", died)
 
 
-@contextlib.contextmanager
-def takes_forgotten() -> Iterator[None]:
+def takes_forgotten() -> Patch:
     """A coordinator that starts knows the queue's experiences, and not what was taken of them, nor by whom."""
 
     def load(log: Any, delivered: Any, capacity: int) -> QueueState:
         return QueueState(capacity=capacity, unread=dict(delivered))
 
-    with mock.patch.object(trinity_es.actors.coordinator.live_state, "load_queue", load):
-        yield
+    return mock.patch.object(trinity_es.actors.coordinator.live_state, "load_queue", load)
 
 
-BUGS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+BUGS: dict[str, Callable[[], Patch]] = {
     bug.__name__: bug
     for bug in (ack_before_append, no_dedup, epoch_not_checked, drain_before_success, dead_runner_idle, takes_forgotten)
 }

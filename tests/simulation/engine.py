@@ -16,8 +16,6 @@ from trinity_es.actors.run_activity import RunActivity
 from trinity_es.events.errors import SyncError
 from trinity_es.events.vocabulary import RunResult
 
-__all__ = ["SimEngine", "SimExperience", "SimPool", "SimWorkflows", "reward"]
-
 
 class SimExperience:
     """`Experience` as far as a runner needs it: here an experience is a list of batch, task and run."""

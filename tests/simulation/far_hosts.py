@@ -19,8 +19,6 @@ from trinity_es.events.vocabulary import PayloadRef, RunResult
 if TYPE_CHECKING:
     from tests.simulation.many import ManyWorld
 
-__all__ = ["LATENCY_SECONDS", "Client", "FarHost", "FarRunner"]
-
 LATENCY_SECONDS = 0.001
 """How long a frame is on its way between a host and the head."""
 REPORT_SECONDS = 0.1

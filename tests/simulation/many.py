@@ -28,8 +28,6 @@ from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone
 from trinity_es.actors.coordinator.fleet.hosts import FarProcess
 from trinity_es.events.vocabulary import PayloadRef
 
-__all__ = ["Figures", "ManyWorld", "Plan", "play"]
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:

@@ -19,8 +19,6 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConcurrencyError, Fenced
 from trinity_es.events.store.log import Committed, Lease, Recorded, Write
 
-__all__ = ["Account", "CountedStore", "Meter"]
-
 
 class Meter:
     """CPU seconds of the coordinator's turns, by what they are spent on."""

@@ -152,21 +152,14 @@ class _Trace:
                 yield from self._loaded(event.runner, at, "loading, cut short")
                 what = type(event).__name__.removeprefix("Runner").lower()
                 yield self._instant(f"{what}", "runner", self._pids[event.runner], "p", item)
-            case ev.WeightsLoaded():
-                yield self._slice(f"weights {event.version}", "weights", self._pids[event.runner], ENGINE,
-                                  at - event.seconds, at, version=event.version)
-            case ev.WeightsFailed():
-                yield self._instant(f"weights {event.version} failed", "weights", self._pids[event.runner], "p", item)
-            case ev.WeightsPublished():
-                yield self._instant(f"weights {event.version}", "weights", TRAINER, "g", item)
-            case ev.AdapterLoaded():
-                yield self._slice(f"adapter {event.adapter} {event.version}", "weights", self._pids[event.runner],
-                                  ENGINE, at - event.seconds, at, adapter=event.adapter, version=event.version)
-            case ev.AdapterFailed():
-                yield self._instant(f"adapter {event.adapter} {event.version} failed", "weights",
-                                    self._pids[event.runner], "p", item)
-            case ev.AdapterPublished():
-                yield self._instant(f"adapter {event.adapter} {event.version}", "weights", TRAINER, "g", item)
+            case ev.WeightsLoaded() | ev.AdapterLoaded():
+                adapter = {"adapter": event.adapter} if isinstance(event, ev.AdapterLoaded) else {}
+                yield self._slice(_weights(event), "weights", self._pids[event.runner], ENGINE, at - event.seconds, at,
+                                  **adapter, version=event.version)
+            case ev.WeightsFailed() | ev.AdapterFailed():
+                yield self._instant(f"{_weights(event)} failed", "weights", self._pids[event.runner], "p", item)
+            case ev.WeightsPublished() | ev.AdapterPublished():
+                yield self._instant(_weights(event), "weights", TRAINER, "g", item)
             case ev.AdapterRemoved():
                 yield self._instant(f"adapter {event.adapter} removed", "weights", TRAINER, "g", item)
 
@@ -189,10 +182,8 @@ class _Trace:
                             "incarnation": event.incarnation, "position": item.position}
                     attempt = _Attempt(unit, at, pid, self._lanes[pid].take(), args, unit.runs)
                     self._attempts.setdefault(stream, {})[unit.task, unit.run_id_base] = attempt
-            case ev.RunsFinished():
+            case ev.RunsFinished() | ev.AttemptFailed():
                 yield from self._runs_ended(stream, event, at)
-            case ev.AttemptFailed():
-                yield from self._runs_failed(stream, event, at)
             case ev.TaskDropped():
                 gone = set(event.tasks)
                 for key in [k for k in self._attempts.get(stream, ()) if k[0] in gone]:
@@ -215,24 +206,22 @@ class _Trace:
             case ev.BatchTrained():
                 yield self._instant(f"step {event.step}", "trainer", TRAINER, "p", item)
 
-    def _runs_ended(self, stream: str, event: ev.RunsFinished, at: float) -> Iterator[dict[str, Any]]:
+    def _runs_ended(
+        self, stream: str, event: ev.RunsFinished | ev.AttemptFailed, at: float
+    ) -> Iterator[dict[str, Any]]:
         attempt = self._attempts.get(stream, {}).get((event.task, event.run_id_base))
-        if attempt is not None:
+        if attempt is None:
+            return
+        if isinstance(event, ev.AttemptFailed):
+            attempt.open_runs -= len(event.failed_runs)
+            attempt.outcome, attempt.args["message"] = event.kind, plain(event.message, _WIDTH)
+        else:
             attempt.open_runs -= len(event.runs)
             attempt.rewards += [r.metrics["reward"] for r in event.runs if "reward" in r.metrics]
             attempt.tokens += event.response_tokens
             attempt.args["version"] = event.model_version_end
-            if attempt.open_runs <= 0:
-                yield from self._attempt_ended(stream, (event.task, event.run_id_base), at, attempt.outcome)
-
-    def _runs_failed(self, stream: str, event: ev.AttemptFailed, at: float) -> Iterator[dict[str, Any]]:
-        attempt = self._attempts.get(stream, {}).get((event.task, event.run_id_base))
-        if attempt is not None:
-            attempt.open_runs -= len(event.failed_runs)
-            attempt.outcome = event.kind
-            attempt.args["message"] = plain(event.message, _WIDTH)
-            if attempt.open_runs <= 0:
-                yield from self._attempt_ended(stream, (event.task, event.run_id_base), at, event.kind)
+        if attempt.open_runs <= 0:
+            yield from self._attempt_ended(stream, (event.task, event.run_id_base), at, attempt.outcome)
 
     def _attempt_ended(self, stream: str, key: tuple[int, int], at: float, outcome: str) -> Iterator[dict[str, Any]]:
         attempt = self._attempts.get(stream, {}).pop(key, None)
@@ -270,3 +259,8 @@ class _Trace:
             yield from self._batch_ended(stream, self._now, "running")
         for runner in list(self._loading):
             yield from self._loaded(runner, self._now, "loading the engine")
+
+
+def _weights(event: Any) -> str:
+    """Return the weights, or the LoRA adapter, that an event is about."""
+    return f"adapter {event.adapter} {event.version}" if hasattr(event, "adapter") else f"weights {event.version}"

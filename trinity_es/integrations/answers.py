@@ -55,6 +55,8 @@ class PromptWorkflow(SingleTurnWorkflow):
 class AnswerWorkflow(PromptWorkflow):
     """The same without a reward, for trainers that reward answers themselves."""
 
-    async def _rewarded(self, i: int, answer: Experience) -> bool:
-        answer.eid.run = self.run_id_base + i
-        return True
+    async def run_async(self) -> list[Experience]:
+        answers = await self._answers()
+        for run, answer in enumerate(answers, self.run_id_base):
+            answer.eid.run = run
+        return answers

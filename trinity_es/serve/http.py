@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from trinity_es.actors.addresses import is_loopback
-from trinity_es.actors.serving.errors import ApiError, body_of
+from trinity_es.actors.serving.errors import ApiError, body_of, json_object
 from trinity_es.actors.serving.http_server import json_response
 from trinity_es.events.errors import AnswerDelivered, AnswerNotFound, EngineError, PipelineError, TrinityError
 from trinity_es.events.json_values import with_single_keys
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-__all__ = ["conversation_keys", "error_response", "message_of", "read_object", "refused", "require_local", "wrong"]
+__all__ = ["conversation_keys", "error_response", "message_of", "read_object", "refused", "require_local"]
 
 MOST_SESSION = 100
 """Maximum length of a session's name that is remembered as it is; of a longer one its digest is."""
@@ -31,12 +31,7 @@ _log = logging.getLogger(__name__)
 
 def read_object(raw: bytes, fields: set[str] | None = None) -> dict[str, Any]:
     """Return a request's JSON object; where `fields` are given, with no others, each once. Raises ApiError."""
-    try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as e:
-        raise ApiError(f"the body is no JSON: {e}") from e
-    if not isinstance(body, dict):
-        raise ApiError("the body is no JSON object")
+    body = json_object(raw)
     if fields is None:
         return body
     try:
@@ -63,10 +58,6 @@ def require_local(request: Request) -> None:
 
 def _host(origin: str | None) -> str | None:
     return None if origin is None else urlsplit(origin).hostname or origin
-
-
-def wrong(name: str, value: Any, wanted: str) -> ApiError:
-    return ApiError(f"{name}: {repr(value)[:80]} was given: give {wanted}", param=name, code="invalid_value")
 
 
 def refused(error: Exception) -> ApiError:

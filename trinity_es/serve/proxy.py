@@ -1,19 +1,9 @@
 """Mode `serve`: an OpenAI-compatible proxy over the engines, whose answers become experiences.
 
-| route | |
-|---|---|
-| `GET /v1/models`, `POST /v1/chat/completions`, `/v1/completions`, `/v1/responses`, `/v1/messages`, `/tokenize`, \
-`/detokenize`, `/inference/v1/generate`, ... | the engine's own, as vLLM has them, whole or streamed |
-| `POST /feedback` | `{"msg_ids": [...], "reward": 1.0, "task_id": "...", "run_id": 0}`, the last two optional |
-| `POST /commit` | what has a reward goes through the experience pipeline; the rest stays |
-| `GET /health` | 200 while an engine serves, else 503; the only one without a key |
-| `GET /stats` | engines, requests and answers, as JSON |
-| `GET /metrics` | the same numbers under the names that Trinity-RFT's `TrinityClient` knows |
-
-The key is `Proxy.api_key`, as `Authorization: Bearer <key>` or `x-api-key`; with `explorer.proxy_without_key` none is
-asked for, but what a browser sends from a page of another site is refused. The id of a response (`chatcmpl-...`) is its
-message id. A client gets the end of an answer when it is recorded: from then on a reward can be posted for it, whatever
-dies.
+docs/SERVING.md has the routes. The key is `Proxy.api_key`, as `Authorization: Bearer <key>` or `x-api-key`; with
+`explorer.proxy_without_key` none is asked for, but what a browser sends from a page of another site is refused. The id
+of a response (`chatcmpl-...`) is its message id. A client gets the end of an answer when it is recorded: from then on a
+reward can be posted for it, whatever dies.
 
 A request goes to the least busy engine, and a conversation to the engine that has had it (the header `X-Session-Id`
 names one; else its messages do). Nothing new goes to an engine that loads weights. Where an engine dies before the
@@ -37,7 +27,7 @@ from trinity_es.actors.commands.fields import NAME_LENGTH
 from trinity_es.actors.engines.http.client import http_client, up_to
 from trinity_es.actors.engines.http.pool import MOST_LOST, Backend, EngineFailed, EnginePool, NoEngine
 from trinity_es.actors.requests import LIMIT
-from trinity_es.actors.serving.errors import ApiError, StreamPlace
+from trinity_es.actors.serving.errors import ApiError, StreamPlace, wrong
 from trinity_es.actors.serving.http_server import (
     STOP_SECONDS,
     Gone,
@@ -67,7 +57,6 @@ from trinity_es.serve.http import (
     read_object,
     refused,
     require_local,
-    wrong,
 )
 from trinity_es.serve.recorder import CompletionRecorder, given
 from trinity_es.system import running_system

@@ -96,12 +96,9 @@ class MathBoxedRewardFn(_Math):
         self, response: str, truth: Any = None, with_think: bool = False, format_score_coef: float | None = 0.1,
         **kwargs: Any,
     ) -> dict[str, float]:
-        answer, gold = boxed_answer(response), _gold(truth)
         unformed = with_think and not _thinks(response)
-        return {
-            "accuracy": float(answer is not None and _same(answer, gold)),
-            "format_score": -(format_score_coef or 0.1) if unformed else 0.0,
-        }
+        return {"accuracy": float(_same(boxed_answer(response), _gold(truth))),
+                "format_score": -(format_score_coef or 0.1) if unformed else 0.0}
 
 
 class MathEvalRewardFn(_Math):
@@ -112,8 +109,7 @@ class MathEvalRewardFn(_Math):
     """
 
     def __call__(self, response: str, truth: Any = None, **kwargs: Any) -> dict[str, float]:
-        answer, gold = _last_answer(response), _gold(truth)
-        return {"accuracy": float(answer is not None and _same(answer, gold))}
+        return {"accuracy": float(_same(_last_answer(response), _gold(truth)))}
 
 
 class GSM8KReward(_Math):
@@ -151,8 +147,7 @@ class MathDAPORewardFn(_Math):
         self, response: str, truth: Any = None, response_token: Sequence[int] | None = None,
         completion_ids: Sequence[int] | None = None, **kwargs: Any,
     ) -> dict[str, float]:
-        answer = boxed_answer(response.rpartition("</think>")[2])
-        right = answer is not None and _same(answer, _text(truth))
+        right = _same(boxed_answer(response.rpartition("</think>")[2]), _text(truth))
         ids = completion_ids if response_token is None else response_token
         return {"accuracy": 1.0 if right else -1.0, "format_score": self._overlong(ids)}
 
@@ -192,10 +187,17 @@ def _last_answer(text: str) -> str | None:
     return numbers[-1] if numbers else None
 
 
-def _same(answer: str, truth: str) -> bool:
+def _gold(truth: Any) -> str:
+    """Return the truth's own last \\boxed{}, else the answer in it."""
+    answer = _after_hashes(truth)
+    boxed = boxed_answer(answer)
+    return answer if boxed is None else boxed
+
+
+def _same(answer: str | None, truth: str) -> bool:
     """Return True if two contents of a \\boxed{} are the same."""
-    if answer.strip() == truth.strip():
-        return True
+    if answer is None or answer.strip() == truth.strip():
+        return answer is not None
     grader = _grader()
     return bool(grader.equal(grader.parsed(f"\\boxed{{{truth}}}"), grader.parsed(f"\\boxed{{{answer}}}")))
 
@@ -209,12 +211,6 @@ def _tagged(text: str) -> Any:
 def _after_hashes(truth: Any) -> str:
     """Return the answer in a truth of GSM8K's form, another one as it is."""
     return _text(truth).rpartition("####")[2].strip()
-
-
-def _gold(truth: Any) -> str:
-    """Return what the truth's last \\boxed{} holds, else its answer."""
-    answer = _after_hashes(truth)
-    return answer if (boxed := boxed_answer(answer)) is None else boxed
 
 
 def _text(truth: Any) -> str:

@@ -7,7 +7,7 @@ keys.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -95,7 +95,7 @@ class MathBoxedWorkflow(SimpleWorkflow):
         return {**known, "with_think": self.with_think, "format_score_coef": self.format_score_coef,
                 "response_token": known["completion_ids"]}
 
-    def _kept(self, answers: list[Experience], said: list[Any]) -> list[Experience]:
+    def _kept(self, answers: list[Experience], said: Sequence[Any]) -> list[Experience]:
         kept = super()._kept(answers, said)
         for answer in kept:
             if answer.truncate_status == "response_truncated":  # nothing is learned from what was cut off

@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from trinity_es.events.errors import WorkflowError
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import Task
 from trinity_es.workflows.prompts import chat_of
-from trinity_es.workflows.rewards import Reward, RewardFn, as_parts, known_of, value_of
+from trinity_es.workflows.rewards import Reward, RewardFn, known_of, value_of
 from trinity_es.workflows.workflow import KNOWN, Workflow
 
 __all__ = ["AsyncSimpleWorkflow", "RewardFn", "SimpleWorkflow"]
@@ -81,24 +80,6 @@ class SimpleWorkflow(Workflow):
             except Exception as e:
                 said.append(e)
         return self._kept(answers, said)
-
-    def _kept(self, answers: list[Experience], said: list[Any]) -> list[Experience]:
-        """Give each answer its run and its reward, and return those that have one; the runs of others fail."""
-        kept = []
-        for i, answer in enumerate(answers):
-            if isinstance(said[i], BaseException):
-                self._run_failed(i, said[i])
-                continue
-            try:
-                parts = as_parts(said[i], self.task.reward_fn or self)
-            except WorkflowError as e:
-                self._run_failed(i, e)
-                continue
-            answer.metrics = {**answer.metrics, **parts}
-            answer.reward = float(sum(parts.values()))
-            answer.eid.run = self.run_id_base + i
-            kept.append(answer)
-        return kept
 
 
 class AsyncSimpleWorkflow(SimpleWorkflow):

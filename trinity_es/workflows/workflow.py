@@ -188,11 +188,26 @@ class Workflow:
         call = call_of(function, args, kwargs)
         return await self.model.grade_async(*call, timeout=timeout, memory=memory, imports=imports)
 
-    def _run_failed(self, i: int, error: Exception) -> None:
-        """Fail the run of answer `i` alone where the workflow does several; else raise this."""
-        if not type(self).can_repeat:
-            raise error
-        self.failed_runs[self.run_id_base + i] = error
+    def _kept(self, answers: list[Experience], said: Sequence[Any]) -> list[Experience]:
+        """Give each answer its run and its reward, and return those that have one. The runs of others fail: alone where
+        the workflow does several.
+        """
+        kept = []
+        for run, (answer, parts) in enumerate(zip(answers, said, strict=True), self.run_id_base):
+            try:
+                if isinstance(parts, BaseException):
+                    raise parts
+                parts = as_parts(parts, self.task.reward_fn or self)
+            except Exception as e:
+                if not type(self).can_repeat:
+                    raise
+                self.failed_runs[run] = e
+                continue
+            answer.metrics = {**answer.metrics, **parts}
+            answer.reward = float(sum(parts.values()))
+            answer.eid.run = run
+            kept.append(answer)
+        return kept
 
 
 class SingleTurnWorkflow(Workflow):
@@ -209,24 +224,15 @@ class SingleTurnWorkflow(Workflow):
 
     async def run_async(self) -> list[Experience]:
         answers = await self._answers()
-        said = await asyncio.gather(*(self._rewarded(i, answer) for i, answer in enumerate(answers)))
-        return [answer for answer, good in zip(answers, said, strict=True) if good]
+        said = await asyncio.gather(*(self.reward_async(**known_of(a)) for a in answers), return_exceptions=True)
+        kept = self._kept(answers, said)
+        for answer in kept:
+            answer.metrics["reward"] = answer.reward or 0.0
+        return kept
 
     async def _answers(self) -> list[Experience]:
         answers: list[Experience] = await self.model.chat_async(self.prompt_messages(), n=self.repeat_times)
         return answers
-
-    async def _rewarded(self, i: int, answer: Experience) -> bool:
-        """Give an answer its run and its reward; false where there is none, which fails that run alone."""
-        answer.eid.run = self.run_id_base + i
-        try:
-            parts = await self.reward_async(**known_of(answer))
-        except Exception as e:
-            self._run_failed(i, e)
-            return False
-        answer.reward = sum(parts.values())
-        answer.metrics = {**parts, "reward": answer.reward}
-        return True
 
 
 class MultiTurnWorkflow(Workflow):

@@ -122,22 +122,16 @@ def _as_httpx(request: httpx.Request) -> Iterator[None]:
 
     try:
         yield
-    except aiohttp.ConnectionTimeoutError as e:
-        raise httpx.ConnectTimeout(_said(e), request=request) from e
-    except aiohttp.ServerTimeoutError as e:
-        raise httpx.ReadTimeout(_said(e), request=request) from e
-    except aiohttp.ClientConnectorError as e:
-        raise httpx.ConnectError(_said(e), request=request) from e
-    except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as e:
-        raise httpx.UnsupportedProtocol(_said(e), request=request) from e
-    except (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, aiohttp.ClientResponseError) as e:
-        raise httpx.RemoteProtocolError(_said(e), request=request) from e
     except (aiohttp.ClientError, OSError) as e:
-        raise httpx.ReadError(_said(e), request=request) from e
-
-
-def _said(e: Exception) -> str:
-    return str(e) or type(e).__name__
+        for theirs, ours in (
+            (aiohttp.ConnectionTimeoutError, httpx.ConnectTimeout), (aiohttp.ServerTimeoutError, httpx.ReadTimeout),
+            (aiohttp.ClientConnectorError, httpx.ConnectError), (aiohttp.InvalidURL, httpx.UnsupportedProtocol),
+            (aiohttp.NonHttpUrlClientError, httpx.UnsupportedProtocol),
+            ((aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, aiohttp.ClientResponseError),
+             httpx.RemoteProtocolError), (Exception, httpx.ReadError),
+        ):
+            if isinstance(e, theirs):
+                raise ours(str(e) or type(e).__name__, request=request) from e
 
 
 def _aiohttp_transport(trust_env: bool, keep: float) -> httpx.AsyncBaseTransport:

@@ -255,7 +255,8 @@ class VLLMServer:
                 f"wants a key (401), and there is none: put it into the environment variable {variable}")
             raise EngineError(f"{self.url} {wrong}, where the system is started", status=status)
         kind = ServerGone if status in (429, 502, 503, 504) else EngineError
-        refused = {"refused": True} if path in ASKED and status in (400, 413, 422) and _by_vllm(text) else {}
+        by_vllm = path in ASKED and status in (400, 413, 422) and _error(text) is not None
+        refused = {"refused": True} if by_vllm else {}
         to = self.scrubbed(answer.headers.get("location", "")[:300])
         told = f", which sends on to {to}: give the URL of the server itself" if to else f": {told}" if told else ""
         raise kind(f"{self.url}{path} answered {status}{told}", status=status, **refused)
@@ -364,20 +365,14 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _by_vllm(text: str) -> bool:
-    """Return True for the body of an error that vLLM wrote, not who stands in front of it."""
+def _error(text: str) -> str | None:
+    """Return the message of an error that vLLM wrote; None for a body of somebody who stands in front of it."""
     try:
-        told = json.loads(text)
-        return isinstance(told["error"]["message"], str)
+        message = json.loads(text)["error"]["message"]
+        return message if isinstance(message, str) else None
     except (ValueError, TypeError, LookupError, RecursionError):
-        return False
+        return None
 
 
 def _message(text: str) -> str:
-    try:
-        told = json.loads(text)
-        told = told.get("error", told) if isinstance(told, dict) else told
-        text = str(told.get("message", told)) if isinstance(told, dict) else str(told)
-    except (ValueError, RecursionError):
-        pass
-    return " ".join(text.split())[:300]
+    return " ".join((_error(text) or text).split())[:300]

@@ -17,12 +17,12 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from trinity_es.actors.engines.adapters import AdapterFiles, checked_adapter, require_same
+from trinity_es.actors.engines.adapters import checked_adapter, require_same
 from trinity_es.actors.engines.interface import LoRASettings
 from trinity_es.actors.engines.vllm.weights import short
 from trinity_es.events.errors import EngineError, SyncError
@@ -82,20 +82,16 @@ class AdapterServing:
         """The adapters that new requests may name, and the version that they get."""
         return {name: served.version for name, served in self._current.items()}
 
-    def _known(self, name: str) -> ServedAdapter:
+    @contextlib.contextmanager
+    def _using(self, name: str) -> Iterator[ServedAdapter | None]:
+        """Give the version of an adapter that a request gets, and keep it until that ends. None: no adapter."""
+        if not name:
+            yield None
+            return
         served = self._current.get(name)
         if served is None:
             there = ", ".join(self._current) or "none"
             raise EngineError(f"there is no adapter {name!r}: this engine serves {there}", refused=True)
-        return served
-
-    @contextlib.contextmanager
-    def _using(self, name: str) -> Iterator[ServedAdapter | None]:
-        """Give the version of an adapter that a request gets, and keep it until that ends. None: no adapter."""
-        served = self._known(name) if name else None
-        if served is None:
-            yield None
-            return
         served.uses += 1
         try:
             yield served
@@ -133,7 +129,11 @@ class AdapterServing:
             try:
                 if not await llm.add_lora(new.request):
                     raise RuntimeError("vLLM did not take it")
-                await self._require_same(new, digest or found.digest, check)
+                try:
+                    require_same(path, digest or found.digest, await asyncio.to_thread(check))
+                except SyncError:
+                    await self._remove(new)
+                    raise
             except Exception as e:
                 self._alive()
                 had = self.adapters.get(name)
@@ -142,14 +142,6 @@ class AdapterServing:
             self._retire(name)
             self._current[name] = new
             await self._sweep()
-
-    async def _require_same(self, new: ServedAdapter, digest: str, check: Callable[[], AdapterFiles]) -> None:
-        """Take back a version whose files are not those that were published. Raises SyncError."""
-        try:
-            require_same(new.request.lora_path, digest, await asyncio.to_thread(check))
-        except SyncError:
-            await self._remove(new)
-            raise
 
     async def remove_adapter(self, name: str) -> None:
         """See `ServesAdapters`."""
@@ -163,20 +155,14 @@ class AdapterServing:
             self._old.append(served)
 
     async def _sweep(self) -> None:
-        """Remove versions that no request uses any more, ours or one that came by vLLM's own server."""
+        """Remove versions that no request uses any more."""
         for served in list(self._old):
-            if served.uses or served not in self._old or self._asked(served.request.lora_int_id):
-                continue
-            self._old.remove(served)
-            await self._remove(served)
+            if not served.uses and served in self._old:
+                self._old.remove(served)
+                await self._remove(served)
 
     async def _remove(self, served: ServedAdapter) -> None:
         try:
             await self._llm.remove_lora(served.request.lora_int_id)
         except Exception as e:  # it takes room in vLLM, and is never asked again
             _log.warning("adapter %s was not removed: %s", served.request.lora_name, short(e))
-
-    def _asked(self, number: int) -> bool:
-        states = getattr(getattr(self._llm, "output_processor", None), "request_states", {})
-        requests = (getattr(state, "lora_request", None) for state in states.values())
-        return any(r is not None and r.lora_int_id == number for r in requests)

@@ -199,8 +199,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
                 f"vLLM's AsyncEngineArgs know no {', '.join(unknown)}: correct explorer.rollout_model.engine_args"
             )
         _check_extension(arguments["worker_extension_cls"])
-        if "use_tqdm_on_load" in known:
-            arguments.setdefault("use_tqdm_on_load", False)  # a progress bar at every change of weights
+        arguments.setdefault("use_tqdm_on_load", False)  # a progress bar at every change of weights
         if self.on_load is None:
             return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         return with_load(AsyncLLM, AsyncEngineArgs(**arguments), self.on_load)

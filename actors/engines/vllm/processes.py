@@ -55,7 +55,7 @@ class Printed:
     """
 
     def __init__(self) -> None:
-        self._file: str | None = None
+        self._file = ""
         with contextlib.suppress(OSError):
             found = os.fstat(2)
             if stat.S_ISREG(found.st_mode):
@@ -63,14 +63,10 @@ class Printed:
 
     def text(self) -> str:
         """Return it, its last 64 KiB; empty where it can't be read."""
-        if self._file is None:
-            return ""
-        try:
-            with open(self._file, "rb") as file:
-                file.seek(max(self._begin, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-                return file.read().decode(errors="replace")
-        except OSError:
-            return ""
+        with contextlib.suppress(OSError), open(self._file, "rb") as file:
+            file.seek(max(self._begin, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
+        return ""
 
 
 _TAIL_BYTES = 65536

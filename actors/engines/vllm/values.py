@@ -37,10 +37,8 @@ def output_kind(name: str) -> Any:
 
 def prompt_of_ids(ids: list[int]) -> Any:
     """Return a prompt in vLLM's form in which there is nothing left to do in a thread: it asks one for each other."""
-    try:
-        from vllm.inputs.engine import tokens_input
-    except ImportError:
-        return {"prompt_token_ids": ids}
+    from vllm.inputs.engine import tokens_input
+
     return tokens_input(ids)
 
 

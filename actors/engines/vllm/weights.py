@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import os
 import signal
 import threading
@@ -120,11 +119,9 @@ class WeightChanges:
             "shapes": [shape for _, (_, shape) in headers],
         }
         request = _transfer_request("WeightTransferUpdateRequest", update_info=info)
-        if hasattr(self._llm, "start_weight_update"):
-            await self._llm.start_weight_update()
+        await self._llm.start_weight_update()
         await self._llm.update_weights(request)
-        if hasattr(self._llm, "finish_weight_update"):  # before, update_weights was all of it
-            await self._llm.finish_weight_update()
+        await self._llm.finish_weight_update()
         await self._in_workers("trinity_pack_again")
 
     async def _change(self, version: int, path: str, bring: Callable[[str], Awaitable[None]]) -> None:
@@ -160,14 +157,9 @@ class WeightChanges:
     async def _paused(self) -> AsyncIterator[None]:
         """Make no token inside. Whatever happens, it is resumed, or the engine is ended."""
         llm = self._alive()
-        how: dict[str, Any] = {"clear_cache": True}
-        if "mode" in inspect.signature(llm.pause_generation).parameters:
-            how["mode"] = "keep"
-        else:  # before `mode` there was no way to keep requests: they are waited for
-            how["wait_for_inflight_requests"] = True
         try:
             try:
-                await llm.pause_generation(**how)
+                await llm.pause_generation(mode="keep", clear_cache=True)
             except Exception as e:
                 raise SyncError(
                     f"no weights were loaded: vLLM did not pause ({short(e)}); still serving {self.model_version}"

@@ -49,13 +49,10 @@ def experience_of(c: Completion, text: str, spans: list[list[int]]) -> Experienc
         raise WorkflowError("the model's answer has no token, so there is nothing to learn from: set rollout_args."
                             "max_tokens to 1 or more, and no stop string that the answer begins with")
     return Experience(
-        tokens=np.array([*c.prompt_token_ids, *c.token_ids], dtype=np.int32),
-        prompt_length=len(c.prompt_token_ids),
+        tokens=np.array([*c.prompt_token_ids, *c.token_ids], dtype=np.int32), prompt_length=len(c.prompt_token_ids),
         logprobs=None if c.logprobs is None else np.array(c.logprobs, dtype=np.float32),
         truncate_status="response_truncated" if c.finish_reason == "length" else None,
-        info={"version_spans": spans} if spans else {},
-        prompt_text=text,
-        response_text=c.text,
+        info={"version_spans": spans} if spans else {}, prompt_text=text, response_text=c.text,
     )
 
 
@@ -295,7 +292,6 @@ class Conversing:
 
 
 def _asking(messages: Sequence[Message], template: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments by which a template is asked for a prompt."""
     if not messages:
         raise WorkflowError("a chat needs at least one message")
     last = messages[-1].get("role") == "assistant"
@@ -303,7 +299,6 @@ def _asking(messages: Sequence[Message], template: Mapping[str, Any] | None) -> 
 
 
 def _common(a: list[int], b: list[int]) -> int:
-    """Return how many tokens two lists share at their start."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i
@@ -311,7 +306,6 @@ def _common(a: list[int], b: list[int]) -> int:
 
 
 def _shared(a: str, b: str) -> str:
-    """Return what two texts share at their start."""
     return "".join(x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 

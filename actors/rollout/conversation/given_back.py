@@ -97,7 +97,6 @@ def _reasoned(message: Mapping[str, Any], text: str) -> Fit:
 
 # --- tool calls -------------------------------------------------------------------------------------------------------
 def _call(function: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return a call's name and arguments. Raises ValueError for what has none."""
     name, arguments = function.get("name"), function.get("arguments")
     if not isinstance(name, str):
         raise ValueError("a tool call without a name")
@@ -111,7 +110,6 @@ def _json(value: Any) -> str:
 
 
 def _as_call(value: Mapping[str, Any]) -> Iterator[Call]:
-    """Yield the call that a JSON object is, as most models write one."""
     function = value.get("function")
     value = function if isinstance(function, Mapping) else value
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))

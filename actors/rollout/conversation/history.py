@@ -6,6 +6,7 @@ Asks nothing of an engine but its tokenizer.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,13 +14,33 @@ from trinity_es.actors.engines.interface import Completion
 from trinity_es.actors.rollout.conversation.conversations import Conversing, Message
 from trinity_es.actors.rollout.conversation.given_back import fit
 from trinity_es.actors.rollout.conversation.turns import Turn, Turns
-from trinity_es.actors.rollout.conversation.usage import Usage
 from trinity_es.events.errors import WorkflowError
 from trinity_es.events.experience import Experience
 
-__all__ = ["Remembering"]
+__all__ = ["Remembering", "Usage"]
 
 KeptIds = tuple[Sequence[int], Sequence[tuple[int, int]], Sequence[Message]]
+
+
+@dataclass(slots=True, kw_only=True)
+class Usage:
+    """What one `Model` asked of its engine."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    """A prompt of n > 1 answers counts once."""
+    response_tokens: int = 0
+    min_version: int | None = None
+    """Oldest model version that made a token; None before the first request."""
+    max_version: int | None = None
+    continued: int = 0
+    """Requests whose prompt went on from an earlier answer."""
+    forks: int = 0
+    """Turns whose conversation went on in a new sequence, since the template renders it otherwise."""
+
+    def saw(self, *versions: int) -> None:
+        known = [v for v in (self.min_version, self.max_version) if v is not None]
+        self.min_version, self.max_version = min([*known, *versions]), max([*known, *versions])
 
 
 class Remembering(Conversing):
@@ -35,12 +56,10 @@ class Remembering(Conversing):
         self._history: dict[int, list[tuple[Experience, Turn]]] = {}
 
     def numbered(self) -> int:
-        """Return the number of this run's next request."""
         self._numbers += 1
         return self._numbers - 1
 
     def exact_prompt(self, rendered: str, earlier: Callable[[], Iterable[str]] | None = None) -> list[int] | None:
-        """Return the ids of a chat's prompt where it goes on from answers of this run: see `Turns.prompt`."""
         found = self.turns.prompt(rendered, earlier)
         self.usage.forks = self.turns.forks
         return found
@@ -71,7 +90,6 @@ class Remembering(Conversing):
         return [experience for _, experience in found]
 
     def given_out(self, clear: bool, per_request: bool) -> list[Experience]:
-        """Return what was kept: see `Model.extract_experience_from_history`."""
         groups = sorted(self._history.items())
         for number, group in groups:
             for experience, _ in group:
@@ -124,12 +142,10 @@ class Remembering(Conversing):
         return found
 
     def forget(self) -> None:
-        """Keep nothing of the run any more."""
         self._history = {}
         self.turns.clear()
 
     def _joined(self, last: Experience, turn: Turn, learned: Collection[Turn]) -> Experience:
-        """Return the experience of a conversation in place of that of its last answer."""
         joined = self.sampled(turn, last.messages, last.tools, learned)
         joined.eid, joined.reward, joined.metrics = last.eid, last.reward, last.metrics
         joined.truncate_status = last.truncate_status

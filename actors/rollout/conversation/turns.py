@@ -72,7 +72,6 @@ class Turn:
     """The text of the sampled ones with special tokens and that of all but the last one, once somebody asked."""
 
     def chain(self) -> list[Turn]:
-        """Return the turns of its sequence, itself the last."""
         found, turn = [self], self.before
         while turn is not None:
             found.append(turn)
@@ -293,7 +292,6 @@ class Turns:
 
 
 def _past_blank(text: str, at: int) -> int:
-    """Return where white space and blank reasoning end that begin here in a text."""
     found = _BLANK.match(text, at)
     return found.end() if found else at
 

@@ -100,7 +100,6 @@ class Graders:
 async def _answer(
     name: str, child: Child, reader: asyncio.StreamReader, timeout: float, memory: int
 ) -> dict[str, Any]:
-    """Return what the grader says. Raises GraderError and StartupError."""
     clock = asyncio.get_running_loop().time
     until = clock() + timeout
     reading = asyncio.create_task(_read(reader))

@@ -20,16 +20,15 @@ import queue
 import socket
 import threading
 import traceback
-from collections.abc import Coroutine
 from concurrent.futures import Future
 from contextvars import Context
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from trinity_es.actors.engines.interface import Engine, Sampling
 from trinity_es.actors.openai_clients import Endpoint
 from trinity_es.actors.plugins import resolve
-from trinity_es.actors.rollout.leases import RunLeases
+from trinity_es.actors.rollout.leases import RunLeases, driven
 from trinity_es.actors.rollout.model import Model
 from trinity_es.actors.rollout.workers.protocol import LENGTH, frame
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
@@ -38,8 +37,6 @@ from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId, Task, task_from_dict
 
 __all__ = ["play"]
-
-_T = TypeVar("_T")
 
 
 class _Link:
@@ -211,7 +208,8 @@ class _RemoteModel(Model):
     grade_async, grade = _awaited("grade_async"), _called("grade_async")
     experience_from_messages_async = _awaited("experience_from_messages_async")
     experience_from_messages = _called("experience_from_messages_async")
-    convert_messages_to_experience = _called("convert_messages_to_experience_async")
+    convert_messages_to_experience_async = experience_from_messages_async
+    convert_messages_to_experience = experience_from_messages
     set_workflow_state, get_workflow_state = _awaited("set_workflow_state"), _awaited("get_workflow_state")
     clean_workflow_state, get_message_token_len = _awaited("clean_workflow_state"), _awaited("get_message_token_len")
     numbered, tokenized, served_error = _called("numbered"), _called("tokenized"), _called("served_error")
@@ -223,7 +221,7 @@ class _RemoteModel(Model):
         return self._endpoint
 
     async def aclose(self) -> None:
-        self._close_client()  # nothing that waits: see `_driven`; the runner forgets the session
+        self._close_client()  # nothing that waits: see `driven`; the runner forgets the session
 
 
 class _Player(WorkflowRunner):
@@ -236,12 +234,7 @@ class _Player(WorkflowRunner):
         super().__init__(cast(Engine, self.engines[0]), concurrent_mode="sequential")
 
     def play(
-        self,
-        number: int,
-        task: dict[str, Any],
-        batch_id: BatchId,
-        task_id: int | str,
-        runs: range,
+        self, number: int, task: dict[str, Any], batch_id: BatchId, task_id: int | str, runs: range,
         seen: list[tuple[str, Sampling, int]],
     ) -> None:
         self.link.send("begun", number)
@@ -251,7 +244,7 @@ class _Player(WorkflowRunner):
             engine.name, engine.sampling, engine.model_version = name, sampling, version
         self.asked = self.engines[1 : len(seen)]
         self.engine_dead = None
-        done = _driven(self.execute(task_from_dict(task, batch_id=batch_id, task_id=task_id), batch_id, runs))
+        done = driven(self.execute(task_from_dict(task, batch_id=batch_id, task_id=task_id), batch_id, runs))
         self.link.over()
         try:
             data = Experience.serialize_many(done.experiences)
@@ -272,18 +265,6 @@ class _Player(WorkflowRunner):
 
     async def _off_loop(self, workflow: Any, timeout: float | None, context: Context) -> Any:
         return context.run(self._called, workflow)
-
-
-def _driven(coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """Return the result of a coroutine that never waits.
-
-    No event loop runs meanwhile, so what it calls may run its own.
-    """
-    try:
-        coroutine.send(None)
-    except StopIteration as e:
-        return cast(_T, e.value)
-    raise RuntimeError("it waits for something")
 
 
 def refuse_group_signals() -> None:

@@ -31,14 +31,7 @@ from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.workers.graders import Graders
 from trinity_es.actors.rollout.workers.protocol import LENGTH, frame
 from trinity_es.actors.rollout.workers.templates import EXIT_SECONDS, START_SECONDS, Child, Templates, ended
-from trinity_es.events.errors import (
-    EngineError,
-    StartupError,
-    TrinityError,
-    WorkflowError,
-    error_from_dict,
-    error_to_dict,
-)
+from trinity_es.events import errors
 from trinity_es.events.experience import Experience
 from trinity_es.events.values import BatchId
 
@@ -69,7 +62,6 @@ class WorkerPool:
         self._closed = False
 
     def pids(self) -> list[int]:
-        """Return the workers that are alive."""
         return sorted(worker.child.pid for worker in self._alive if worker.child.pid is not None)
 
     @property
@@ -83,19 +75,12 @@ class WorkerPool:
         Raises nothing: what goes wrong is told to the first run that needs it.
         """
         for workflow in workflows:
-            with contextlib.suppress(TrinityError):
+            with contextlib.suppress(errors.TrinityError):
                 await self.templates.know(workflow)
 
     async def run(
-        self,
-        task: dict[str, Any],
-        *,
-        batch_id: BatchId,
-        task_id: int | str,
-        runs: range,
-        models: Sequence[Model],
-        timeout: float | None = None,
-        begun: Callable[[], None] = lambda: None,
+        self, task: dict[str, Any], *, batch_id: BatchId, task_id: int | str, runs: range, models: Sequence[Model],
+        timeout: float | None = None, begun: Callable[[], None] = lambda: None,
     ) -> tuple[UnitResult, str | None]:
         """Play these runs of a task (`task_to_dict`), and tell why its engine is dead, if a run found that it is.
 
@@ -112,7 +97,7 @@ class WorkerPool:
                     begun()
                     async with asyncio.timeout(timeout):
                         done = await worker.play(task, batch_id, task_id, runs, models)
-                except (WorkflowError, StartupError):
+                except (errors.WorkflowError, errors.StartupError):
                     self._end(worker)
                     if fresh or worker.begun:
                         raise
@@ -146,7 +131,7 @@ class WorkerPool:
                 return worker
             self._end(worker)
         if self._closed:
-            raise StartupError("the worker processes were ended with their runner")
+            raise errors.StartupError("the worker processes were ended with their runner")
         while self._idle and len(self._alive) >= self.places:
             self._end(self._idle.pop(0))
         ours, theirs = socket.socketpair()
@@ -160,14 +145,13 @@ class WorkerPool:
         except BaseException as e:
             self._end(worker)
             if isinstance(e, TimeoutError):
-                raise StartupError(
+                raise errors.StartupError(
                     f"a worker process did not start: it was not ready after {START_SECONDS:.0f} s"
                 ) from e
             raise
         return worker
 
     def _gone(self, worker: _Worker) -> None:
-        """Take note that a worker ended; where it was idle nobody else notices."""
         if worker in self._idle:
             self._end(worker)
 
@@ -248,7 +232,7 @@ class _Worker:
         try:
             await asyncio.wait_for(self._alive(self._told("imported")), START_SECONDS)
         except TimeoutError:
-            raise WorkflowError(f"{workflow} was not imported after {START_SECONDS:.0f} s") from None
+            raise errors.WorkflowError(f"{workflow} was not imported after {START_SECONDS:.0f} s") from None
         self.imported = True
 
     async def play(
@@ -279,13 +263,13 @@ class _Worker:
             task.cancel()
         await asyncio.wait({gone}, timeout=EXIT_SECONDS)
         if not gone.done():
-            raise WorkflowError("the worker process closed its pipe to the runner")
+            raise errors.WorkflowError("the worker process closed its pipe to the runner")
         status = gone.result()
         if status is None:
-            raise StartupError("the worker process was ended with the template that it was forked from")
+            raise errors.StartupError("the worker process was ended with the template that it was forked from")
         if status >= 0:
-            raise WorkflowError(f"the workflow {ended(status)}: raise an Exception to fail a run")
-        raise WorkflowError(f"the workflow's process {ended(status)}")
+            raise errors.WorkflowError(f"the workflow {ended(status)}: raise an Exception to fail a run")
+        raise errors.WorkflowError(f"the workflow's process {ended(status)}")
 
     async def _read(self) -> tuple[Any, ...]:
         (length,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
@@ -347,10 +331,10 @@ async def _done(model: Model, what: str, name: str, arguments: bytes) -> Any:
 def _packed(error: BaseException) -> bytes:
     """Return an error that any process can read, and that an `except` in a workflow finds."""
     if isinstance(error, asyncio.CancelledError):
-        error = EngineError("the engine cancelled the request")
+        error = errors.EngineError("the engine cancelled the request")
     elif type(error).__module__ != "builtins":
-        error = error_from_dict(error_to_dict(error))
+        error = errors.error_from_dict(errors.error_to_dict(error))
     try:
         return pickle.dumps(error)
     except Exception:
-        return pickle.dumps(TrinityError(f"{type(error).__name__}: {error}"))
+        return pickle.dumps(errors.TrinityError(f"{type(error).__name__}: {error}"))

@@ -45,7 +45,6 @@ LENGTH = struct.Struct("!Q")
 
 
 def frame(*message: Any) -> bytes:
-    """Return a message as it goes over the pipe."""
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return LENGTH.pack(len(data)) + data
 
@@ -55,6 +54,5 @@ MOST = 64 * 1024
 
 
 def note(*message: Any) -> bytes:
-    """Return a message as it goes to or from a template."""
     told = [part[:4000] if isinstance(part, str) else part for part in message]
     return pickle.dumps(told, protocol=pickle.HIGHEST_PROTOCOL)

@@ -41,8 +41,6 @@ _BY_ITSELF = 128
 
 
 class _Template:
-    """This process."""
-
     def __init__(self, end: socket.socket) -> None:
         self.end = end
         self.children: dict[int, int] = {}
@@ -83,7 +81,6 @@ class _Template:
                 os.close(fd)
 
     def fork(self, number: int, own: list[socket.socket]) -> bool:
-        """Fork; false in the child."""
         parent = os.getpid()
         try:
             pid = os.fork()
@@ -202,7 +199,6 @@ def _unseeded() -> list[Any]:
 
 
 def _name(name: str) -> None:
-    """Set the process's name in `ps` and `top`."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from trinity_es.actors.rollout.workers.protocol import MOST, note
@@ -73,7 +74,6 @@ class _Template:
         asyncio.get_running_loop().add_reader(end, self._read)
 
     async def fork(self, child: Child, theirs: socket.socket, order: str, *said: Any) -> None:
-        """Fork this child with its end of a socket. Raises StartupError."""
         async with self.turn:
             if not self.alive:
                 raise StartupError("a worker process could not be started: its template ended")
@@ -91,7 +91,6 @@ class _Template:
             child.forked.result()
 
     def close(self) -> None:
-        """End it, and all that it forked."""
         self.lost()
         if isinstance(self.itself, Child):
             if (pid := self.itself.pid) is not None:
@@ -142,9 +141,8 @@ class Templates:
     def __init__(self, log_file: str) -> None:
         self.log_file = log_file
         self._process: subprocess.Popen[bytes] | None = None
-        self._first: asyncio.Task[_Template] | None = None
         self._known: dict[str, asyncio.Task[_Template | None]] = {}
-        """By module; None where each worker is to import it itself."""
+        """By module; None where each worker is to import it itself. Of "" the first, which has imported no workflow."""
         self._newest: _Template | None = None
         """The last one that imported a module, from which the next is forked: what they share is there once."""
 
@@ -173,8 +171,7 @@ class Templates:
             template.close()
 
     async def close(self) -> None:
-        """End them all, and with them whatever they forked; returns when they are gone."""
-        for task in [*self._known.values(), *([self._first] if self._first is not None else [])]:
+        for task in self._known.values():
             task.cancel()
         made = [t.result() for t in self._known.values() if t.done() and _serves(t)]
         for template in reversed(made):  # whoever was forked from another one first
@@ -189,14 +186,22 @@ class Templates:
             await asyncio.to_thread(process.wait, EXIT_SECONDS)
 
     async def _template(self, workflow: str) -> _Template | None:
-        module = _module(workflow)
+        return await self._kept(_module(workflow), lambda: self._made(workflow))
+
+    async def _base(self) -> _Template:
+        template = await self._kept("", self._started)
+        assert template is not None
+        return template
+
+    async def _kept(
+        self, module: str, make: Callable[[], Coroutine[Any, Any, _Template | None]]
+    ) -> _Template | None:
+        """Return the template of this module, made once for all who wait for it, and again when it is gone."""
         task = self._known.get(module)
-        if task is not None and task.done() and not _serves(task):
-            task = None
-        if task is None:
-            task = self._known[module] = asyncio.create_task(self._made(workflow))
+        if task is None or (task.done() and not _serves(task)):
+            task = self._known[module] = asyncio.create_task(make())
             task.add_done_callback(lambda t: t.cancelled() or t.exception())
-        return await asyncio.shield(task)  # others wait for it too
+        return await asyncio.shield(task)
 
     async def _made(self, workflow: str) -> _Template | None:
         parent = self._newest if self._newest is not None and self._newest.alive else await self._base()
@@ -227,14 +232,6 @@ class Templates:
         finally:
             if self._newest is not template:
                 template.close()
-
-    async def _base(self) -> _Template:
-        """Return the first template, which has imported no workflow."""
-        task = self._first
-        if task is None or (task.done() and not _serves(task)):
-            task = self._first = asyncio.create_task(self._started())
-            task.add_done_callback(lambda t: t.cancelled() or t.exception())
-        return await asyncio.shield(task)
 
     async def _started(self) -> _Template:
         if self._process is not None:  # the one before, which is ending

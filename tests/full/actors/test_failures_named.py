@@ -75,20 +75,12 @@ class TimesOutItself(Workflow):
         return []
 
 
-def played(
-    workflow: type[Workflow], *, in_worker: bool = False, runs: int = 3, timeout: float = 60, **arguments: Any
+async def played(
+    workflow: type[Workflow], pool: WorkerPool | None = None, *, runs: int = 3, timeout: float = 60, **arguments: Any
 ) -> UnitResult:
-    async def main() -> UnitResult:
-        pool = WorkerPool(2) if in_worker else None
-        try:
-            runner = WorkflowRunner(ScriptedEngine(EngineConfig(model_path="")), workers=pool, timeout=timeout)
-            task = Task(workflow=workflow, workflow_args=arguments, rollout_args={"seed": 0}, task_id=7)
-            return await runner.execute(task, 5, range(runs))
-        finally:
-            if pool is not None:
-                await pool.close()
-
-    return asyncio.run(main())
+    runner = WorkflowRunner(ScriptedEngine(EngineConfig(model_path="")), workers=pool, timeout=timeout)
+    task = Task(workflow=workflow, workflow_args=arguments, rollout_args={"seed": 0}, task_id=7)
+    return await runner.execute(task, 5, range(runs))
 
 
 @pytest.mark.parametrize(
@@ -103,10 +95,10 @@ def played(
     ],
 )
 @pytest.mark.parametrize("made", [True, False])
-def test_a_number_that_is_none_fails_its_run_alone_and_names_field_run_and_place(
+async def test_a_number_that_is_none_fails_its_run_alone_and_names_field_run_and_place(
     made: bool, name: str, value: Any, says: str
 ) -> None:
-    done = played(OneRun, made=made, name=name, value=value)
+    done = await played(OneRun, made=made, name=name, value=value)
     assert [r.run for r in done.results] == [0, 2]
     [(run, kind, message)] = done.failures
     assert (run, kind) == (1, "data" if made or name in ("metrics", "info") else "workflow")
@@ -115,8 +107,10 @@ def test_a_number_that_is_none_fails_its_run_alone_and_names_field_run_and_place
 
 
 @pytest.mark.parametrize("workflow", [SyncRun, AllRuns])
-def test_the_same_in_a_worker_and_where_a_workflow_does_all_runs_itself(workflow: type[Workflow]) -> None:
-    done = played(workflow, in_worker=True, made=False, name="logprobs", value=[-0.5, math.nan])
+async def test_the_same_in_a_worker_and_where_a_workflow_does_all_runs_itself(
+    pool: WorkerPool, workflow: type[Workflow]
+) -> None:
+    done = await played(workflow, pool, made=False, name="logprobs", value=[-0.5, math.nan])
     assert [r.run for r in done.results] == [0, 2]
     assert [e.eid.run for e in done.experiences] == [0, 2]
     [(run, kind, message)] = done.failures
@@ -129,18 +123,20 @@ def test_the_same_in_a_worker_and_where_a_workflow_does_all_runs_itself(workflow
     ("workflow", "in_worker"),
     [(RaisesTimeout, False), (TimesOutItself, False), (RaisesTimeoutSync, False), (RaisesTimeoutSync, True)],
 )
-def test_a_workflows_own_timeout_error_is_its_failure_and_not_the_attempts(
-    workflow: type[Workflow], in_worker: bool
+async def test_a_workflows_own_timeout_error_is_its_failure_and_not_the_attempts(
+    pool: WorkerPool, workflow: type[Workflow], in_worker: bool
 ) -> None:
-    [(run, kind, message)] = played(workflow, in_worker=in_worker, runs=1).failures
+    [(run, kind, message)] = (await played(workflow, pool if in_worker else None, runs=1)).failures
     assert (run, kind) == (0, "workflow"), message
     assert "max_timeout" not in message
     assert "TimeoutError" in message
 
 
 @pytest.mark.parametrize("in_worker", [False, True])
-def test_the_attempts_own_timeout_is_still_told_as_such_in_thread_and_worker(in_worker: bool) -> None:
-    done = played(Slow, in_worker=in_worker, runs=1, timeout=0.2)
+async def test_the_attempts_own_timeout_is_still_told_as_such_in_thread_and_worker(
+    pool: WorkerPool, in_worker: bool
+) -> None:
+    done = await played(Slow, pool if in_worker else None, runs=1, timeout=0.2)
     assert done.failures == [(0, "timeout", "no end after 0.2 s (max_timeout)")]
 
 

@@ -13,16 +13,16 @@ import pytest
 
 from tests.helpers import graders as faulty
 from tests.helpers.graders import FAULTS, Faulty
+from tests.helpers.ready_made import Answers
 from trinity_es import Experience, Workflow
 from trinity_es.actors.base import process_start_time
-from trinity_es.actors.engines.interface import EngineConfig
 from trinity_es.actors.rollout.result import UnitResult, classify
 from trinity_es.actors.rollout.workers.graders import Graders
 from trinity_es.actors.rollout.workers.pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.events.errors import DataError, GraderError, StartupError, UnknownWorkflow, WorkflowError
 from trinity_es.events.values import Task
-from trinity_es.testing import ScriptedEngine, wait_until
+from trinity_es.testing import wait_until
 from trinity_es.workflows.rewards import call_of
 
 HERE = "tests.helpers.graders"
@@ -58,10 +58,10 @@ async def test_arguments_and_what_it_gives_are_plain_json(graders: Graders) -> N
 
 
 @pytest.mark.parametrize(("how", "says"), [
-    ("hangs", "did not end within 0.5 s"), ("regex", "did not end within 0.5 s"), ("deaf", "did not end within 0.5 s"),
-    ("exits", "ended its process with exit status 3"), ("exits_well", "raised SystemExit: 0"),
-    ("segfault", "was ended by SIGSEGV"), ("signals", "was ended by SIGTERM"),
-    ("raises", "raised RuntimeError: no idea"),
+    ("sleep", "did not end within 0.5 s"), ("regex", "did not end within 0.5 s"), ("deaf", "did not end within 0.5 s"),
+    ("_exit", "ended its process with exit status 3"), ("SystemExit", "raised SystemExit: 0"),
+    ("segfault", "was ended by SIGSEGV"), ("SIGTERM", "was ended by SIGTERM"),
+    ("raise", "raised RuntimeError: on purpose"),
     ("memory", "MiB of memory: 400 are the most"), ("no_json", "which is no plain JSON"),
     ("forks", "ended its process with exit status 0"),
 ])
@@ -89,7 +89,7 @@ async def test_what_a_grader_started_ends_with_it(graders: Graders, tmp_path: Pa
 
 async def test_a_call_that_is_given_up_leaves_no_process(graders: Graders) -> None:
     await grade(graders, faulty.half)
-    calls = [asyncio.create_task(grade(graders, faulty.fault, "hangs", timeout=3600)) for _ in range(2)]
+    calls = [asyncio.create_task(grade(graders, faulty.fault, "sleep", timeout=3600)) for _ in range(2)]
     template = (await graders.templates._template(f"{HERE}:fault"))
     assert template is not None
     async with asyncio.timeout(30):
@@ -105,7 +105,7 @@ async def test_a_call_that_is_given_up_leaves_no_process(graders: Graders) -> No
 
 async def test_the_end_of_the_template_is_the_machinerys_failure(graders: Graders) -> None:
     _, _, parent = await grade(graders, faulty.pids)
-    call = asyncio.create_task(grade(graders, faulty.fault, "hangs", timeout=60))
+    call = asyncio.create_task(grade(graders, faulty.fault, "sleep", timeout=60))
     await asyncio.sleep(0)
     template = await graders.templates._template(f"{HERE}:fault")
     assert template is not None
@@ -122,7 +122,7 @@ async def test_the_end_of_the_template_is_the_machinerys_failure(graders: Grader
 async def test_a_call_that_waits_for_room_has_its_whole_time(graders: Graders) -> None:
     graders._room = asyncio.Semaphore(1)
     seconds = time.monotonic()
-    calls = [grade(graders, faulty.fault, "hangs", timeout=0.3) for _ in range(3)]
+    calls = [grade(graders, faulty.fault, "sleep", timeout=0.3) for _ in range(3)]
     found = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(one, GraderError) for one in found)
     assert time.monotonic() - seconds >= 0.9, "a call's time begins when it has a process"
@@ -147,33 +147,21 @@ class ItselfAsync(Workflow):
         return [answer]
 
 
-class Varied(ScriptedEngine):
-    """Answers the n choices of a request in turn."""
-
-    def _completion(self, prompt: Any, rule: Any, sampling: Any, chance: Any) -> Any:
-        texts = rule["response"].split("|")
-        self.turn = getattr(self, "turn", -1) + 1
-        return super()._completion(prompt, {**rule, "response": texts[self.turn % len(texts)]}, sampling, chance)
-
-
-async def played(workflow: type[Workflow] | str, answers: str, runs: int, **fields: Any) -> UnitResult:
-    pool = WorkerPool(2)
-    try:
-        runner = WorkflowRunner(Varied(EngineConfig(model_path="", options={"response": answers})), workers=pool)
-        task = Task(workflow=workflow, raw_task={"prompt": "?", "answer": "1"}, task_id=0, **fields)
-        return await runner.execute(task, 1, range(runs), timeout=120)
-    finally:
-        await pool.close()
+async def played(pool: WorkerPool | None, workflow: Any, answers: list[str], **fields: Any) -> UnitResult:
+    """A run for each answer of the engine."""
+    runner = WorkflowRunner(Answers(*answers), workers=pool)
+    task = Task(workflow=workflow, raw_task={"prompt": "?", "answer": "1"}, task_id=0, **fields)
+    return await runner.execute(task, 1, range(len(answers)), timeout=120)
 
 
 @pytest.mark.parametrize("workflow", ["single_turn", "simple_workflow", "async_simple_workflow"])
-async def test_of_a_hundred_graders_that_fail_none_becomes_a_reward(workflow: str) -> None:
+async def test_of_a_hundred_graders_that_fail_none_becomes_a_reward(pool: WorkerPool, workflow: str) -> None:
     """And those of the other answers of the same request do. (Of each workflow a third.)"""
     path = {"single_turn": "trinity_es.workflows.workflow:SingleTurnWorkflow"}.get(workflow)
     path = path or f"trinity_es.workflows.simple:{'Async' * workflow.startswith('async')}SimpleWorkflow"
-    quick = [how for how in FAULTS if how not in ("hangs", "regex", "deaf", "memory")]
-    answers = [*quick * 4, "fine", "hangs", "regex", "deaf", "fine", "fine"][:34]
-    done = await played(path, "|".join(answers), len(answers), reward_fn=Faulty)
+    quick = [how for how in FAULTS if how not in ("sleep", "regex", "deaf", "memory")]
+    answers = [*quick * 4, "fine", "sleep", "regex", "deaf", "fine", "fine"][:34]
+    done = await played(pool, path, answers, reward_fn=Faulty)
     good = [i for i, answer in enumerate(answers) if answer == "fine"]
     assert len(done.results) == len(good)
     assert {r.metrics["reward"] for r in done.results} == {1.0}
@@ -185,17 +173,9 @@ async def test_of_a_hundred_graders_that_fail_none_becomes_a_reward(workflow: st
 
 
 @pytest.mark.parametrize("workflow", [Itself, ItselfAsync])
-async def test_a_workflow_calls_a_grader_itself(workflow: type[Workflow]) -> None:
-    done = await played(workflow, "fine", 2)
+@pytest.mark.parametrize("pooled", [True, False], ids=["pool", "processes of its own"])
+async def test_a_workflow_calls_a_grader_itself(workflow: type[Workflow], pooled: bool, pool: WorkerPool) -> None:
+    done = await played(pool if pooled else None, workflow, ["fine"] * 2)
     assert [r.metrics["reward"] for r in done.results] == [1.0, 1.0], done.failures
-    done = await played(workflow, "segfault", 2)
+    done = await played(pool if pooled else None, workflow, ["segfault"] * 2)
     assert [kind for _, kind, _ in done.failures] == ["grader", "grader"]
-
-
-@pytest.mark.parametrize("workflow", [Itself, ItselfAsync])
-def test_without_a_pool_a_call_starts_processes_of_its_own(workflow: type[Workflow]) -> None:
-    engine = ScriptedEngine(EngineConfig(model_path="", options={"response": "fine"}))
-    task = Task(workflow=workflow, raw_task={"prompt": "?", "answer": "1"})
-    status, [experience] = asyncio.run(WorkflowRunner(engine).run_task(task, 1))
-    assert status.ok
-    assert experience.reward == 1.0

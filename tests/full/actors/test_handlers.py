@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.live_log import LiveLog
 from tests.helpers.systems import scripted
-from tests.helpers.timers import Timers
 from trinity_es.actors.commands import (
     AbortBatch,
     Command,
@@ -26,60 +26,38 @@ from trinity_es.actors.coordinator.handlers import router
 from trinity_es.actors.coordinator.handlers.router import CommandRouter, handled
 from trinity_es.actors.coordinator.handlers.runner_commands import ANSWER_SECONDS
 from trinity_es.actors.coordinator.handlers.wiring import Handlers
-from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
 from trinity_es.actors.messages import RunnerDied, RunnerStatus
 from trinity_es.actors.requests import Reply, pack, unpack
-from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.projections.runner import RunnerLife, RunnerState
-from trinity_es.projections.tables.read_models import projectors
 from trinity_es.system.launch import launched
 
 
-class Place(Timers):
-    """All handlers with their live state and runners. A test fires the timers; a turn is written when it ends."""
+class Place(LiveLog):
+    """All handlers, and the runners. A test fires the timers."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__()
+        super().__init__(folder)
         config = launched(scripted(folder))
-        url = f"sqlite:///{folder / 'log.sqlite'}"
-        self.log = EventLog.open(url, create=True, durability="process", projectors=projectors())
-        self.sent: list[tuple[Any, Any]] = []
-        self.commits = 0
-        self.live = LiveState(self.log, open_payloads(url))
-        outputs = Outputs({}, self.live, self.live.payloads, lambda call: call())
-        retention = Retention(None, self.live, self.live.payloads, lambda call: call())
-        self.pipeline = PipelineThread([], self.live.payloads, lambda call: call())
+        outputs = Outputs({}, self.live, self.payloads, lambda call: call())
+        retention = Retention(None, self.live, self.payloads, lambda call: call())
+        self.pipeline = PipelineThread([], self.payloads, lambda call: call())
         self.handlers = Handlers(
             config, self.live, self.pipeline, retention, outputs, self, guardian="guardian", in_hand=RequestsInHand(),
             releases=self,
         )
         self.fleet = self.handlers.fleet
 
-    # --- the actor ---
-    def now(self) -> float:
-        return 0.0
-
-    def send(self, to: Any, message: Any) -> None:
-        self.sent.append((to, message))
-
     def start(self, leases: Any, done: Any) -> None:
         """Release nothing: no test here takes a lease."""
 
-    # --- what a test does ---
     def ask(self, request: str, command: Command[Any]) -> None:
         self.handlers.router.take(CommandRequest(request, command), f"client of {request}")
         self.turn()
 
     def turn(self) -> None:
         self.handlers.check()
-        turn = self.live.close_turn()
-        if turn.writes:
-            self.commits += 1
-            self.log.append(turn.writes, commit_id=f"test:{self.commits}")
-        for then in turn.then:
-            then()
+        super().turn()
 
     def submit(self, batch_id: int) -> None:
         tasks = pack([{"workflow": "sleep"}], self.live.payloads)
@@ -95,7 +73,7 @@ class Place(Timers):
 def place(tmp_path: Path) -> Iterator[Place]:
     one = Place(tmp_path)
     yield one
-    one.log.close()
+    one.close()
 
 
 def test_a_request_that_waits_is_never_forgotten_however_many_come_after_it(
@@ -106,6 +84,7 @@ def test_a_request_that_waits_is_never_forgotten_however_many_come_after_it(
     place.ask("waits", FinalizeBatch(batch_id=1, batch_type="train", timeout=None))
     for number in range(20):
         place.ask(f"later {number}", GetStatus())
+    assert "waits" in place.handlers.router._answers
     place.ask("waits", FinalizeBatch(batch_id=1, batch_type="train", timeout=None))  # the client asks again
     assert [w.request.id for w in place.handlers.batches.waiters[1]] == ["waits"], "it was taken for a new request"
     assert len(place.handlers.router._answers) == 4

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.timers import Timers
+from tests.helpers.live_log import LiveLog
 from trinity_es import open_log
 from trinity_es.actors.coordinator.fleet import lease_releases
 from trinity_es.actors.coordinator.fleet.leases import LeaseFleet
@@ -28,9 +28,7 @@ from trinity_es.actors.runner.lease_reports import LeaseReports
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.processes import process_start_time
 from trinity_es.events.store.log import EventLog, Write
-from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.projections.leases import OpenLease
-from trinity_es.projections.tables.read_models import projectors
 from trinity_es.testing import wait_until
 
 UNIT = ev.Unit(task=0, run_id_base=0, runs=1, attempt=1)
@@ -46,17 +44,13 @@ def change(what: Any, lease: str = "es-1", **more: Any) -> LeaseChange:
     )
 
 
-class Place(Timers):
-    """A live state with one attempt on one runner, and what is around it. A turn is written when it ends."""
+class Place(LiveLog):
+    """One attempt on one runner, and the leases."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__()
-        url = f"sqlite:///{folder / 'log.sqlite'}"
-        self.log = EventLog.open(url, create=True, durability="process", projectors=projectors())
-        self.time, self.commits = 1000.0, 0
-        self.sent: list[Any] = []
+        super().__init__(folder)
+        self.clock = 1000.0
         self.asked: list[tuple[list[str], Callable[[dict[str, str], str], None]]] = []
-        self.live = LiveState(self.log, open_payloads(url))
         self.fleet = self.new_fleet()
         self.fleet.begin()
         self.live.record(
@@ -71,48 +65,37 @@ class Place(Timers):
         self.turn()
 
     def new_fleet(self) -> LeaseFleet:
-        return LeaseFleet(RunnerRegistry(self.live, self, lambda: self.time), self, self)
-
-    def now(self) -> float:
-        return self.time
-
-    def send(self, to: Any, message: Any) -> None:
-        self.sent.append(message)
+        return LeaseFleet(RunnerRegistry(self.live, self, lambda: self.clock), self, self)
 
     def start(self, leases: Sequence[OpenLease], done: Callable[[dict[str, str], str], None]) -> None:
         self.asked.append(([lease.taken.lease for lease in leases], done))
 
-    def turn(self) -> list[str]:
-        """End the turn; the types of events that it wrote."""
+    def look(self) -> None:
         self.fleet.look()
-        turn = self.live.close_turn()
-        if turn.writes:
-            self.commits += 1
-            self.log.append(turn.writes, commit_id=str(self.commits))
-        for call in turn.then:
-            call()
-        more = self.turn() if self.live.turn.writes or self.live.turn.then else []
-        return [type(e).__name__ for w in turn.writes for e in w.events] + more
+
+    def ended(self) -> list[str]:
+        """End the turn; the types of events that it wrote."""
+        return [type(event).__name__ for event in self.turn()]
 
     def tell(self, what: Any, lease: str = "es-1", **more: Any) -> list[str]:
         return self.report(LeaseReport("runner-0", 1, 1, [change(what, lease, **more)]))
 
     def report(self, group: LeaseReport) -> list[str]:
         self.fleet.on_report(group, "runner-0")
-        return self.turn()
+        return self.ended()
 
     def fail(self) -> list[str]:
         self.live.record_batch(7, [ev.AttemptFailed(
             task=0, run_id_base=0, failed_runs=[0], attempt=1, runner="runner-0", incarnation=1, kind="workflow",
             message="", retry=True,
         )])
-        return self.turn()
+        return self.ended()
 
     def answer(self, **errors: str) -> list[str]:
         """The last process ends: with these errors, and none for the others."""
         keys, done = self.asked.pop()
         done({key: errors.get(key.replace("-", "_"), "") for key in keys}, "")
-        return self.turn()
+        return self.ended()
 
     def orphan(self, n: int) -> list[str]:
         """So many leases are taken, made and left; one process is asked to release them."""
@@ -122,16 +105,16 @@ class Place(Timers):
         return keys
 
     def tick(self, seconds: float) -> list[str]:
-        self.time += seconds
+        self.clock += seconds
         self.timers.pop("leases")()
-        return self.turn()
+        return self.ended()
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
     one = Place(tmp_path)
     yield one
-    one.log.close()
+    one.close()
 
 
 def test_the_end_of_an_attempt_and_the_orphaning_of_its_lease_are_one_transaction(place: Place) -> None:
@@ -151,13 +134,13 @@ def test_the_end_of_an_attempt_and_the_orphaning_of_its_lease_are_one_transactio
 def test_a_lease_of_an_attempt_that_is_over_is_refused(place: Place) -> None:
     place.fail()
     assert place.tell("taken") == []
-    assert place.sent[-1].refused == {"es-1": "no lease for a run that is over: its attempt is over"}
+    assert place.sent[-1][1].refused == {"es-1": "no lease for a run that is over: its attempt is over"}
 
 
 def test_the_end_of_a_runner_orphans_what_its_units_hold(place: Place) -> None:
     place.tell("taken")
     place.live.record(ev.RunnerRetired(runner="runner-0", incarnation=1))
-    assert place.turn() == ["RunnerRetired", "LeaseOrphaned"]
+    assert place.ended() == ["RunnerRetired", "LeaseOrphaned"]
     assert place.fleet.is_busy()
 
 
@@ -201,7 +184,7 @@ def test_a_lease_that_is_not_renewed_is_released(place: Place) -> None:
 def test_a_lease_in_use_outlives_an_outage_in_which_it_could_not_be_renewed(place: Place) -> None:
     place.tell("taken")
     place.tell("held", handle="box")
-    place.time += 500  # the coordinator is dead, and then the log can't be read
+    place.clock += 500  # the coordinator is dead, and then the log can't be read
     place.fleet, place.timers = place.new_fleet(), {}
     place.turn()
     assert place.tick(500) == [], "no runner knows of this coordinator yet"
@@ -224,7 +207,7 @@ def test_a_release_that_proves_nothing_is_followed_by_another(place: Place) -> N
     place.tell("taken")
     place.fail()
     place.tell("held", handle="late")
-    place.time += 61
+    place.clock += 61
     assert place.answer() == []
     assert len(place.asked) == 1, "tried again at once, with the handle"
     assert place.answer() == ["LeaseReleased"]
@@ -238,7 +221,7 @@ def test_what_is_sent_again_takes_no_lease_that_was_released(place: Place) -> No
         reports.put(change(what, reason="r"), Future())
         [group] = reports.gathered(None, 0.0)
         types += place.report(group)
-    place.time += 61
+    place.clock += 61
     assert types + place.answer() + place.answer() == ["LeaseTaken", "LeaseOrphaned", "LeaseReleased"]
     again = reports.due(0.0, anew=True)
     assert len(again) == 2
@@ -261,7 +244,7 @@ def test_the_next_coordinator_finds_what_is_open_and_releases_what_is_nobody_s(p
     place.fail()
     before = dict(place.live.leases)
     assert [lease.state for lease in before.values()] == ["orphaned", "orphaned"]
-    place.live = LiveState(place.log, place.live.payloads)
+    place.live = LiveState(place.log, place.payloads)
     assert place.live.leases == before
     place.fleet, place.asked, place.timers = place.new_fleet(), [], {}
     place.turn()
@@ -281,10 +264,10 @@ def test_a_provider_has_one_process_at_a_time(place: Place) -> None:
 
 
 def test_one_that_ends_every_process_keeps_no_neighbour_for_long(place: Place) -> None:
-    keys, processes, began = place.orphan(200), 0, place.time
+    keys, processes, began = place.orphan(200), 0, place.clock
     bad = keys[70]
     while list(place.live.leases) != [bad]:
-        assert processes < 40, f"{len(place.live.leases)} are left after {place.time - began:g} s"
+        assert processes < 40, f"{len(place.live.leases)} are left after {place.clock - began:g} s"
         if not place.asked:
             place.tick(1)
             continue
@@ -293,7 +276,7 @@ def test_one_that_ends_every_process_keeps_no_neighbour_for_long(place: Place) -
         processes += 1
         done({} if bad in given else dict.fromkeys(given, ""), "it ended with status 9")
         place.turn()
-    assert place.time - began < 10
+    assert place.clock - began < 10
 
 
 def test_those_that_a_provider_refused_stay_together(place: Place) -> None:
@@ -320,7 +303,7 @@ def test_a_new_lease_waits_only_for_those_that_were_due_before(place: Place) -> 
             place.tick(1)
         given, done = place.asked.pop()
         order += given
-        place.time += 400
+        place.clock += 400
         done({}, "it had not ended")
         place.turn()
     assert order.index("es-new") <= 3 + 20 + 3

@@ -158,26 +158,22 @@ def test_a_turn_without_events_waits_for_those_before_it(host: Host) -> None:
     host.until("the write", lambda: told == [1, 2])
 
 
-def test_a_database_that_is_away_is_waited_for(host: Host) -> None:
-    host.trouble = LogUnavailable("away", passing=True)
+@pytest.mark.parametrize(("passing", "phase", "notes", "types"), [
+    (True, Phase.OPENING, ["refuse"], ["TasksetAdvanced"]),  # nothing could not be written
+    (False, Phase.CLOSED, ["waits", "refuse"], ["TasksetAdvanced", "WritingResumed"]),
+], ids=["it is away", "it can not be opened"])
+def test_a_log_that_is_not_there_is_waited_for_and_clients_know_where_that_may_be_long(
+    host: Host, passing: bool, phase: Phase, notes: list[str], types: list[str]
+) -> None:
+    host.trouble = LogUnavailable("not here", passing=passing)
     host.session.open()
     host.until("another try", lambda: host.has_timer("reload"))
-    assert (host.session.phase, host.session.failure) == (Phase.OPENING, None)
+    assert (host.session.phase, host.notes) == (phase, notes)
+    assert (host.session.failure is None) == passing
     host.trouble = None
     host.timers.pop("reload")()
     host.until("the first write", lambda: host.session.begun)
-    assert host.types() == ["TasksetAdvanced"]  # nothing could not be written
-
-
-def test_a_log_that_can_not_be_opened_lets_clients_know_and_says_so_later(host: Host) -> None:
-    host.trouble = LogUnavailable("no permission")
-    host.session.open()
-    host.until("another try", lambda: host.has_timer("reload"))
-    assert (host.session.phase, host.notes) == (Phase.CLOSED, ["waits", "refuse"])
-    host.trouble = None
-    host.timers.pop("reload")()
-    host.until("the first write", lambda: host.session.begun)
-    assert sorted(host.types()) == ["TasksetAdvanced", "WritingResumed"]
+    assert sorted(host.types()) == types
 
 
 def test_what_could_not_be_written_is_undone_and_told(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -117,13 +116,6 @@ async def played(runner: WorkflowRunner, workflow: type[Workflow]) -> UnitResult
     return await runner.execute(Task(workflow=workflow, task_id=1), 7, range(2))
 
 
-@pytest.fixture
-async def pool() -> AsyncIterator[WorkerPool]:
-    made = WorkerPool(2)
-    yield made
-    await made.close()
-
-
 def sound(done: UnitResult) -> None:
     assert done.failures == []
     assert [(e.eid.run, e.eid.step) for e in done.experiences] == [(0, 1), (1, 1)]
@@ -137,18 +129,13 @@ def sound(done: UnitResult) -> None:
     assert [r.response_tokens for r in done.results] == [8, 8]
 
 
-@pytest.mark.parametrize("workflow", [Talks, TalksInAThread])
-async def test_p15_a_workflow_asks_by_an_openai_client_and_returns_its_history(workflow: type[Workflow]) -> None:
+@pytest.mark.parametrize(("workflow", "in_worker"), [(Talks, False), (TalksInAThread, False), (TalksInAThread, True)])
+async def test_p15_a_workflow_asks_by_an_openai_client_and_returns_its_history(
+    workflow: type[Workflow], in_worker: bool, pool: WorkerPool
+) -> None:
     engine = Recorder()
     async with serving(engine) as server:
-        sound(await played(runner_on(server, engine), workflow))
-        assert server.sessions == {}
-
-
-async def test_p15_so_does_one_in_a_worker_process(pool: WorkerPool) -> None:
-    engine = Recorder()
-    async with serving(engine) as server:
-        sound(await played(runner_on(server, engine, workers=pool), TalksInAThread))
+        sound(await played(runner_on(server, engine, workers=pool if in_worker else None), workflow))
         assert server.sessions == {}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.helpers.recorded_engine import Recorder
 from trinity_es.actors.config.schema import RolloutModelConfig
 from trinity_es.actors.engines.http.pool import AGAIN_SECONDS, REPORT_SECONDS, SLACK_REQUESTS
 from trinity_es.actors.engines.http.remote import RemoteEngine, remote_models
@@ -26,29 +27,18 @@ from trinity_es.workflows.workflow import Workflow
 HELLO = [{"role": "user", "content": "hi"}]
 
 
-class Judge(ScriptedEngine):
-    """A scripted engine that remembers what it was asked, and can die."""
+class Judge(Recorder):
+    """May die."""
 
-    def __init__(self, **script: Any) -> None:
-        super().__init__(EngineConfig(model_path="", seed=3, options=script))
-        self.asked: list[tuple[Any, Sampling]] = []
-        self.gave: list[Completion] = []
-        self.cancelled = 0
-        self.dead = False
+    dead = False
 
     async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
-        self.asked.append((prompt, sampling))
         if self.dead:
+            self.asked.append((prompt, sampling))
             raise EngineError("its core ended", dead=True)
         if prompt == "":
             raise EngineError("an empty prompt is refused", refused=True)
-        try:
-            found = await super().generate(prompt, sampling)
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        self.gave += found
-        return found
+        return await super().generate(prompt, sampling)
 
 
 class Host(httpx.AsyncBaseTransport):
@@ -224,7 +214,7 @@ async def test_p15_a_caller_that_hangs_up_ends_its_request(host: Host) -> None:
             while not judge.asked:
                 await asyncio.sleep(0.01)
             asking.cancel()
-            while not judge.cancelled:
+            while not judge.aborted:
                 await asyncio.sleep(0.01)
         assert (await engine.generate("x", Sampling(max_tokens=2)))[0].token_ids
     finally:

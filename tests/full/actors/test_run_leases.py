@@ -51,24 +51,21 @@ class Told:
         return done
 
 
-def test_nothing_is_made_before_its_lease_is_in_the_log(tmp_path: Path) -> None:
-    async def work() -> None:
-        told = Told()
-        told.late = True
-        entering = asyncio.ensure_future(Lease(RunLeases(told), PROVIDER, {"folder": str(tmp_path)}).__aenter__())
-        while not told.waiting:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.05)
-        assert list(tmp_path.iterdir()) == []
-        told.waiting[0].set_result(None)
-        held = await entering
-        assert [p.name for p in tmp_path.iterdir()] == [held.key]
-        assert held.handle == f"of {held.key}"
-        await held.__aexit__()
-        assert list(tmp_path.iterdir()) == []
-        assert told.said == ["taken", "held", "released"]
-
-    asyncio.run(work())
+async def test_nothing_is_made_before_its_lease_is_in_the_log(tmp_path: Path) -> None:
+    told = Told()
+    told.late = True
+    entering = asyncio.ensure_future(Lease(RunLeases(told), PROVIDER, {"folder": str(tmp_path)}).__aenter__())
+    while not told.waiting:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    assert list(tmp_path.iterdir()) == []
+    told.waiting[0].set_result(None)
+    held = await entering
+    assert [p.name for p in tmp_path.iterdir()] == [held.key]
+    assert held.handle == f"of {held.key}"
+    await held.__aexit__()
+    assert list(tmp_path.iterdir()) == []
+    assert told.said == ["taken", "held", "released"]
 
 
 def test_nothing_is_made_when_nobody_would_look_for_it_any_more(tmp_path: Path) -> None:
@@ -305,18 +302,14 @@ def test_what_is_left_was_heard_before_its_run_goes_on_to_its_end(tmp_path: Path
     assert told.said[-1] == "left"
 
 
-def test_a_run_that_ends_leaves_what_it_did_not_release_and_takes_no_more(tmp_path: Path) -> None:
+async def test_a_run_that_ends_leaves_what_it_did_not_release_and_takes_no_more(tmp_path: Path) -> None:
     told = Told()
     run = RunLeases(told)
-
-    async def work() -> None:
+    await Lease(run, PROVIDER, {"folder": str(tmp_path)}).__aenter__()
+    run.close()
+    assert told.said == ["taken", "held", "left"]
+    with pytest.raises(WorkflowError, match="it can take no lease"):
         await Lease(run, PROVIDER, {"folder": str(tmp_path)}).__aenter__()
-        run.close()
-        assert told.said == ["taken", "held", "left"]
-        with pytest.raises(WorkflowError, match="it can take no lease"):
-            await Lease(run, PROVIDER, {"folder": str(tmp_path)}).__aenter__()
-
-    asyncio.run(work())
     assert len(list(tmp_path.iterdir())) == 1, "nothing was made for it"
 
 
@@ -338,12 +331,9 @@ def test_times_that_can_not_be_are_refused(ttl: float, creation_timeout: float) 
         Lease(RunLeases(), PROVIDER, ttl=ttl, creation_timeout=creation_timeout)
 
 
-def test_with_stops_no_loop(tmp_path: Path) -> None:
-    async def work() -> None:
-        with pytest.raises(WorkflowError, match="use `async with`"):
-            Lease(RunLeases(), PROVIDER, {"folder": str(tmp_path)}).__enter__()
-
-    asyncio.run(work())
+async def test_with_stops_no_loop(tmp_path: Path) -> None:
+    with pytest.raises(WorkflowError, match="use `async with`"):
+        Lease(RunLeases(), PROVIDER, {"folder": str(tmp_path)}).__enter__()
 
 
 class Alone(Workflow):
@@ -356,17 +346,14 @@ class Alone(Workflow):
         return [Experience(tokens=[1, 2], prompt_length=1, reward=1.0, metrics={"there": there})]
 
 
-def test_without_a_system_the_same_workflow_plays(tmp_path: Path) -> None:
-    async def work() -> None:
-        engine = ScriptedEngine(EngineConfig(model_path=""))
-        await engine.start()
-        task = Task(workflow=Alone, workflow_args={"folder": str(tmp_path)}, batch_id=1, task_id=0)
-        status, experiences = await WorkflowRunner(cast(Engine, engine)).run_task(task, 1)
-        assert status.ok, status.message
-        assert experiences[0].metrics is not None
-        assert experiences[0].metrics["there"] == 2
-
-    asyncio.run(work())
+async def test_without_a_system_the_same_workflow_plays(tmp_path: Path) -> None:
+    engine = ScriptedEngine(EngineConfig(model_path=""))
+    await engine.start()
+    task = Task(workflow=Alone, workflow_args={"folder": str(tmp_path)}, batch_id=1, task_id=0)
+    status, experiences = await WorkflowRunner(cast(Engine, engine)).run_task(task, 1)
+    assert status.ok, status.message
+    assert experiences[0].metrics is not None
+    assert experiences[0].metrics["there"] == 2
     assert list(tmp_path.iterdir()) == []
 
 

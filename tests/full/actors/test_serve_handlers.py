@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sqlalchemy import create_engine
 
 from tests.helpers.answers import evolve_answers, fold_answers
+from tests.helpers.live_log import LiveLog
 from trinity_es.actors.commands import (
     Command,
     CommandRequest,
@@ -41,10 +42,7 @@ from trinity_es.events.errors import (
     TrinityError,
 )
 from trinity_es.events.experience import EID, Experience
-from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.projections.tables import serve_answers
-from trinity_es.projections.tables.read_models import projectors
 from trinity_es.projections.tables.serve_answers import STREAM, AnswerState
 
 
@@ -55,19 +53,13 @@ def answer(message: str, *, digest: str | None = "d", version: int = 0) -> ev.An
     )
 
 
-class Place:
-    """A live state on a log, and a loop and a writer that act at once."""
+class Place(LiveLog):
+    """The handlers of answers and routes, and the runners."""
 
     def __init__(self, folder: Path) -> None:
-        self.url = f"sqlite:///{folder / 'log.sqlite'}"
-        self.log = EventLog.open(self.url, create=True, durability="process", projectors=projectors())
-        self.live = LiveState(self.log, open_payloads(self.url))
-        self.clock = 0.0
-        self.sent: list[tuple[Any, Any]] = []
+        super().__init__(folder)
         self.answered: dict[str, Any] = {}
         self.jobs_run: list[Any] = []
-        self.timers: dict[str, Callable[[], None]] = {}
-        self.commits = 0
         self.woken = 0
         self.come_up()
 
@@ -78,19 +70,6 @@ class Place:
         self.routes = RouteHandlers(registry, self, self)
         weights = WeightLoading(registry, Rolling(1, self.routes.take_out, alive))
         self.fleet = RunnerLifecycle(registry, weights, Dispatcher(registry))
-
-    # --- the actor ---
-    def send(self, to: Any, message: Any) -> None:
-        self.sent.append((to, message))
-
-    def now(self) -> float:
-        return self.clock
-
-    def after(self, seconds: float, name: str, call: Callable[[], None]) -> None:
-        self.timers[name] = call
-
-    def cancel(self, name: str) -> None:
-        self.timers.pop(name, None)
 
     # --- the outputs of the pipeline ---
     def wake(self) -> None:
@@ -110,16 +89,8 @@ class Place:
         self.live.then(lambda: self.answer(request, value, error))
 
     # --- what a test does ---
-    def turn(self) -> None:
-        """The end of a turn, and all that comes of it."""
+    def look(self) -> None:
         self.routes.look()
-        while self.live.turn.writes or self.live.turn.then:
-            turn = self.live.close_turn()
-            if turn.writes:
-                self.commits += 1
-                self.log.append(turn.writes, commit_id=str(self.commits))
-            for call in turn.then:
-                call()
 
     def ask(self, id: str, command: Command[Any]) -> Any:
         handlers = {row.command: row.handler for row in [*self.answers.handlers(), *self.routes.handlers()]}
@@ -147,7 +118,7 @@ class Place:
 def place(tmp_path: Path) -> Iterator[Place]:
     found = Place(tmp_path)
     yield found
-    found.log.close()
+    found.close()
 
 
 # --- answers --------------------------------------------------------------------------------------------------------
@@ -334,7 +305,7 @@ def test_p36_engines_load_one_after_the_other_and_a_new_coordinator_goes_on_so(p
     place.turn()
     assert ordered(place) == [("b", 1)]
 
-    place.live = LiveState(place.log, place.live.payloads)  # that coordinator died
+    place.live = LiveState(place.log, place.payloads)  # that coordinator died
     place.come_up(alive=["a", "b", "c"])
     place.fleet.weights.publish(2, "/v2")
     place.fleet.on_status(up("a", version=1), "a")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
-from typing import Any
 
 import pytest
 from rich.console import Console
 
 from trinity_es.actors.engines.interface import EngineConfig
-from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.rollout.workers.pool import WorkerPool
 from trinity_es.actors.rollout.workflow_runner import WorkflowRunner
 from trinity_es.cli.render.task import print_task
@@ -62,25 +59,6 @@ class MadeUp(Workflow):
         return found
 
 
-def played(workflow: type[Workflow], *, in_worker: bool = False, runs: int = 3, **arguments: Any) -> UnitResult:
-    async def main() -> UnitResult:
-        pool = WorkerPool(1) if in_worker else None
-        engine = ScriptedEngine(EngineConfig(model_path=""))
-        try:
-            runner = WorkflowRunner(engine, workers=pool, defaults={"max_tokens": 8})
-            task = Task(workflow=workflow, workflow_args=arguments)
-            return await runner.execute(task, 1, range(runs))
-        finally:
-            if pool is not None:
-                await pool.close()
-
-    return asyncio.run(main())
-
-
-def tokens(done: UnitResult) -> list[tuple[int, int]]:
-    return [(r.prompt_tokens, r.response_tokens) for r in done.results]
-
-
 PROMPT = len("hello\n")
 
 
@@ -92,12 +70,14 @@ PROMPT = len("hello\n")
     (OneByOne, {}, [(1, 1), (2, 2), (3, 3)], (0, 0)),
     (MadeUp, {}, [(0, 0)] * 3, (0, 0)),  # experiences that no model made cost nothing
 ])
-def test_each_run_is_charged_its_own_tokens_and_others_are_named_beside_them(
+async def test_each_run_is_charged_its_own_tokens_and_others_are_named_beside_them(
     workflow: type[Workflow], how: dict[str, bool], charged: list[tuple[int, int]], beside: tuple[int, int],
-    in_worker: bool,
+    in_worker: bool, pool: WorkerPool,
 ) -> None:
-    done = played(workflow, in_worker=in_worker, **how)
-    assert (tokens(done), done.other_tokens) == (charged, beside)
+    engine = ScriptedEngine(EngineConfig(model_path=""))
+    runner = WorkflowRunner(engine, workers=pool if in_worker else None, defaults={"max_tokens": 8})
+    done = await runner.execute(Task(workflow=workflow, workflow_args=how), 1, range(3))
+    assert ([(r.prompt_tokens, r.response_tokens) for r in done.results], done.other_tokens) == (charged, beside)
     assert [f[0] for f in done.failures] == ([1] if "failing" in how else [])
 
 

@@ -14,7 +14,7 @@ from tests.helpers.handmade import copied, finished, history, put_back, unit, wr
 from trinity_es.dashboard import app, tokens
 from trinity_es.dashboard.app import create_app
 from trinity_es.dashboard.page import PageRequest
-from trinity_es.dashboard.pages import rollout
+from trinity_es.dashboard.pages import rollouts
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import batch_stream
 from trinity_es.projections.batch import batch_result, fold
@@ -98,5 +98,5 @@ def test_the_tokenizer_is_that_of_the_config_that_was_put_back(tmp_path: Path, m
         went_on(path, reward)
         with open_log(str(path)) as log:
             ask = PageRequest(log=log, path="/rollout", query={}, position=0, now=0.0)
-            assert rollout._decoder(ask) == rollout._decoder(ask) == (None, f"run {reward}")
+            assert rollouts._decoder(ask) == rollouts._decoder(ask) == (None, f"run {reward}")
     assert asked == ["run 0.25", "run 0.5"], "loaded once for each"

@@ -129,6 +129,7 @@ class Forgetful:
 
 
 async def test_a_request_that_vllm_forgets_ends_with_its_engine(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
     (tmp_path / "config.json").write_text("{}")
     engine = VLLMEngine(EngineConfig(model_path=str(tmp_path)))
     engine._llm, engine._dead = Forgetful(), None

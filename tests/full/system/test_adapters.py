@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -233,19 +232,3 @@ def test_a_version_that_comes_in_the_middle_of_a_batch_leaves_each_answer_whole(
     after = answers(client, 2, questions(None, ""))
     assert spans(after) == {("math", 2): 4, None: 4}
     assert {e.info["model_version"] for e in after} == {1}
-
-
-def test_who_waits_for_a_runner_that_dies_waits_no_more(start_system: StartSystem, tmp_path: Path) -> None:
-    client = system(start_system)
-    os.kill(pid_of(client, "runner-1"), signal.SIGSTOP)
-    done: list[Any] = []
-    adapter = make_adapter(tmp_path / "math")
-    asking = threading.Thread(target=lambda: done.append(client.sync_adapter("math", 1, adapter, timeout=60)))
-    asking.start()
-    wait_until(lambda: events(client, ev.AdapterLoaded), "the other runner to load it")
-    assert not done
-    os.kill(pid_of(client, "runner-1"), signal.SIGKILL)
-    asking.join(30)
-    assert done == [{"adapter": "math", "version": 1, "runners": ["runner-0"]}]
-    loaded = lambda: {e.runner for e in events(client, ev.AdapterLoaded)} == {"runner-0", "runner-1"}  # noqa: E731
-    wait_until(loaded, "the next life to load it")

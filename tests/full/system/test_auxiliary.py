@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -60,53 +59,6 @@ class JudgedSync(Workflow):
         return [mine]
 
 
-class WhoIsIt(ScriptedEngine):
-    """Its answers are its process's id."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self.script["response"] = str(os.getpid())
-
-
-class AsksOften(Workflow):
-    """Its reward is the id of the engine that answered; all of its requests have to be answered by the same."""
-
-    is_async = True
-
-    async def run_async(self) -> list[Experience]:
-        [mine] = await self.model.chat_async([{"role": "user", "content": "hi"}], max_tokens=2)
-        said = await self.auxiliary["judge"].generate_async([f"{i}" for i in range(3)], max_tokens=20)
-        pids = {experience.response_text for experience in said}
-        mine.reward, mine.metrics = float(min(pids)), {"engines": len(pids)}
-        return [mine]
-
-
-class AsksByOpenAI(Workflow):
-    """Asks the judge by the OpenAI client of its auxiliary model."""
-
-    def run(self) -> list[Experience]:
-        [mine] = self.model.chat([{"role": "user", "content": "hi"}], max_tokens=2)
-        judge = self.auxiliary["judge"]
-        said = judge.get_openai_client().chat.completions.create(
-            model=judge.model_name, messages=[{"role": "user", "content": "well?"}]
-        )
-        mine.reward = float(said.choices[0].message.content)
-        return [mine]
-
-
-class AsksByOpenAIAsync(Workflow):
-    is_async = True
-
-    async def run_async(self) -> list[Experience]:
-        [mine] = await self.model.chat_async([{"role": "user", "content": "hi"}], max_tokens=2)
-        judge = self.auxiliary["judge"]
-        said = await judge.get_openai_async_client().chat.completions.create(
-            model=judge.model_name, messages=[{"role": "user", "content": "well?"}]
-        )
-        mine.reward = float(said.choices[0].message.content)
-        return [mine]
-
-
 class AloneSync(Workflow):
     def run(self) -> list[Experience]:
         [mine] = self.model.chat([{"role": "user", "content": "hi"}], max_tokens=4)
@@ -154,21 +106,6 @@ def test_p15_workflows_sync_and_async_reach_auxiliary_models(
     assert {r.event.runner for r in recorded if r.type in ("TasksDispatched", "WeightsLoaded")} == {"runner-0"}
 
 
-def test_p15_requests_of_a_task_share_an_engine_and_tasks_are_spread(start_system: StartSystem) -> None:
-    engine = {**JUDGE, "engine_type": f"{__name__}:WhoIsIt", "engine_args": {"latency_seconds": 0.05}}
-    client = start_system(explorer={"auxiliary_models": [engine], "max_concurrency": 16})
-    client.submit_batch(batch_id=1, tasks=tasks(32, AsksOften, repeat_times=2), batch_type="train")
-    client.finalize_train_batch(1, timeout=60)
-    found = list(client.experiences(1))
-    assert len(found) == 64
-    assert {e.metrics["engines"] for e in found if e.metrics} == {1}
-    asked = {(e.eid.task, e.reward) for e in found}
-    assert len(asked) == 32, "the two runs of a task asked different engines"
-    shares = Counter(pid for _, pid in asked)
-    assert set(shares) == {pid_of(client, "judge-0"), pid_of(client, "judge-1")}
-    assert min(shares.values()) >= 10, shares
-
-
 def test_p15_a_killed_auxiliary_runner_is_a_pause_and_no_failure(start_system: StartSystem) -> None:
     script = {"response": "0.5", "latency_seconds": 0.1, "load_seconds": 3.0}
     judge = {**JUDGE, "engine_num": 1, "script": script}
@@ -194,15 +131,6 @@ def test_p15_a_killed_auxiliary_runner_is_a_pause_and_no_failure(start_system: S
     lost = [r.event for r in client.log.events() if isinstance(r.event, ev.RunnerLost)]
     assert [e.runner for e in lost] == ["judge-0"]
     wait_until(lambda: rows(client)["judge-0"]["state"] == "ready", "the judge to be back")
-
-
-def test_p15_an_auxiliary_model_has_openai_clients(system_for: StartSystem, new_id: NewId) -> None:
-    client, batch = system_for(explorer={"auxiliary_models": TWO}), new_id()
-    given = [*tasks(4, AsksByOpenAI), *tasks(4, AsksByOpenAIAsync)]
-    client.submit_batch(batch_id=batch, tasks=given, batch_type="train")
-    client.finalize_train_batch(batch, timeout=60)
-    assert all(s.ok for s in client.batch(batch).statuses.values()), client.batch(batch).statuses
-    assert {e.reward for e in client.experiences(batch)} == {0.5}
 
 
 def test_p15_an_auxiliary_engine_that_can_not_start_is_told_by_its_name(start_system: StartSystem) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import trinity_es
-from trinity_es import Task, Workflow
+from trinity_es import Task
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import (
     BatchNotFound,
@@ -20,103 +20,10 @@ from trinity_es.events.errors import (
     TrinityError,
     UnknownWorkflow,
 )
-from trinity_es.events.experience import Experience
 from trinity_es.system import lifecycle
 from trinity_es.testing import SleepWorkflow
 
 NewId = Callable[[], int]
-
-
-class NanReward(Workflow):
-    is_async = True
-
-    async def run_async(self) -> list[Experience]:
-        return [Experience(tokens=[1, 2], prompt_length=1, reward=1.0, metrics={"score": float("nan")})]
-
-
-class NanDirectly(Workflow):
-    is_async = True
-
-    async def run_async(self) -> list[Experience]:
-        experience = Experience(tokens=[1, 2], prompt_length=1, reward=0.0)
-        experience.reward = float("nan")
-        return [experience]
-
-
-class Huge(Workflow):
-    """The last run of the last task has a reward that no trainer can compute with."""
-
-    is_async = True
-
-    async def run_async(self) -> list[Experience]:
-        seed = self.model.sampling.seed
-        experience = Experience(tokens=[1, 2, 3], prompt_length=1, reward=float(seed % 2))
-        if seed == 13:
-            experience.reward = self.task.workflow_args["reward"]
-        return [experience]
-
-
-class TimesOutItself(Workflow):
-    is_async = True
-
-    async def run_async(self) -> list[Experience]:
-        raise TimeoutError("my database did not answer")
-
-
-def run_one(client: RolloutClient, batch: int, workflow: Any, **task: Any) -> trinity_es.Status:
-    """A batch with this task and a good one: the batch must end, and the good task must be unharmed."""
-    tasks = [Task(workflow=workflow, **task), Task(workflow=SleepWorkflow)]
-    client.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
-    result = client.finalize_train_batch(batch, timeout=60)
-    assert result["finished_task_count"] == 2
-    assert [e.eid.task for e in client.experiences(batch)] == [1]
-    statuses = client.batch(batch).statuses
-    assert statuses[1].ok
-    return statuses[0]
-
-
-@pytest.mark.parametrize(
-    ("workflow", "says"),
-    [
-        (NanReward, "nan"),
-        (NanDirectly, "reward"),
-    ],
-)
-def test_a_workflow_that_breaks_its_contract_fails_its_task_only(
-    shared: RolloutClient, new_id: NewId, workflow: type[Workflow], says: str
-) -> None:
-    status = run_one(shared, new_id(), workflow)
-    assert (status.ok, status.completed_runs) == (False, 0)
-    assert says in (status.message or "")
-
-
-def test_one_reward_beyond_all_measure_fails_its_run_and_not_the_batch(shared: RolloutClient, new_id: NewId) -> None:
-    batch = new_id()
-    tasks = [
-        Task(workflow=Huge, repeat_times=4, rollout_args={"seed": seed}, workflow_args={"reward": 1.7e308})
-        for seed in (0, 10)
-    ]
-    shared.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
-    result = shared.finalize_train_batch(batch, timeout=60)
-    assert (result["finished_task_count"], result["metrics"]["rollout/failed_task_count"]) == (2, 1.0)
-    found = shared.experiences(batch)
-    assert sorted((e.eid.task, e.eid.run) for e in found) == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2)]
-    assert all(abs(float(e.advantages[0])) < 2 for e in found if e.advantages is not None)
-    status = shared.batch(batch).statuses[1]
-    assert f"{batch}/1/3/0/" in status.message
-    assert "reward is 1.7e+308" in status.message
-    assert status.message.startswith("3/4 runs completed")
-
-
-def test_a_workflows_own_timeout_is_no_timeout_of_its_attempt(shared: RolloutClient, new_id: NewId) -> None:
-    batch = new_id()
-    shared.submit_batch(batch_id=batch, tasks=[Task(workflow=TimesOutItself)], batch_type="train")
-    shared.finalize_train_batch(batch, timeout=30)
-    failed = [r.event for r in shared.log.events(batch) if r.type == "AttemptFailed"]
-    assert [e.kind for e in failed] == ["workflow"] * 2
-    assert "my database did not answer" in failed[0].message
-    assert "max_timeout" not in failed[0].message
-    assert shared.batch(batch).timed_attempts == 0, "it says nothing about how long an attempt takes"
 
 
 def test_a_workflow_that_can_not_be_imported_is_refused_on_submission(shared: RolloutClient, new_id: NewId) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 import trinity_es
 from tests.helpers.systems import StartSystem, pid_of, scripted
-from trinity_es import MultiTurnWorkflow, RolloutCoordinator, Task, Workflow
+from trinity_es import RolloutCoordinator, Task, Workflow
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import DataError, SyncError
 from trinity_es.events.experience import Experience
@@ -23,26 +23,6 @@ from trinity_es.testing import SleepWorkflow, wait_until
 
 NewId = Callable[[], int]
 Call = Callable[[RolloutClient, int], Any]
-
-
-class Conversation(MultiTurnWorkflow):
-    def run(self) -> list[Experience]:
-        assert self.auxiliary_models is None
-        messages = [{"role": "user", "content": "a number?"}]
-        for turn in ("and another?", None):
-            [answer] = self.model.chat(messages, max_tokens=4)
-            messages = [*messages, {"role": "assistant", "content": answer.response_text}]
-            if turn:
-                messages.append({"role": "user", "content": turn})
-        return [self.process_messages_to_experience(messages, reward=0.5)]
-
-
-class AsyncConversation(MultiTurnWorkflow):
-    is_async = True
-
-    async def run_async(self) -> list[Experience]:
-        messages = [{"role": "user", "content": "a number?"}, {"role": "assistant", "content": "seven"}]
-        return [await self.process_messages_to_experience_async(messages, reward=0.5)]
 
 
 class FailsAtLength(Workflow):
@@ -105,17 +85,6 @@ def test_a_workflow_that_fails_at_length_fails_alone(shared: RolloutClient, new_
     assert (statuses[0].message or "").partition("First error: ")[2].startswith("workflow: ")
 
 
-class OneOfFourIsNan(Workflow):
-    can_repeat = True
-
-    def run(self) -> list[Experience]:
-        rewards = [0.0, float("nan"), 1.0, 2.0]
-        found = [Experience(tokens=[1, 2], prompt_length=1) for _ in rewards]
-        for run, experience in enumerate(found):
-            experience.eid.run, experience.reward = run, rewards[run]
-        return found
-
-
 class HalfDone(Workflow):
     is_async = True
     runs = 0
@@ -125,13 +94,6 @@ class HalfDone(Workflow):
         if type(self).runs > 1:
             await asyncio.sleep(60)
         return [Experience(tokens=[1, 2], prompt_length=1, reward=1.0)]
-
-
-def test_p10_a_run_with_a_nan_does_not_lose_the_runs_after_it(shared: RolloutClient, new_id: NewId) -> None:
-    batch = new_id()
-    shared.submit_batch(batch_id=batch, tasks=[Task(workflow=OneOfFourIsNan, repeat_times=4)], batch_type="train")
-    shared.finalize_train_batch(batch, timeout=20)
-    assert [e.eid.run for e in shared.experiences(batch)] == [0, 2, 3]
 
 
 def test_p22_the_runs_of_a_task_that_was_dropped_are_not_trained_on(start_system: StartSystem) -> None:
@@ -154,23 +116,6 @@ def test_a_version_that_could_not_be_loaded_may_be_published_from_elsewhere(
     assert client.sync_weights(1, tmp_path / "here")["runners"] == ["runner-0"]
     with pytest.raises(SyncError, match="a new version"):
         client.sync_weights(1, tmp_path)
-
-
-@pytest.mark.parametrize("workflow", [Conversation, AsyncConversation])
-def test_p9_a_conversation_becomes_one_experience_with_a_mask(
-    shared: RolloutClient, new_id: NewId, workflow: type[Workflow]
-) -> None:
-    batch = new_id()
-    task = Task(workflow=workflow, repeat_times=2)
-    shared.submit_batch(batch_id=batch, tasks=[task], batch_type="train")
-    shared.finalize_train_batch(batch, timeout=20)
-    found = list(shared.experiences(batch))
-    assert [e.eid.run for e in found] == [0, 1]
-    for e in found:
-        assert e.action_mask is not None
-        assert e.action_mask.any()
-        assert e.logprobs is not None
-        assert len(e.logprobs) == len(e.tokens) - e.prompt_length
 
 
 def test_several_that_start_a_store_s_system_at_once_share_one(tmp_path: Path) -> None:
@@ -209,8 +154,6 @@ def test_nothing_is_left_of_a_system_that_did_not_come_up(tmp_path: Path, monkey
     with pytest.raises(trinity_es.TrinityError, match="died while it started"):
         lifecycle.start(config)
     assert leftovers(config) == []
-
-
 
 
 def test_promise_9_a_runner_that_comes_back_and_can_not_load_the_current_weights_serves_nothing(

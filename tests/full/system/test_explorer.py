@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import trinity_es
-from tests.helpers.runs import AT_ONCE, command, count, finish_here, make_config, outcome
+from tests.helpers.runs import AT_ONCE, command, count, explored, finish_here, make_config, outcome
 from tests.helpers.systems import end, merge, scripted
 from trinity_es import Explorer
 from trinity_es.config.config import load_config
@@ -61,16 +61,7 @@ def explorer_config(folder: Path, rows: int = 10, **sections: Any) -> trinity_es
 def test_p32_p33_the_loop_uses_every_prompt_once_and_the_cursor_is_in_the_batch_s_transaction(tmp_path: Path) -> None:
     config = explorer_config(tmp_path)
     told: list[int] = []
-    explorer = Explorer(config, on_step=lambda step, result: told.append(step))
-
-    async def scenario() -> str:
-        await explorer.prepare()
-        try:
-            return await explorer.explore()
-        finally:
-            await explorer.shutdown()
-
-    assert asyncio.run(scenario()) == "explorer"
+    explored(Explorer(config, on_step=lambda step, result: told.append(step)))
     assert told == [1, 2, 3]  # 4 + 4 + 2 rows
     with trinity_es.open_log(config.store.url) as log:
         assert {b.batch_id: b.state for b in log.batches()} == dict.fromkeys(
@@ -109,7 +100,7 @@ def test_a_store_that_holds_a_run_is_left_as_it_is(tmp_path: Path) -> None:
         explorer = Explorer(config)
         try:
             await explorer.prepare()
-            await explorer.explore()
+            assert await explorer.explore() == "explorer"
             measured.update(await explorer.evaluate())  # of one's own accord, on the weights as they are
         finally:
             await explorer.shutdown()
@@ -132,7 +123,7 @@ def test_p32_steps_of_a_period_are_submitted_without_waiting_for_each_other(tmp_
         tmp_path, rows=16, synchronizer={"sync_interval": 2}, explorer={"rollout_model": slow},
     )
     (tmp_path / "eval.jsonl").write_text(json.dumps({"prompt": "exam"}))  # slower than what it runs beside
-    asyncio.run(run(Explorer(config)))
+    explored(Explorer(config))
     happened = []
     with trinity_es.open_log(config.store.url) as log:
         for event in (r.event for r in log.events()):
@@ -150,14 +141,6 @@ def test_p32_steps_of_a_period_are_submitted_without_waiting_for_each_other(tmp_
     assert at("generated 2/check") < at("weights 4")  # an eval measures one version
 
 
-async def run(explorer: Explorer) -> None:
-    try:
-        await explorer.prepare()
-        await explorer.explore()
-    finally:
-        await explorer.shutdown()
-
-
 def test_p34_a_trainer_of_ones_own_connects_to_an_explorer_that_waits_for_nobody(tmp_path: Path) -> None:
     config = explorer_config(
         tmp_path, mode="explore", trainer={"class": None},
@@ -170,7 +153,7 @@ def test_p34_a_trainer_of_ones_own_connects_to_an_explorer_that_waits_for_nobody
     try:
         client = trinity_es.connect(config)
         client.wait_ready(60)
-        exploring = threading.Thread(target=lambda: asyncio.run(run(Explorer(config))), daemon=True)
+        exploring = threading.Thread(target=lambda: explored(Explorer(config)), daemon=True)
         exploring.start()
         position = 0
         for _ in range(3):  # it generates them all, whatever the trainer does

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 
 import trinity_es
+from tests.helpers.runs import explored
 from tests.helpers.systems import scripted
 from trinity_es import Explorer
 from trinity_es.events import vocabulary as ev
@@ -56,21 +56,6 @@ def learning_selector(folder: Path) -> Selector:
     return found
 
 
-def explored(config: trinity_es.Config) -> int:
-    """Explore to the end; returns the last step."""
-
-    async def scenario() -> int:
-        explorer = Explorer(config)
-        try:
-            await explorer.prepare()
-            await explorer.explore()
-            return explorer.step
-        finally:
-            await explorer.shutdown()
-
-    return asyncio.run(scenario())
-
-
 def rows_of(config: trinity_es.Config) -> list[list[tuple[str, int]]]:
     """The rows of each step, as the log has them."""
     with trinity_es.open_log(config.store.url) as log:
@@ -85,7 +70,7 @@ def test_p50_p53_rows_are_chosen_learnt_from_and_gone_on_with(tmp_path: Path) ->
     for folder in folders:
         folder.mkdir()
     whole = config_of(folders[0])
-    assert explored(whole) == 4  # 13 tasks are four steps of 3; the last is dropped
+    assert explored(Explorer(whole)).step == 4  # 13 tasks are four steps of 3; the last is dropped
     steps = rows_of(whole)
     order = [0] * 9 + [1] * 4
     np.random.default_rng(0).shuffle(order)
@@ -111,8 +96,8 @@ def test_p50_p53_rows_are_chosen_learnt_from_and_gone_on_with(tmp_path: Path) ->
         assert log.verify() == []
 
     # A run that was cut off after a step chooses as the one that was not: what it learnt is in the log.
-    assert explored(config_of(folders[1], total_steps=3)) == 3
-    assert explored(config_of(folders[1])) == 4
+    assert explored(Explorer(config_of(folders[1], total_steps=3))).step == 3
+    assert explored(Explorer(config_of(folders[1]))).step == 4
     assert rows_of(config_of(folders[1])) == steps
 
     metrics = read_metrics(Path(whole.run_dir) / "metrics.jsonl")

@@ -16,7 +16,7 @@ import yaml
 import trinity_es
 from tests.helpers.handmade import cli
 from tests.helpers.of_the_day import of_the_day
-from tests.helpers.runs import AT_ONCE, ROWS, command, count, events_of, finish_here, make_config, outcome
+from tests.helpers.runs import AT_ONCE, ROWS, command, count, events_of, finish_here, make_config, outcome, outcomes
 from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
@@ -75,18 +75,7 @@ def require_sentence(code: int, err: str) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
-    """The outcome of a run in which nothing fails, by sync_interval."""
-    known: dict[int, dict[str, Any]] = {}
-
-    def get(interval: int) -> dict[str, Any]:
-        if interval not in known:
-            path = made(tmp_path_factory.mktemp("undisturbed"), interval=interval, reward="share")
-            code, _, err = finish_here("run", path, *AT_ONCE, cwd=path.parent)
-            assert code == 0, err
-            known[interval] = outcome(load_config(path))
-        return known[interval]
-
-    return get
+    return outcomes(lambda folder, interval: made(folder, interval=interval, reward="share"), tmp_path_factory)
 
 
 @pytest.mark.slow

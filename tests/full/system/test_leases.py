@@ -19,14 +19,16 @@ import psutil
 import pytest
 
 import trinity_es
+from benchmarks.chaos_faults import by_kind, kill
+from benchmarks.chaos_hosts_trainer import asked
 from tests.helpers.handmade import cli
 from tests.helpers.sandboxes import AsyncUses, Service, Uses
-from tests.helpers.systems import StartSystem, end, events, kill_all, kill_system, pid_of, scripted
+from tests.helpers.systems import StartSystem, end, events, kill_system, pid_of, scripted
 from trinity_es import Task, Workflow, connect
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.client.teardown import end_system
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import AlreadyRunning, StartupError, TrinityError
+from trinity_es.events.errors import AlreadyRunning, StartupError
 from trinity_es.system import lifecycle, running_system
 from trinity_es.testing import wait_until
 
@@ -264,66 +266,37 @@ class _Kills:
         self.batches = 0
         self.done: list[str] = []
 
-    def ask(self, what: str, call: Callable[[RolloutClient], Any], seconds: float = 120) -> Any:
+    def ask(self, call: Callable[[RolloutClient], Any], seconds: float = 120) -> Any:
         """What a system says that may be gone at any moment; it is started again then."""
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                if running_system.find(self.config) is None:
-                    with contextlib.suppress(AlreadyRunning, StartupError):
-                        lifecycle.start(self.config)
-                with connect(self.config) as client:
-                    return call(client)
-            except (TrinityError, TimeoutError, OSError) as e:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"{what}: {e!r}") from e
-                time.sleep(0.1)
+        return asked(self.config, call, seconds, self.start)
+
+    def start(self) -> None:
+        if running_system.find(self.config) is None:
+            with contextlib.suppress(AlreadyRunning, StartupError):
+                lifecycle.start(self.config)
 
     def submit(self) -> None:
         """Another batch, so that there is always something to kill."""
         self.batches += 1
         cls = Uses if self.batches % 2 else AsyncUses
         tasks = [uses(self.service, self.chance.uniform(0.0, 1.2), cls) for _ in range(8)]
-        self.ask("submit", lambda c: c.submit_batch(batch_id=self.batches, tasks=tasks, batch_type="train"))
+        self.ask(lambda c: c.submit_batch(batch_id=self.batches, tasks=tasks, batch_type="train"))
 
     def unfinished(self) -> int:
         with trinity_es.open_log(self.config.store.url) as log:
             return sum(b.tasks - b.finished for b in log.batches())
 
     def kill(self) -> None:
-        admin = running_system.find(self.config)
-        processes = running_system.processes(admin) if admin is not None else []
         victims = self.chance.choice(["worker", "worker", "runner", "coordinator", "guardian", "all"])
         if len(self.done) == KILLS - 1:
             victims = "all"  # which surely meets a run with a sandbox
         self.done.append(victims)
-        if victims != "all":
-            pids = self._pids(victims)
-            processes = [p for p in processes if p.pid in pids] if victims != "worker" else self._workers(pids)
-            processes = self.chance.sample(processes, min(1, len(processes)))
-        kill_all(processes)
-
-    def _pids(self, what: str) -> set[int]:
-        admin = running_system.find(self.config)
-        if admin is None:
-            return set()
-        if what == "guardian":
-            return {int(admin["guardian"])}
-        try:
-            with connect(self.config) as client:
-                children = client._link.where().status.get("children", [])
-        except (TrinityError, TimeoutError, OSError):
-            return set()
-        named = "coordinator" if what == "coordinator" else "runner"
-        return {int(c["pid"]) for c in children if c["pid"] and c["name"].startswith(named)}
-
-    @staticmethod
-    def _workers(runners: set[int]) -> list[psutil.Process]:
-        found: list[psutil.Process] = []
-        for pid in runners:
-            with contextlib.suppress(psutil.Error):
-                found += [p for p in psutil.Process(pid).children(recursive=True) if p.name() == "worker"]
-        return found
+        there = by_kind(self.config)
+        if victims == "all":
+            kill([p for group in there.values() for p in group])
+        else:
+            of_a_kind = there.get(victims, [])
+            kill(self.chance.sample(of_a_kind, min(1, len(of_a_kind))))
 
 
 @pytest.mark.chaos
@@ -336,13 +309,13 @@ def test_j3_kills_at_random_leave_no_sandbox_alive_and_none_is_used_by_two_runs(
         while len(kills.done) < KILLS:
             while kills.unfinished() < 16:
                 kills.submit()
-            kills.ask("a runner", lambda c: c.wait_ready(60))
+            kills.ask(lambda c: c.wait_ready(60))
             before = len(service.boxes())
             wait_until(lambda: len(service.boxes()) > before, "another sandbox to be made", 60)  # noqa: B023
             time.sleep(kills.chance.uniform(0.0, 1.0))
             kills.kill()
         for batch in range(1, kills.batches + 1):
-            done = kills.ask("finalize", lambda c: c.finalize_train_batch(batch, timeout=60), 180)  # noqa: B023
+            done = kills.ask(lambda c: c.finalize_train_batch(batch, timeout=60), 180)  # noqa: B023
             assert done["finished_task_count"] == 8
         with trinity_es.open_log(kills.config.store.url) as log:
             wait_until(lambda: log.leases() == [], "every lease to be released", 60)

@@ -33,7 +33,7 @@ from tests.helpers.runs import (
 from tests.helpers.systems import StartSystem
 from trinity_es import Explorer
 from trinity_es.config.config import Config, load_config
-from trinity_es.events.errors import ConfigError, SyncError
+from trinity_es.events.errors import ConfigError
 from trinity_es.events.values import Task
 from trinity_es.system import leftovers, lifecycle
 from trinity_es.testing import SleepWorkflow, wait_until
@@ -99,22 +99,6 @@ def test_p34_a_checkpoint_of_what_is_in_memory_takes_its_place_and_nothing_is_le
             wait_until(lambda: served(again) == [1], "the runner to load the checkpoint")
         finally:
             again.shutdown()
-
-
-def test_p34_wrong_weights_are_not_published_and_the_engines_go_on(
-    start_system: StartSystem, tidy: Callable[[Config], None]
-) -> None:
-    client = start_system()
-    tidy(client.config)
-    client.sync_weights(1, state(1))
-    with pytest.raises(SyncError, match=r"layer.bias holds NaN"):
-        client.sync_weights(2, state(2) | {"layer.bias": np.array([np.nan], np.float32)})
-    with pytest.raises(SyncError, match="older than the current one"):
-        client.sync_weights(0, state(0))
-    assert published(client.config) == [(1, "memory")]
-    assert len(list(shared_memory.memory_dir(client.config).iterdir())) == 1
-    assert served(client) == [1]
-    play(client, 1)
 
 
 def test_p34_an_engine_that_comes_back_without_the_memory_serves_nothing_until_it_is_there_again(
@@ -228,18 +212,14 @@ def test_p34_after_kill_9_of_everything_a_run_in_memory_ends_as_if_nothing_had_b
     assert not shared_memory.memory_dir(config).exists()
 
 
-def test_p34_a_trainer_that_can_not_give_its_weights_says_so_before_it_trains(tmp_path: Path) -> None:
+async def test_p34_a_trainer_that_can_not_give_its_weights_says_so_before_it_trains(tmp_path: Path) -> None:
     config = load_config(memory_config(tmp_path / "run", **{"class": "tests.helpers.runs:SteadyTrainer"}))
     explorer = Explorer(config)
-
-    async def go() -> None:
-        try:
-            with pytest.raises(ConfigError, match=r"SteadyTrainer has no state_dict\(\)"):
-                await explorer.prepare()
-        finally:
-            await explorer.shutdown()
-
-    asyncio.run(go())
+    try:
+        with pytest.raises(ConfigError, match=r"SteadyTrainer has no state_dict\(\)"):
+            await explorer.prepare()
+    finally:
+        await explorer.shutdown()
     assert events_of(config, "BatchSubmitted") == []
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,46 +16,13 @@ import pytest
 from tests.helpers.handmade import cli
 from tests.helpers.systems import StartSystem
 from trinity_es import Task, Workflow
-from trinity_es.actors.engines.interface import Completion, EngineConfig, Sampling
+from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import EngineError, StartupError
 from trinity_es.events.experience import Experience
-from trinity_es.events.vocabulary import TaskFinished
 from trinity_es.system import running_system
 from trinity_es.testing import ScriptedEngine, wait_until
-
-NewId = Callable[[], int]
-
-
-class Asks(Workflow):
-    """Two turns by the blocking client, in a worker process: one whole, one streamed."""
-
-    def run(self) -> list[Experience]:
-        ask = self.model.get_openai_client()
-        messages: list[Any] = [{"role": "user", "content": f"task {self.task.task_id}"}]
-        first = ask.chat.completions.create(model=self.model.model_path, messages=messages, max_tokens=5)
-        messages += [first.choices[0].message, {"role": "user", "content": "on"}]
-        streamed = ask.chat.completions.create(model=ask.model_path, messages=messages, max_tokens=5, stream=True)
-        text = "".join(chunk.choices[0].delta.content for chunk in streamed)
-        answers = [first.choices[0].message.content, text]
-        return rewarded(self.model.extract_experience_from_history(per_request=True), answers)
-
-
-class AsksAsync(Workflow):
-    """The same on the runner's loop."""
-
-    is_async = True
-
-    async def run_async(self) -> list[Experience]:
-        ask = self.model.get_openai_async_client()
-        messages: list[Any] = [{"role": "user", "content": f"task {self.task.task_id}"}]
-        first = await ask.chat.completions.create(model=self.model.model_path, messages=messages, max_tokens=5)
-        messages += [first.choices[0].message, {"role": "user", "content": "on"}]
-        streamed = await ask.chat.completions.create(model=ask.model_path, messages=messages, max_tokens=5, stream=True)
-        text = "".join([chunk.choices[0].delta.content async for chunk in streamed])
-        answers = [first.choices[0].message.content, text]
-        return rewarded(self.model.extract_experience_from_history(per_request=True), answers)
 
 
 class AsksForMuch(Workflow):
@@ -123,35 +89,6 @@ def runner(client: RolloutClient) -> dict[str, Any]:
 
 def token(client: RolloutClient) -> str:
     return engine_token(read_key(running_system.key_file(client.config)))
-
-
-@pytest.mark.parametrize("workflow", [Asks, AsksAsync])
-async def test_p15_a_workflow_learns_from_what_its_openai_client_was_told(
-    shared: RolloutClient, new_id: NewId, workflow: type[Workflow]
-) -> None:
-    batch = new_id()
-    tasks = [Task(workflow=workflow, repeat_times=2) for _ in range(2)]
-    shared.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
-    assert shared.finalize_train_batch(batch, timeout=120)["finished_task_count"] == 2
-    found = sorted(shared.experiences(batch), key=lambda e: (e.eid.task, e.eid.run, e.eid.step))
-    assert [(e.eid.task, e.eid.run, e.eid.step) for e in found] == [
-        (task, run, step) for task in range(2) for run in range(2) for step in range(2)
-    ]
-    model = shared.config.explorer.rollout_model
-    engine = ScriptedEngine(EngineConfig(model_path="", seed=model.engine_config().seed))
-    rest = {k: v for k, v in model.rollout_args().items() if k != "max_tokens"}
-    for e in found:
-        response = len(e.tokens) - e.prompt_length
-        assert response == len(e.logprobs) == len(e.action_mask) == 5
-        assert e.action_mask.all()
-        (own,) = await engine.generate(e.tokens[: e.prompt_length].tolist(), Sampling(max_tokens=5, **rest))
-        assert e.tokens.tolist() == [*own.prompt_token_ids, *own.token_ids]
-        assert e.logprobs.tolist() == pytest.approx(own.logprobs, rel=1e-6)
-        assert e.prompt_text.startswith(f"task {e.eid.task}\n")
-        assert e.response_text == own.text == e.messages[-1]["content"]
-        assert (e.info["model_version"], e.info["version_spans"]) == (0, [[0, 0, 5]])
-    told = [r.event for r in shared.log.events(batch) if isinstance(r.event, TaskFinished)]
-    assert {run.response_tokens for event in told for run in event.runs} == {10}
 
 
 def test_p55_a_workflow_s_clients_may_say_penalties_formats_and_template_variables(start_system: StartSystem) -> None:

@@ -16,9 +16,8 @@ from tests.helpers.parity_rows import NewId, one, recorded, train
 from tests.helpers.systems import StartSystem
 from trinity_es import BatchLifecycleState, Status, Task, Workflow
 from trinity_es.client.rollout_client import RolloutClient
-from trinity_es.events.errors import CorruptPayload
 from trinity_es.events.experience import EID, Experience
-from trinity_es.events.vocabulary import AttemptFailed, RunsFinished, TaskFinished, TasksDispatched
+from trinity_es.events.vocabulary import RunsFinished
 from trinity_es.testing import SleepWorkflow, wait_until
 
 HERE = "tests.full.system.test_parity_rows"
@@ -76,24 +75,6 @@ class Waits(Workflow):
             await asyncio.sleep(0.01)
         runs = range(self.run_id_base, self.run_id_base + self.repeat_times)
         return [one(reward=float(run), eid=EID(run=run), info={"unit": [runs.start, len(runs)]}) for run in runs]
-
-
-def test_p3_a_task_of_16_runs_goes_as_4_units_and_counts_when_all_are_done(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
-    client = start_system(explorer={"max_repeat_times_per_runner": 4})
-    gate = tmp_path / "gate"
-    task = Task(workflow=Waits, repeat_times=16, workflow_args={"gate": str(gate), "from_run": 12})
-    client.submit_batch(batch_id=1, tasks=[task], batch_type="train")
-    wait_until(lambda: len(client.batch(1).tasks[0].done) == 12, "three of four units")
-    assert client.batch(1).completed_task_count == 0
-    gate.touch()
-    assert client.finalize_train_batch(1, timeout=30)["finished_task_count"] == 1
-    units = [u for sent in recorded(client, 1, TasksDispatched) for u in sent.units]
-    assert [(u.run_id_base, u.runs) for u in units] == [(0, 4), (4, 4), (8, 4), (12, 4)]
-    assert [type(e) for e in recorded(client, 1, RunsFinished)] == [RunsFinished] * 3 + [TaskFinished]
-    found = list(client.experiences(1))
-    assert [(e.eid.run, e.info["unit"]) for e in found] == [(r, [r // 4 * 4, 4]) for r in range(16)]
 
 
 class EveryOther(Workflow):
@@ -213,17 +194,6 @@ def test_p5_every_field_of_an_experience_comes_back_through_the_store(plain: Rol
     )
 
 
-def test_p5_a_payload_that_was_damaged_is_a_named_error(plain: RolloutClient) -> None:
-    train(plain, 1, [Task(workflow=ReturnsEverything)])
-    digest = plain.batch(1).experiences[0].digest
-    store = Path(plain.config.system.log_dir).parent
-    [file] = [p for p in store.rglob("*") if p.is_file() and digest in str(p).replace("/", "")]
-    file.chmod(0o600)
-    file.write_bytes(file.read_bytes()[:-1] + b"\x55")
-    with pytest.raises(CorruptPayload):
-        list(plain.experiences(1))
-
-
 # --- P8: what a runner says of a run --------------------------------------------------------------------------------
 class Scores(Workflow):
     """Two experiences a run, with metrics; run 1 waits for a file."""
@@ -270,22 +240,6 @@ def test_p8_p30_runs_are_stamped_and_measured(start_system: StartSystem, tmp_pat
     for name in ("time/run_execution", "time/task_execution"):
         assert metrics[f"rollout/{name}/max"] >= metrics[f"rollout/{name}/mean"] >= metrics[f"rollout/{name}/min"] >= 0
     assert metrics["rollout/time/task_execution/max"] >= metrics["rollout/time/run_execution/max"]
-
-
-class SaysNothing(Workflow):
-    is_async = True
-
-    async def run_async(self) -> list[Experience]:
-        return []
-
-
-def test_p8_a_run_that_completed_without_an_experience_is_an_error(shared: RolloutClient, new_id: NewId) -> None:
-    batch = new_id()
-    assert train(shared, batch, [Task(workflow=SaysNothing)]) == []
-    failed = recorded(shared, batch, AttemptFailed)
-    assert [f.kind for f in failed] == ["workflow"] * 2, "it was attempted again"
-    assert "SaysNothing completed without an experience" in failed[0].message
-    assert not shared.batch(batch).statuses[0].ok
 
 
 def test_p8_p31_evals_give_no_experiences_and_details_where_they_are_wanted(plain: RolloutClient) -> None:

@@ -23,50 +23,24 @@ from trinity_es.system import running_system
 from trinity_es.testing import SleepWorkflow, wait_until
 
 
-class Counts(Workflow):
-    """Says which instance it is, which task it has, and where it runs."""
+class Says(Workflow):
+    """Says where it runs."""
 
     is_async = True
-    made = itertools.count()
-
-    def __init__(self, *, task: Task, model: Any, auxiliary_models: list[Any] | None = None) -> None:
-        super().__init__(task=task, model=model, auxiliary_models=auxiliary_models)
-        self.number = next(type(self).made)
-        self.fresh = self.task.workflow_args["n"]
 
     def said(self) -> list[Experience]:
-        return [one(eid=EID(run=self.run_id_base), info={
-            "number": self.number, "n": self.task.workflow_args["n"], "built_for": self.fresh, "pid": os.getpid(),
-            "thread": threading.current_thread() is threading.main_thread(), "runs": self.repeat_times,
-        })]
+        main = threading.current_thread() is threading.main_thread()
+        return [one(eid=EID(run=self.run_id_base), info={"pid": os.getpid(), "main": main})]
 
     async def run_async(self) -> list[Experience]:
         return self.said()
 
 
-class Resets(Counts):
-    can_reset = True
-    made = itertools.count()
-
-    def reset(self, task: Task) -> None:
-        self.task = task
-
-
-class CountsInAWorker(Counts):
+class SaysInAWorker(Says):
     is_async = False
-    made = itertools.count()
 
     def run(self) -> list[Experience]:
         return self.said()
-
-
-class Repeats(Counts):
-    can_repeat = True
-    made = itertools.count()
-
-    async def run_async(self) -> list[Experience]:
-        return [e for i in range(self.repeat_times) for e in [*self.said()] if not setattr(e.eid, "run",
-                                                                                             self.run_id_base + i)]
 
 
 @pytest.fixture
@@ -77,34 +51,16 @@ def in_order(system_for: StartSystem) -> RolloutClient:
     })
 
 
-def told(client: RolloutClient, batch: int, workflow: type[Workflow], tasks: int = 3, runs: int = 1) -> list[Any]:
-    made = [Task(workflow=workflow, repeat_times=runs, workflow_args={"n": i}) for i in range(tasks)]
-    return [e.info for e in train(client, batch, made)]
-
-
-def test_p9_a_workflow_that_can_reset_is_reused_and_another_is_built_for_each_run(
-    in_order: RolloutClient, new_id: NewId
-) -> None:
-    fresh, reset = told(in_order, new_id(), Counts), told(in_order, new_id(), Resets)
-    assert [(i["n"], i["built_for"]) for i in fresh] == [(0, 0), (1, 1), (2, 2)]
-    assert len({i["number"] for i in fresh}) == 3
-    assert [i["n"] for i in reset] == [0, 1, 2]
-    assert len({i["number"] for i in reset}) == 1
-    assert {i["built_for"] for i in reset} == {0}
-
-
-def test_p9_a_workflow_that_can_repeat_gets_all_runs_at_once(in_order: RolloutClient, new_id: NewId) -> None:
-    repeats, single = told(in_order, new_id(), Repeats, 1, 4), told(in_order, new_id(), Counts, 1, 4)
-    assert ([i["runs"] for i in repeats], len({i["number"] for i in repeats})) == ([4] * 4, 1)
-    assert ([i["runs"] for i in single], len({i["number"] for i in single})) == ([1] * 4, 4)
+def told(client: RolloutClient, batch: int, workflow: type[Workflow]) -> list[Any]:
+    return [e.info for e in train(client, batch, [Task(workflow=workflow) for _ in range(3)])]
 
 
 def test_p9_async_workflows_are_on_the_engine_s_loop_and_sync_ones_in_a_process(
     in_order: RolloutClient, new_id: NewId
 ) -> None:
     runner = in_order.status()["runners"][0]["pid"]
-    assert {(i["pid"] == runner, i["thread"]) for i in told(in_order, new_id(), Counts)} == {(True, False)}
-    assert {(i["pid"] == runner, i["thread"]) for i in told(in_order, new_id(), CountsInAWorker)} == {(False, True)}
+    assert {(i["pid"] == runner, i["main"]) for i in told(in_order, new_id(), Says)} == {(True, False)}
+    assert {(i["pid"] == runner, i["main"]) for i in told(in_order, new_id(), SaysInAWorker)} == {(False, True)}
 
 
 class Notes(Workflow):
@@ -224,7 +180,7 @@ def test_p12_a_hung_workflow_is_stopped_and_its_only_place_is_free(
     in_order: RolloutClient, new_id: NewId, workflow: type[Workflow]
 ) -> None:
     batch = new_id()
-    tasks = [Task(workflow=workflow, workflow_args={"seconds": 600}), Task(workflow=Counts, workflow_args={"n": 0})]
+    tasks = [Task(workflow=workflow, workflow_args={"seconds": 600}), Task(workflow=Says)]
     assert [e.eid.task for e in train(in_order, batch, tasks)] == [1]
     failed = recorded(in_order, batch, AttemptFailed)
     assert [(f.task, f.kind) for f in failed] == [(0, "timeout")] * 2
@@ -239,28 +195,24 @@ def test_c8_an_engine_that_is_not_ready_in_time_is_started_again(start_system: S
     assert "its engine was not ready 1 s after its start" in lost[0].reason
 
 
-def test_p24_prepare_and_shutdown_may_be_said_twice_and_bench_has_no_pipeline(tmp_path: Path) -> None:
+async def test_p24_prepare_and_shutdown_may_be_said_twice_and_bench_has_no_pipeline(tmp_path: Path) -> None:
     """`bench` delivers what the workflows returned, without advantages."""
-
-    async def life() -> None:
-        config = scripted(tmp_path, mode="bench")
-        first = await RolloutCoordinator.get_actor(config)
-        try:
-            await first.prepare()
-            await first.prepare()
-            second = await RolloutCoordinator.get_actor(config)
-            await second.prepare()
-            await second.submit_batch(batch_id=1, tasks=[Task(workflow=SleepWorkflow)], batch_type="train")
-            result = await first.finalize_train_batch(1, timeout=30)
-            assert not any(key.startswith("experience_pipeline/grpo") for key in result["metrics"])
-            [experience] = await first.experiences(1)
-            assert experience.advantages is None
-            await second.shutdown()  # it did not start the system
-            await second.shutdown()
-            assert (await first.batch(1)).state is BatchLifecycleState.FINALIZED
-        finally:
-            await first.shutdown()
-            await first.shutdown()
-        assert running_system.find(config) is None
-
-    asyncio.run(life())
+    config = scripted(tmp_path, mode="bench")
+    first = await RolloutCoordinator.get_actor(config)
+    try:
+        await first.prepare()
+        await first.prepare()
+        second = await RolloutCoordinator.get_actor(config)
+        await second.prepare()
+        await second.submit_batch(batch_id=1, tasks=[Task(workflow=SleepWorkflow)], batch_type="train")
+        result = await first.finalize_train_batch(1, timeout=30)
+        assert not any(key.startswith("experience_pipeline/grpo") for key in result["metrics"])
+        [experience] = await first.experiences(1)
+        assert experience.advantages is None
+        await second.shutdown()  # it did not start the system
+        await second.shutdown()
+        assert (await first.batch(1)).state is BatchLifecycleState.FINALIZED
+    finally:
+        await first.shutdown()
+        await first.shutdown()
+    assert running_system.find(config) is None

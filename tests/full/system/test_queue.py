@@ -180,16 +180,6 @@ def test_p29_a_trainer_back_at_its_checkpoint_takes_again_what_later_steps_took(
     assert returned == [ev.ExperiencesReturned(step=1)]
 
 
-def test_p29_what_retention_freed_can_not_be_taken(start_system: StartSystem) -> None:
-    client = start_system(store={"retention": 1}, buffer=queue())
-    generate(client, 1, 2, 3)
-    for batch_id in (1, 2):
-        client.acknowledge(batch_id, batch_id)
-    wait_until(lambda: client.log.was_freed(1), "batch 1 to be freed")
-    wait_until(lambda: client.status()["queue"]["experiences"] == 8, "it to leave the queue")
-    assert names(client.take_experiences(4, timeout=10)) == [f"2/{i}" for i in range(4)]
-
-
 def test_p29_a_client_that_is_gone_gets_nothing(
     system_for: StartSystem, new_id: NewId, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,10 +28,12 @@ from tests.helpers.runs import (
     command,
     count,
     events_of,
+    explored,
     finish_here,
     kill_run,
     make_config,
     outcome,
+    outcomes,
 )
 from trinity_es import Explorer
 from trinity_es.client import teardown
@@ -50,19 +52,7 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
-    """The outcome of a run to which nothing happens, by sync_interval."""
-    known: dict[int, dict[str, Any]] = {}
-
-    def get(interval: int) -> dict[str, Any]:
-        if interval not in known:
-            path = make_config(tmp_path_factory.mktemp("undisturbed"), interval=interval)
-            code, _, err = finish_here("run", path, *AT_ONCE, cwd=path.parent)
-            assert code == 0, err
-            known[interval] = outcome(load_config(path))
-            assert known[interval]["used"] == dict.fromkeys(range(ROWS), 1)
-        return known[interval]
-
-    return get
+    return outcomes(lambda folder, interval: make_config(folder, interval=interval), tmp_path_factory)
 
 
 MOMENTS: dict[str, tuple[int, Callable[[Config], bool]]] = {
@@ -100,6 +90,7 @@ def test_promise_3_and_4_after_kill_9_of_everything_a_resumed_run_ends_as_if_not
     assert code == 0, err
     assert "going on with the run" in err
     assert outcome(config) == undisturbed(interval)
+    assert outcome(config)["used"] == dict.fromkeys(range(ROWS), 1)
     assert leftovers.leftovers(config) == []
     after = Counter((s, e.task) for s, e in events_of(config, "TaskFinished"))
     assert set(after.values()) == {1}, "a finished task was run again"
@@ -197,24 +188,10 @@ def test_a_system_that_the_keeper_brought_up_again_after_its_command_died_too_is
         teardown.end_system(config)
 
 
-def run_here(config: Config) -> Explorer:
-    explorer = Explorer(config)
-
-    async def go() -> None:
-        try:
-            await explorer.prepare()
-            await explorer.explore()
-        finally:
-            await explorer.shutdown()
-
-    asyncio.run(go())
-    return explorer
-
-
 def test_a_complete_run_is_shown_not_repeated_and_goes_on_with_more_steps(tmp_path: Path) -> None:
     path = make_config(tmp_path / "run", total_steps=2, trainer={"class": "tests.helpers.runs:SteadyTrainer"})
     config = load_config(path)
-    run_here(config)
+    explored(Explorer(config))
     before = outcome(config)
     again = cli("run", path)
     assert again.exit_code == 2
@@ -278,7 +255,7 @@ def test_a_run_whose_checkpoint_is_gone_says_so_before_anything_starts(tmp_path:
     config = load_config(
         make_config(tmp_path / "run", total_steps=1, trainer={"class": "tests.helpers.runs:SteadyTrainer"})
     )
-    run_here(config)
+    explored(Explorer(config))
     (config.checkpoint_dir / "global_step_1").rename(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="global_step_1 is gone"):
         Explorer(config).locate()
@@ -295,7 +272,7 @@ def state_of(config: Config, step: int) -> Any:
 def test_a_run_whose_folder_was_moved_or_copied_goes_on_from_its_own_checkpoint(tmp_path: Path, how: str) -> None:
     path = make_config(tmp_path / "run", total_steps=2, trainer=STEADY)
     original = load_config(path)
-    run_here(original)
+    explored(Explorer(original))
     state = state_of(original, 2)
     there = tmp_path / "elsewhere" / "run"
     if how == "moved":
@@ -318,7 +295,7 @@ def test_a_run_whose_folder_was_moved_or_copied_goes_on_from_its_own_checkpoint(
 def test_a_run_never_touches_the_checkpoints_of_another(tmp_path: Path) -> None:
     path = make_config(tmp_path / "run", total_steps=1, trainer=STEADY)
     config = load_config(path)
-    run_here(config)
+    explored(Explorer(config))
     before = {p: p.read_bytes() for p in config.checkpoint_dir.rglob("*") if p.is_file()}
     other = load_config(path, [f"store.url=sqlite:///{tmp_path}/other.sqlite"])
     with pytest.raises(ConfigError, match=r"holds checkpoints that this run has not made \(global_step_1\): move"):

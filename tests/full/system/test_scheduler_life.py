@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers.scheduling import AsyncDummy, NewId, dummies, load
 from tests.helpers.systems import StartSystem, kill_system, pid_of, scripted, sleepers
-from trinity_es import BatchLifecycleState, Scheduler
+from trinity_es import BatchLifecycleState, Scheduler, Status
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import NotRunning, StartupError
@@ -22,223 +22,191 @@ from trinity_es.system import running_system
 from trinity_es.testing import wait_until
 
 
-def test_p20_wait_all(shared: RolloutClient, new_id: NewId) -> None:
-    async def main() -> None:
-        async with Scheduler(shared.config) as scheduler:
-            await scheduler.wait_all(timeout=30)  # nothing there
-            await scheduler.wait_all(timeout=0)
-            one, two = new_id(), new_id()
-            scheduler.schedule(dummies(4), one)
-            scheduler.schedule(dummies(3, exception=1), two)
-            await scheduler.wait_all(timeout=30)
-            assert scheduler.has_step(one)  # it takes nothing
-            assert len((await scheduler.get_results(two, min_num=4, timeout=0))[0]) == 4
-            assert len((await scheduler.get_results(one, min_num=4, timeout=0))[1]) == 4
-            scheduler.schedule(dummies(2, timeout=1, workflow=AsyncDummy), one)
-            scheduler.schedule(dummies(0, timeout=1, workflow=AsyncDummy), two)
-            began = time.monotonic()
-            with pytest.raises(TimeoutError, match=r"no task finished within 1\.5 s; 2 were open"):
-                await scheduler.wait_all(timeout=1.5)
-            assert 1.5 <= time.monotonic() - began < 4.5
-            await scheduler.wait_all(timeout=5)  # they were cancelled
-            assert load(shared) == 0
-            assert [s.ok for s in (await scheduler.get_results(one))[0]] == [True, True]  # and what was done is there
-            assert not scheduler.has_step(two)
-
-    asyncio.run(main())
+async def test_p20_wait_all(scheduler: Scheduler, shared: RolloutClient, new_id: NewId) -> None:
+    await scheduler.wait_all(timeout=30)  # nothing there
+    await scheduler.wait_all(timeout=0)
+    one, two = new_id(), new_id()
+    scheduler.schedule(dummies(4), one)
+    scheduler.schedule(dummies(3, exception=1), two)
+    await scheduler.wait_all(timeout=30)
+    assert scheduler.has_step(one)  # it takes nothing
+    assert len((await scheduler.get_results(two, min_num=4, timeout=0))[0]) == 4
+    assert len((await scheduler.get_results(one, min_num=4, timeout=0))[1]) == 4
+    scheduler.schedule(dummies(2, timeout=1, workflow=AsyncDummy), one)
+    scheduler.schedule(dummies(0, timeout=1, workflow=AsyncDummy), two)
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"no task finished within 1\.5 s; 2 were open"):
+        await scheduler.wait_all(timeout=1.5)
+    assert 1.5 <= time.monotonic() - began < 4.5
+    await scheduler.wait_all(timeout=5)  # they were cancelled
+    assert load(shared) == 0
+    assert [s.ok for s in (await scheduler.get_results(one))[0]] == [True, True]  # and what was done is there
+    assert not scheduler.has_step(two)
 
 
-def test_p20_wait_all_goes_on_while_tasks_finish_and_cancels_nothing_without_clear(
-    shared: RolloutClient, new_id: NewId
+async def test_p20_wait_all_goes_on_while_tasks_finish_and_cancels_nothing_without_clear(
+    scheduler: Scheduler, new_id: NewId
 ) -> None:
-    async def main() -> None:
-        async with Scheduler(shared.config) as scheduler:
-            batch = new_id()
-            scheduler.schedule([t for i in range(1, 5) for t in sleepers(1, 0.9 * i)], batch)
-            began = time.monotonic()
-            await scheduler.wait_all(timeout=1.8)
-            assert time.monotonic() - began > 3.5
-            assert len((await scheduler.get_results(batch, timeout=0))[0]) == 4
-            scheduler.schedule(sleepers(1, 2.0), batch)
-            with pytest.raises(TimeoutError):
-                await scheduler.wait_all(timeout=0.5, clear_timeout_tasks=False)
-            assert [s.ok for s in (await scheduler.get_results(batch))[0]] == [True]
-
-    asyncio.run(main())
+    batch = new_id()
+    scheduler.schedule([t for i in range(1, 5) for t in sleepers(1, 0.9 * i)], batch)
+    began = time.monotonic()
+    await scheduler.wait_all(timeout=1.8)
+    assert time.monotonic() - began > 3.5
+    assert len((await scheduler.get_results(batch, timeout=0))[0]) == 4
+    scheduler.schedule(sleepers(1, 2.0), batch)
+    with pytest.raises(TimeoutError):
+        await scheduler.wait_all(timeout=0.5, clear_timeout_tasks=False)
+    assert [s.ok for s in (await scheduler.get_results(batch))[0]] == [True]
 
 
-def test_p21_many_callers_and_two_schedulers_on_one_store(shared: RolloutClient, new_id: NewId) -> None:
-    async def main() -> None:
-        async with Scheduler(shared.config) as one, Scheduler(shared.config) as other:
+async def test_p21_many_callers_and_two_schedulers_on_one_store(shared: RolloutClient, new_id: NewId) -> None:
+    async with Scheduler(shared.config) as one, Scheduler(shared.config) as other:
 
-            async def use(scheduler: Scheduler, batch: int, number: int) -> None:
-                scheduler.schedule(sleepers(number, 0.05), batch)
-                statuses, experiences = await scheduler.get_results(batch, min_num=number, timeout=60)
-                assert len(statuses) == number
-                assert {e.eid.batch for e in experiences} == {batch}
-                assert [e.eid.task for e in experiences] == list(range(number))
+        async def use(scheduler: Scheduler, batch: int, number: int) -> None:
+            scheduler.schedule(sleepers(number, 0.05), batch)
+            statuses, experiences = await scheduler.get_results(batch, min_num=number, timeout=60)
+            assert len(statuses) == number
+            assert {e.eid.batch for e in experiences} == {batch}
+            assert [e.eid.task for e in experiences] == list(range(number))
 
-            await asyncio.gather(*(use(s, new_id(), 2 + i % 3) for i in range(6) for s in (one, other)))
-            batch = new_id()
-            one.schedule(sleepers(3), batch)
-            other.schedule(sleepers(2), batch)
-            assert len((await other.get_results(batch))[0]) == 5
-            assert not one.has_step(batch)
-
-    asyncio.run(main())
+        await asyncio.gather(*(use(s, new_id(), 2 + i % 3) for i in range(6) for s in (one, other)))
+        batch = new_id()
+        one.schedule(sleepers(3), batch)
+        other.schedule(sleepers(2), batch)
+        assert len((await other.get_results(batch))[0]) == 5
+        assert not one.has_step(batch)
 
 
-def test_p21_two_callers_of_one_batch_never_get_the_same(shared: RolloutClient, new_id: NewId) -> None:
-    async def main() -> None:
-        async with Scheduler(shared.config) as one, Scheduler(shared.config) as other:
-            batch = new_id()
-            one.schedule([*sleepers(6), *sleepers(6, 2.0)], batch)
-            wait_until(lambda: shared.batch(batch).ready_task_count == 6, "six tasks to finish")
-            got: list[int] = []
-            for timeout in (0.0, None):  # what is there; and all of the rest
-                calls = [s.get_results(batch, timeout=timeout, clear_timeout_tasks=False) for s in (one, other, one)]
-                got += [e.eid.task for _, found in await asyncio.gather(*calls) for e in found]
-            assert sorted(got) == list(range(12))
-
-    asyncio.run(main())
+async def test_p21_two_callers_of_one_batch_never_get_the_same(shared: RolloutClient, new_id: NewId) -> None:
+    async with Scheduler(shared.config) as one, Scheduler(shared.config) as other:
+        batch = new_id()
+        one.schedule([*sleepers(6), *sleepers(6, 2.0)], batch)
+        wait_until(lambda: shared.batch(batch).ready_task_count == 6, "six tasks to finish")
+        got: list[int] = []
+        for timeout in (0.0, None):  # what is there; and all of the rest
+            calls = [s.get_results(batch, timeout=timeout, clear_timeout_tasks=False) for s in (one, other, one)]
+            got += [e.eid.task for _, found in await asyncio.gather(*calls) for e in found]
+        assert sorted(got) == list(range(12))
 
 
-def test_p18_a_caller_that_gives_up_loses_nothing(shared: RolloutClient, new_id: NewId) -> None:
-    async def main() -> None:
-        async with Scheduler(shared.config) as scheduler:
-            batch = new_id()
-            scheduler.schedule(sleepers(2, 1.0), batch)
-            with pytest.raises(asyncio.TimeoutError):
-                await asyncio.wait_for(scheduler.get_results(batch), 0.3)
-            assert len((await scheduler.get_results(batch))[0]) == 2
-            # Also while it is about to be answered: what was taken is returned, whatever was cancelled.
-            scheduler.schedule([t for i in range(20) for t in sleepers(1, 0.05 * i)], batch)
-            got: list[int] = []
-            for i in range(40):
-                call = asyncio.create_task(scheduler.get_results(batch, timeout=0, clear_timeout_tasks=False))
-                await asyncio.sleep(0.002 * (i % 12))
-                call.cancel()
-                for answer in await asyncio.gather(call, return_exceptions=True):
-                    if not isinstance(answer, BaseException):
-                        got += [e.eid.task for e in answer[1]]
-            got += [e.eid.task for e in (await scheduler.get_results(batch))[1]]
-            assert sorted(got) == list(range(20))
-
-    asyncio.run(main())
+async def test_p18_a_caller_that_gives_up_loses_nothing(scheduler: Scheduler, new_id: NewId) -> None:
+    batch = new_id()
+    scheduler.schedule(sleepers(2, 1.0), batch)
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(scheduler.get_results(batch), 0.3)
+    assert len((await scheduler.get_results(batch))[0]) == 2
+    # Also while it is about to be answered: what was taken is returned, whatever was cancelled.
+    scheduler.schedule([t for i in range(20) for t in sleepers(1, 0.05 * i)], batch)
+    got: list[int] = []
+    for i in range(40):
+        call = asyncio.create_task(scheduler.get_results(batch, timeout=0, clear_timeout_tasks=False))
+        await asyncio.sleep(0.002 * (i % 12))
+        call.cancel()
+        for answer in await asyncio.gather(call, return_exceptions=True):
+            if not isinstance(answer, BaseException):
+                got += [e.eid.task for e in answer[1]]
+    got += [e.eid.task for e in (await scheduler.get_results(batch))[1]]
+    assert sorted(got) == list(range(20))
 
 
-def test_p16_stop_waits_for_what_runs_and_start_goes_on(system_for: StartSystem, new_id: NewId, tmp_path: Path) -> None:
+async def test_p16_stop_waits_for_what_runs_and_start_goes_on(
+    system_for: StartSystem, new_id: NewId, tmp_path: Path
+) -> None:
     client, first, second = system_for(explorer={"max_concurrency": 2}), new_id(), new_id()
-
-    async def main() -> None:
-        count = tmp_path / "ran"
-        scheduler = Scheduler(client.config)
-        with pytest.raises(NotRunning, match=r"scheduler.start"):
-            scheduler.schedule(sleepers(1), first)
-        await scheduler.stop()
-        await scheduler.start()
-        await scheduler.start()
-        scheduler.schedule(sleepers(6, 1.0, count_file=str(count)), first)
-        wait_until(lambda: load(client) == 2, "two tasks to run")
-        await scheduler.stop()
-        await scheduler.stop()
-        state = client.batch(first)
-        assert state.flights == {}
-        assert state.completed_task_count >= 2
-        assert state.pending
-        assert client.why(first).count("its scheduler was stopped") == 1
-        with pytest.raises(NotRunning):
-            scheduler.has_step(first)
-        await scheduler.start()
-        statuses, experiences = await scheduler.get_results(first, timeout=30)
-        assert len(statuses) == len(experiences) == 6
-        assert len(count.read_text().splitlines()) == 6
-        scheduler.schedule(sleepers(3), second)
-        assert len((await scheduler.get_results(second, min_num=3, timeout=30))[1]) == 3
-        await scheduler.stop()
-
-    asyncio.run(main())
+    count = tmp_path / "ran"
+    scheduler = Scheduler(client.config)
+    with pytest.raises(NotRunning, match=r"scheduler.start"):
+        scheduler.schedule(sleepers(1), first)
+    await scheduler.stop()
+    await scheduler.start()
+    await scheduler.start()
+    scheduler.schedule(sleepers(6, 1.0, count_file=str(count)), first)
+    wait_until(lambda: load(client) == 2, "two tasks to run")
+    await scheduler.stop()
+    await scheduler.stop()
+    state = client.batch(first)
+    assert state.flights == {}
+    assert state.completed_task_count >= 2
+    assert state.pending
+    assert client.why(first).count("its scheduler was stopped") == 1
+    with pytest.raises(NotRunning):
+        scheduler.has_step(first)
+    await scheduler.start()
+    statuses, experiences = await scheduler.get_results(first, timeout=30)
+    assert len(statuses) == len(experiences) == 6
+    assert len(count.read_text().splitlines()) == 6
+    scheduler.schedule(sleepers(3), second)
+    assert len((await scheduler.get_results(second, min_num=3, timeout=30))[1]) == 3
+    await scheduler.stop()
 
 
-def test_p16_stop_while_others_wait(system_for: StartSystem, new_id: NewId) -> None:
+async def test_p16_stop_while_others_wait(system_for: StartSystem, new_id: NewId) -> None:
     client, batch = system_for(explorer={"max_concurrency": 2}), new_id()
-
-    async def main() -> None:
-        scheduler = Scheduler(client.config)
-        await scheduler.start()
-        scheduler.schedule(sleepers(5, 1.0), batch)
-        results = asyncio.create_task(scheduler.get_results(batch))
-        everything = asyncio.create_task(scheduler.wait_all())
-        await asyncio.sleep(0.3)
-        await asyncio.wait_for(scheduler.stop(), 30)
-        statuses, experiences = await asyncio.wait_for(results, 5)
-        assert 2 <= len(statuses) == len(experiences) < 5
-        with pytest.raises(NotRunning):
-            await asyncio.wait_for(everything, 5)
-        async with Scheduler(client.config) as another:
-            assert len((await another.get_results(batch))[0]) == 5 - len(statuses)
-
-    asyncio.run(main())
+    scheduler = Scheduler(client.config)
+    await scheduler.start()
+    scheduler.schedule(sleepers(5, 1.0), batch)
+    results = asyncio.create_task(scheduler.get_results(batch))
+    everything = asyncio.create_task(scheduler.wait_all())
+    await asyncio.sleep(0.3)
+    await asyncio.wait_for(scheduler.stop(), 30)
+    statuses, experiences = await asyncio.wait_for(results, 5)
+    assert 2 <= len(statuses) == len(experiences) < 5
+    with pytest.raises(NotRunning):
+        await asyncio.wait_for(everything, 5)
+    async with Scheduler(client.config) as another:
+        assert len((await another.get_results(batch))[0]) == 5 - len(statuses)
 
 
-def test_p16_a_scheduler_that_started_the_system_ends_it_and_finds_its_work_again(tmp_path: Path) -> None:
+async def test_p16_a_scheduler_that_started_the_system_ends_it_and_finds_its_work_again(tmp_path: Path) -> None:
     config = scripted(tmp_path, explorer={"max_concurrency": 2})
-
-    async def main() -> None:
-        scheduler = Scheduler(config)
-        await scheduler.start()
-        scheduler.schedule(sleepers(2), 0)
-        await scheduler.wait_all()
-        scheduler.schedule(sleepers(5, 0.5), 1)
+    scheduler = Scheduler(config)
+    await scheduler.start()
+    scheduler.schedule(sleepers(2), 0)
+    await scheduler.wait_all()
+    scheduler.schedule(sleepers(5, 0.5), 1)
+    await scheduler.stop()
+    assert running_system.find(config) is None
+    await scheduler.start()
+    try:
+        assert len((await scheduler.get_results(0, timeout=0))[1]) == 2
+        assert [e.eid.task for e in (await scheduler.get_results(1))[1]] == list(range(5))
+        assert scheduler.client.log.verify() == []
+        assert scheduler.client.batch(1).state is BatchLifecycleState.FINALIZED
+    finally:
         await scheduler.stop()
-        assert running_system.find(config) is None
-        await scheduler.start()
-        try:
-            assert len((await scheduler.get_results(0, timeout=0))[1]) == 2
-            assert [e.eid.task for e in (await scheduler.get_results(1))[1]] == list(range(5))
-            assert scheduler.client.log.verify() == []
-            assert scheduler.client.batch(1).state is BatchLifecycleState.FINALIZED
-        finally:
-            await scheduler.stop()
-
-    asyncio.run(main())
 
 
-def test_p18_promise_2_the_coordinator_is_killed_while_results_are_waited_for_and_taken(
+async def test_p18_promise_2_the_coordinator_is_killed_while_results_are_waited_for_and_taken(
     start_system: StartSystem, tmp_path: Path
 ) -> None:
     client = start_system(explorer={"max_concurrency": 4})
     count = tmp_path / "ran"
-
-    async def main() -> None:
-        async with Scheduler(client.config) as scheduler:
-            got: list[tuple[object, int]] = []
-            for batch in (1, 2):
-                scheduler.schedule(sleepers(8, 0.5, count_file=str(count)), batch)
-            waiting = asyncio.create_task(scheduler.get_results(2))
-            for _ in range(3):
-                first = pid_of(client, "coordinator")
-                await asyncio.sleep(0.4)
-                taking = asyncio.create_task(scheduler.get_results(1, timeout=0, clear_timeout_tasks=False))
-                await asyncio.sleep(0.02)
-                os.kill(first, signal.SIGKILL)
-                scheduler.schedule(sleepers(1, count_file=str(count)), 3)
-                # one that is away for longer than GRACE_SECONDS has given nothing: it is taken below
-                with contextlib.suppress(TimeoutError):
-                    got += [(e.eid.batch, e.eid.task) for e in (await taking)[1]]
-                await asyncio.to_thread(
-                    wait_until, lambda gone=first: pid_of(client, "coordinator") != gone, "another coordinator"
-                )
-            for results in (await waiting, await scheduler.get_results(1), await scheduler.get_results(3)):
-                assert all(status.ok for status in results[0])
-                got += [(e.eid.batch, e.eid.task) for e in results[1]]
-            assert Counter(got) == {
-                **{(b, t): 1 for b in (1, 2) for t in range(8)}, **{(3, t): 1 for t in range(3)},
-            }
-            assert set(Counter(count.read_text().splitlines()).values()) == {1}  # and nothing was run again
-            assert client.log.verify() == []
-
-    asyncio.run(main())
+    async with Scheduler(client.config) as scheduler:
+        got: list[tuple[object, int]] = []
+        for batch in (1, 2):
+            scheduler.schedule(sleepers(8, 0.5, count_file=str(count)), batch)
+        waiting = asyncio.create_task(scheduler.get_results(2))
+        for _ in range(3):
+            first = pid_of(client, "coordinator")
+            await asyncio.sleep(0.4)
+            taking = asyncio.create_task(scheduler.get_results(1, timeout=0, clear_timeout_tasks=False))
+            await asyncio.sleep(0.02)
+            os.kill(first, signal.SIGKILL)
+            scheduler.schedule(sleepers(1, count_file=str(count)), 3)
+            # one that is away for longer than GRACE_SECONDS has given nothing: it is taken below
+            with contextlib.suppress(TimeoutError):
+                got += [(e.eid.batch, e.eid.task) for e in (await taking)[1]]
+            await asyncio.to_thread(
+                wait_until, lambda gone=first: pid_of(client, "coordinator") != gone, "another coordinator"
+            )
+        for results in (await waiting, await scheduler.get_results(1), await scheduler.get_results(3)):
+            assert all(status.ok for status in results[0])
+            got += [(e.eid.batch, e.eid.task) for e in results[1]]
+        assert Counter(got) == {
+            **{(b, t): 1 for b in (1, 2) for t in range(8)}, **{(3, t): 1 for t in range(3)},
+        }
+        assert set(Counter(count.read_text().splitlines()).values()) == {1}  # and nothing was run again
+        assert client.log.verify() == []
 
 
 def test_p18_promise_2_everything_is_killed_and_another_scheduler_collects_the_rest(
@@ -278,18 +246,14 @@ def test_p18_promise_2_everything_is_killed_and_another_scheduler_collects_the_r
     asyncio.run(after(asyncio.run(before())))
 
 
-def test_p16_start_says_why_an_engine_cant_start(tmp_path: Path) -> None:
+async def test_p16_start_says_why_an_engine_cant_start(tmp_path: Path) -> None:
     config = scripted(tmp_path, explorer={"rollout_model": {"script": {"no such key": 1}}})
-
-    async def main() -> None:
-        with pytest.raises(StartupError, match="no such key"):
-            await Scheduler(config).start()
-        assert running_system.find(config) is None
-
-    asyncio.run(main())
+    with pytest.raises(StartupError, match="no such key"):
+        await Scheduler(config).start()
+    assert running_system.find(config) is None
 
 
-def test_p23_after_the_warmup_an_attempt_may_take_so_many_times_what_attempts_took(
+async def test_p23_after_the_warmup_an_attempt_may_take_so_many_times_what_attempts_took(
     start_system: StartSystem,
 ) -> None:
     client = start_system(explorer={
@@ -303,40 +267,61 @@ def test_p23_after_the_warmup_an_attempt_may_take_so_many_times_what_attempts_to
 
     def pace() -> list[ev.PaceMeasured]:
         return [r.event for r in client.log.read(stream="pace") if isinstance(r.event, ev.PaceMeasured)]
+    async with Scheduler(client.config) as scheduler:
+        slow = sleepers(2, 3.0)
+        for task in slow:
+            task.is_eval = True
+        scheduler.schedule(slow, "0/eval")  # evals don't count
+        assert [s.ok for s in (await scheduler.get_results("0/eval"))[0]] == [True, True]
+        client.submit_batch(batch_id="1/eval", tasks=sleepers(2, 0.1), batch_type="eval")
+        client.finalize_eval_batch("1/eval", timeout=30)
+        assert pace() == []
+        scheduler.schedule(sleepers(4, 0.6), 0)
+        assert len((await scheduler.get_results(0))[0]) == 4
+        client.submit_batch(batch_id=1, tasks=sleepers(4, 0.6), batch_type="train")  # a step is a step
+        client.finalize_train_batch(1, timeout=30)
+        assert set(timeouts()) == {0.0}
+        one, two = pace()
+        assert (one.batch_id, one.steps, one.attempts, one.timeout) == (0, 1, 4, 0.0)
+        assert (two.batch_id, two.steps, two.attempts) == (1, 2, 8)
+        limit = two.timeout
+        assert limit == 3.0 * two.seconds / two.attempts
+        assert 1.8 <= limit < 20
+        os.kill(pid_of(client, "coordinator"), signal.SIGKILL)
+        scheduler.schedule(sleepers(2, 18.0) + sleepers(2, 0.6), 2)
+        began = time.monotonic()
+        statuses, experiences = await scheduler.get_results(2)
+        assert time.monotonic() - began < 18
+        assert [s.ok for s in statuses] == [False, False, True, True]
+        assert "dynamic_timeout" in (statuses[0].message or "")
+        assert len(experiences) == 2
+        assert set(timeouts()) == {0.0, limit}
+        assert pace()[-1].timeout > limit  # those that timed out count: the pace follows tasks that get longer
+        client.submit_batch(batch_id=3, tasks=sleepers(2, 0.1), batch_type="train")
+        client.finalize_train_batch(3, timeout=30)
+        assert timeouts()[-1] == pace()[-2].timeout
 
-    async def main() -> None:
-        async with Scheduler(client.config) as scheduler:
-            slow = sleepers(2, 3.0)
-            for task in slow:
-                task.is_eval = True
-            scheduler.schedule(slow, "0/eval")  # evals don't count
-            assert [s.ok for s in (await scheduler.get_results("0/eval"))[0]] == [True, True]
-            client.submit_batch(batch_id="1/eval", tasks=sleepers(2, 0.1), batch_type="eval")
-            client.finalize_eval_batch("1/eval", timeout=30)
-            assert pace() == []
-            scheduler.schedule(sleepers(4, 0.6), 0)
-            assert len((await scheduler.get_results(0))[0]) == 4
-            client.submit_batch(batch_id=1, tasks=sleepers(4, 0.6), batch_type="train")  # a step is a step
-            client.finalize_train_batch(1, timeout=30)
-            assert set(timeouts()) == {0.0}
-            one, two = pace()
-            assert (one.batch_id, one.steps, one.attempts, one.timeout) == (0, 1, 4, 0.0)
-            assert (two.batch_id, two.steps, two.attempts) == (1, 2, 8)
-            limit = two.timeout
-            assert limit == 3.0 * two.seconds / two.attempts
-            assert 1.8 <= limit < 20
-            os.kill(pid_of(client, "coordinator"), signal.SIGKILL)
-            scheduler.schedule(sleepers(2, 18.0) + sleepers(2, 0.6), 2)
-            began = time.monotonic()
-            statuses, experiences = await scheduler.get_results(2)
-            assert time.monotonic() - began < 18
-            assert [s.ok for s in statuses] == [False, False, True, True]
-            assert "dynamic_timeout" in (statuses[0].message or "")
-            assert len(experiences) == 2
-            assert set(timeouts()) == {0.0, limit}
-            assert pace()[-1].timeout > limit  # those that timed out count: the pace follows tasks that get longer
-            client.submit_batch(batch_id=3, tasks=sleepers(2, 0.1), batch_type="train")
-            client.finalize_train_batch(3, timeout=30)
-            assert timeouts()[-1] == pace()[-2].timeout
 
-    asyncio.run(main())
+async def test_p7_p25_a_batch_that_ended_can_be_looked_at_also_when_its_id_was_used_again(
+    system_for: StartSystem, new_id: NewId
+) -> None:
+    client, batch, other = system_for(), new_id(), new_id()
+    client.submit_batch(batch_id=batch, tasks=sleepers(2, reward=0.25), batch_type="train")
+    result = client.finalize_train_batch(batch, timeout=30)
+    async with Scheduler(client.config) as scheduler:
+        scheduler.schedule(dummies(1, exception=1), other)
+        await scheduler.get_results(other, timeout=30)
+        before = client.log.head().position
+        scheduler.schedule(sleepers(3), other)
+        await scheduler.get_results(other, timeout=30)
+    state = client.batch(batch)
+    assert state.state is BatchLifecycleState.FINALIZED
+    assert state.final_result == result
+    assert all(isinstance(s, Status) and s.ok for s in state.statuses.values())
+    assert client.batch(other).completed_task_count == 3
+    past = client.log.replay(other, at=before)
+    assert (past.state, past.completed_task_count) == (BatchLifecycleState.FINALIZED, 2)
+    assert "Exception occurred" in (past.statuses[1].message or "")
+    assert past.taken.keys() == {0, 1}
+    assert [e.eid.task for e in client.read(past.experiences)] == [0]
+    assert len(list(client.experiences(other))) == 3

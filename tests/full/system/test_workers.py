@@ -1,32 +1,29 @@
-"""P9, P12: sync workflows play in processes of their own, and what they do to those ends nothing else."""
+"""P12: sync workflows play in processes of their own, and what they do to those ends nothing else."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import ctypes
 import os
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 
 from tests.helpers.parity_rows import recorded
 from tests.helpers.systems import StartSystem, pid_of
-from trinity_es import MultiTurnWorkflow, Task, Workflow
+from tests.helpers.ways_to_end import WAYS
+from trinity_es import Task, Workflow
 from trinity_es.actors.base import process_start_time
-from trinity_es.actors.engines.interface import EngineConfig, Sampling
 from trinity_es.actors.guardian.text_logs import MOST_BYTES
 from trinity_es.client.rollout_client import RolloutClient
-from trinity_es.events.experience import EID, Experience
+from trinity_es.events.experience import Experience
 from trinity_es.events.vocabulary import AttemptFailed
 from trinity_es.system import running_system
 from trinity_es.system.leftovers import leftovers
-from trinity_es.testing import ScriptedEngine, SleepWorkflow, wait_until
+from trinity_es.testing import SleepWorkflow, wait_until
 
 NewId = Callable[[], int]
 
@@ -38,37 +35,10 @@ class Misbehaves(Workflow):
         args = self.task.workflow_args
         with open(args["note"], "a") as f:
             f.write(f"{os.getpid()}\n")
-        match args["how"]:
-            case "sleep":
-                while True:
-                    time.sleep(600)
-            case "loop":
-                while True:
-                    pass
-            case "C":
-                ctypes.PyDLL(None).sleep(600)  # keeps the GIL
-            case "_exit":
-                os._exit(3)
-            case "segfault":
-                ctypes.string_at(0)
+        if args["how"]:
+            WAYS[args["how"]]()
         self.logger.info("this went well in %s", os.getpid())
         return [Experience(tokens=[1, 2], prompt_length=1, reward=1.0)]
-
-
-class Talks(MultiTurnWorkflow):
-    """Two answers as they came, and the whole conversation."""
-
-    def run(self) -> list[Experience]:
-        messages = [{"role": "user", "content": f"task {self.task.task_id}"}]
-        found = []
-        for step in range(2):
-            [answer] = self.model.chat(messages, max_tokens=5)
-            answer.eid, answer.reward = EID(step=step), 0.0
-            found.append(answer)
-            messages += [{"role": "assistant", "content": answer.response_text}, {"role": "user", "content": "on"}]
-        whole = self.process_messages_to_experience(messages[:-1], reward=1.0)
-        whole.eid = EID(step=2)
-        return [*found, whole]
 
 
 def attempts(note: Path | str) -> list[int]:
@@ -126,52 +96,6 @@ def test_p12_what_a_sync_workflow_does_to_its_process_fails_its_task_only(
     assert len(workers(runner)) <= 3
     log = Path(system.config.system.log_dir) / "runner-0.log"
     assert f"this went well in {attempts(tmp_path / 'good')[0]}" in log.read_text()
-
-
-def test_p9_a_sync_conversation_has_the_tokens_and_logprobs_that_the_engine_gave(
-    system: RolloutClient, new_id: NewId
-) -> None:
-    batch = new_id()
-    system.submit_batch(batch_id=batch, tasks=[Task(workflow=Talks) for _ in range(3)], batch_type="train")
-    assert system.finalize_train_batch(batch, timeout=60)["finished_task_count"] == 3
-    model = system.config.explorer.rollout_model
-    engine = ScriptedEngine(EngineConfig(model_path="", seed=model.engine_config().seed))
-    rest = {k: v for k, v in model.rollout_args().items() if k != "max_tokens"}
-
-    async def check(steps: list[Experience]) -> None:
-        prompt = f"task {steps[0].eid.task}\n".encode()
-        for e in steps[:2]:
-            [given] = await engine.generate(list(prompt), Sampling(max_tokens=5, **rest))
-            assert e.tokens.tolist() == [*given.prompt_token_ids, *given.token_ids]
-            assert e.logprobs is not None
-            assert given.logprobs is not None
-            assert e.logprobs.tolist() == np.asarray(given.logprobs, dtype=np.float32).tolist()
-            prompt += bytes(given.token_ids) + b"\non\n"
-        whole = steps[2]
-        assert bytes(whole.tokens.tolist()) == prompt.removesuffix(b"\non\n")
-        assert whole.logprobs is not None
-        assert whole.action_mask is not None
-        sampled = [float(p) for e in steps[:2] for p in e.logprobs.tolist()]
-        assert whole.logprobs[whole.action_mask].tolist() == sampled
-        assert not whole.logprobs[~whole.action_mask].any()
-        assert whole.experience_type == "multi_turn"
-
-    found = list(system.experiences(batch))
-    for task in range(3):
-        asyncio.run(check(sorted((e for e in found if e.eid.task == task), key=lambda e: e.eid.step)))
-
-
-def test_no_worker_outlives_its_runner(start_system: StartSystem, tmp_path: Path) -> None:
-    client = start_system(explorer={"max_concurrency": 3})
-    notes = {how: tmp_path / how for how in ("sleep", "loop", "C")}
-    tasks = [Task(workflow=Misbehaves, workflow_args={"note": str(n), "how": how}) for how, n in notes.items()]
-    client.submit_batch(batch_id=1, tasks=tasks, batch_type="train")
-    wait_until(lambda: all(attempts(note) for note in notes.values()), "all to hang")
-    runner = psutil.Process(pid_of(client, "runner-0"))
-    pids = [attempts(note)[0] for note in notes.values()]
-    assert sorted(pids) == sorted(p.pid for p in workers(runner))
-    runner.kill()
-    wait_until(lambda: gone(pids), "the end of the workers", 2)
 
 
 class LeavesADaemon(Workflow):
@@ -244,7 +168,7 @@ def test_a_runner_imports_the_workflows_of_its_config_before_the_first_task(
         "import os\n"
         f"with open({str(note)!r}, 'a') as f:\n"
         "    print(os.getpid(), file=f)\n"
-        "from tests.full.system.test_workers import Talks as W\n"
+        "from tests.full.system.test_workers import Misbehaves as W\n"
     )
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "x"}\n')
     taskset = {"name": "t", "path": "tasks.jsonl", "workflow": "warmed_before:W"}

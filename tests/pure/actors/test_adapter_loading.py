@@ -4,47 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.helpers.adapters import published
+from tests.helpers.live_log import LiveLog
 from trinity_es.actors.coordinator.fleet.awaited import Awaited
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.fleet.weights import WeightLoading
 from trinity_es.actors.coordinator.live_state import LiveState
-from trinity_es.actors.messages import AdaptersLoadResult, LoadAdapters, RunnerStatus
+from trinity_es.actors.messages import AdaptersLoadResult, LoadAdapters, RunnerDied, RunnerStatus
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.payloads.payloads import open_payloads
-from trinity_es.projections.tables.read_models import projectors
 
 
-class Fleet:
-    """The coordinator's part on a real log, and runners that load what is not in `bad`."""
+class Fleet(LiveLog):
+    """The coordinator's part, and runners that load what is not in `bad`."""
 
     def __init__(self, folder: Path) -> None:
-        self.url = f"sqlite:///{folder / 'log.sqlite'}"
-        self.log = EventLog.open(self.url, create=True, durability="process", projectors=projectors())
+        super().__init__(folder)
         self.bad: set[str] = set()
         self.engines: dict[str, dict[str, int]] = {}
-        self.sent: list[tuple[Any, Any]] = []
-        self.clock, self.commits = 0.0, 0
         self.take_over(most=2)
 
     def take_over(self, most: int) -> None:
         """Another coordinator: what is not in the log is not known."""
-        self.live = LiveState(self.log, open_payloads(self.url))
+        self.live = LiveState(self.log, self.payloads)
         self.registry = RunnerRegistry(self.live, self, clock=lambda: self.clock)
         self.lives = RunnerLifecycle(self.registry, WeightLoading(self.registry), Dispatcher(self.registry), most)
-
-    def send(self, to: Any, message: Any) -> None:
-        self.sent.append((to, message))
-
-    def now(self) -> float:
-        return self.clock
 
     def come_up(self, name: str, incarnation: int) -> None:
         self.engines[name] = {}
@@ -71,17 +59,10 @@ class Fleet:
         self.turn()
         return waiter
 
-    def turn(self) -> None:
-        while self.live.turn.writes or self.live.turn.then or self.sent:
-            turn = self.live.close_turn()
-            if turn.writes:
-                self.commits += 1
-                self.log.append(turn.writes, commit_id=str(self.commits))
-            for call in turn.then:
-                call()
-            for to, message in self.sent:
-                self.load(to, message)
-            self.sent.clear()
+    def look(self) -> None:
+        orders, self.sent = self.sent, []
+        for to, message in orders:
+            self.load(to, message)
 
     def load(self, name: str, order: LoadAdapters) -> None:
         loaded: list[tuple[str, int, float]] = []
@@ -114,7 +95,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
     made.come_up("a", 1)
     made.come_up("b", 1)
     yield made
-    made.log.close()
+    made.close()
 
 
 def test_an_adapter_that_nobody_ever_had_keeps_no_runner_from_serving(fleet: Fleet) -> None:
@@ -126,7 +107,7 @@ def test_an_adapter_that_nobody_ever_had_keeps_no_runner_from_serving(fleet: Fle
     fleet.speak("a", 1)
     fleet.come_up("b", 2)
     assert (fleet.serving(), fleet.failures()) == (["a", "b"], [])
-    assert fleet.live.loaded_adapters == LiveState(fleet.log, fleet.live.payloads).loaded_adapters == {"math"}
+    assert fleet.live.loaded_adapters == LiveState(fleet.log, fleet.payloads).loaded_adapters == {"math"}
 
 
 def test_an_adapter_that_somebody_had_is_waited_for_until_it_is_removed(fleet: Fleet) -> None:
@@ -223,12 +204,16 @@ def test_a_log_with_more_adapters_than_there_is_room_for_names_them_and_the_key(
     assert (fleet.serving(), fleet.engines["a"]) == (["a"], {"math": 1})
 
 
-def test_who_waits_for_a_runner_that_retires_waits_no_more(fleet: Fleet) -> None:
+@pytest.mark.parametrize("end", ["retired", "died"])
+def test_who_waits_for_a_runner_that_ends_waits_no_more(fleet: Fleet, end: str) -> None:
     waiter = fleet.lives.adapters.publish(published())
     assert waiter.waiting_on == {"a", "b"}
     fleet.sent.clear()
     fleet.live.turn.then.clear()  # the orders never arrive
-    fleet.speak("b", 1, "retired")
+    if end == "died":
+        fleet.lives.on_death(RunnerDied("b", 1, "it was killed"))
+    else:
+        fleet.speak("b", 1, "retired")
     assert "b" not in waiter.waiting_on
 
 

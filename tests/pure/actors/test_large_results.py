@@ -10,42 +10,30 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.live_log import LiveLog
 from trinity_es.actors.coordinator.decisions import batches
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.coordinator.fleet.weights import WeightLoading
-from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.messages import OutcomeReport, UnitAssignment
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.runner import reporting
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogUnavailable
-from trinity_es.events.store.log import EventLog
-from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.projections.batch import BatchState, fold
-from trinity_es.projections.tables.read_models import projectors
 from trinity_es.projections.verify.log import verify_log
 
 MESSAGE = 256 * 1024
 
 
-class Place:
-    """A log, the coordinator's part that takes outcomes, and what a runner writes for it."""
+class Place(LiveLog):
+    """The coordinator's part that takes outcomes, and what a runner writes for it."""
 
     def __init__(self, folder: Path) -> None:
-        self.url = f"sqlite:///{folder / 'log.sqlite'}"
-        self.log = EventLog.open(self.url, create=True, durability="process", projectors=projectors())
-        self.payloads, self.commits = open_payloads(self.url, durability="process"), 0
-        self.live = LiveState(self.log, self.payloads)
+        super().__init__(folder)
         registry = RunnerRegistry(self.live, self, clock=lambda: 0.0)
         self.lives = RunnerLifecycle(registry, WeightLoading(registry), Dispatcher(registry))
-
-    def send(self, to: Any, message: Any) -> None:
-        pass
-
-    def now(self) -> float:
-        return 0.0
 
     def submit(self, runs: int) -> UnitAssignment:
         """Have a batch of one task, all of whose runs a runner has."""
@@ -64,15 +52,6 @@ class Place:
         self.lives.with_results(message, self.lives.on_outcomes)
         self.turn()
 
-    def turn(self) -> None:
-        while self.live.turn.writes or self.live.turn.then:
-            turn = self.live.close_turn()
-            if turn.writes:
-                self.commits += 1
-                self.log.append(turn.writes, commit_id=str(self.commits))
-            for call in turn.then:
-                call()
-
     def replayed(self) -> BatchState:
         state = fold(r.event for r in self.log.read(stream="batch/1"))
         assert state is not None
@@ -82,7 +61,7 @@ class Place:
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
     made = Place(tmp_path)
-    with closing(made.log), closing(made.payloads):
+    with closing(made):
         yield made
 
 

@@ -83,7 +83,8 @@ def test_p14_the_table_has_a_line_a_runner() -> None:
 @pytest.mark.parametrize(("answers", "silent"), [(True, [0.0, 0.0, 0.0, 0.0]), (False, [0.0, 0.0, 2.006, 4.009])])
 def test_a_loop_that_answers_each_beat_is_not_silent_though_beats_are_late(answers: bool, silent: list[float]) -> None:
     now = [100.0]
-    side = SimpleNamespace(trouble="", waits_for="", runs_wait="", blocking=lambda: None,
+    side = SimpleNamespace(waits_for="", runs_wait="", loop=SimpleNamespace(playing=lambda: None),
+                           reporter=SimpleNamespace(trouble=""),
                            ping=lambda answered: answered() if answers else None)
     told: list[float] = []
     runner: Any = SimpleNamespace(

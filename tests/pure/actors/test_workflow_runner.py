@@ -59,11 +59,11 @@ class FailsOnTheSecond(Workflow):
         return [one()]
 
 
-class ReturnsNumbers(Workflow):
+class Returns(Workflow):
     is_async = True
 
     async def run_async(self) -> Any:
-        return [one(), 2]
+        return self.task.workflow_args["it"]
 
 
 class SaysHowItWent(Workflow):
@@ -156,11 +156,15 @@ def test_p10_one_failed_run_does_not_lose_its_group(mode: str) -> None:
     assert "the second one" in message
 
 
-def test_what_is_no_experience_in_a_returned_list_is_named_by_its_place_and_type() -> None:
-    done = asyncio.run(runner().execute(Task(workflow=ReturnsNumbers), 1, range(1)))
+@pytest.mark.parametrize(("it", "says"), [
+    ([one(), 2], "Returns returned a list whose item 1 is of type int: a list of Experience is expected"),
+    ([], "Returns completed without an experience"),
+])
+def test_p8_what_a_run_returns_that_is_no_list_of_experiences_is_its_failure(it: list[Any], says: str) -> None:
+    done = asyncio.run(runner().execute(Task(workflow=Returns, workflow_args={"it": it}), 1, range(1)))
     [(_, kind, message)] = done.failures
     assert kind == "workflow"
-    assert "ReturnsNumbers returned a list whose item 1 is of type int: a list of Experience is expected" in message
+    assert says in message
 
 
 def test_p9_a_sync_workflow_talks_to_the_model_from_its_thread() -> None:
@@ -193,22 +197,18 @@ def test_a_seed_differs_from_run_to_run_and_is_the_same_again() -> None:
     assert len({tuple(a) for a in first}) == 3
 
 
-def test_an_evals_sampling_is_that_of_no_other_task_of_its_runner_before_beside_or_after_it() -> None:
+async def test_an_evals_sampling_is_that_of_no_other_task_of_its_runner_before_beside_or_after_it() -> None:
     """Elsewhere it became that of training from the first eval on (Trinity-RFT 400)."""
     engine = Recorder(response="a")
     runs = WorkflowRunner(engine, defaults={"top_p": 0.5})
     asked = {"train": {"temperature": 1.0, "max_tokens": 9}, "eval": {"temperature": 0.01, "top_p": 0.9}, "other": {}}
-
-    async def play() -> None:
-        for workflow in (SimpleWorkflow, AsyncSimpleWorkflow):  # the first is reset, and used again
-            for _ in range(2):
-                await asyncio.gather(*(
-                    runs.run_task(Task(workflow=workflow, raw_task={"prompt": name}, reward_fn=half,
-                                       rollout_args=args, is_eval=name == "eval"), 1, 2)
-                    for name, args in asked.items()
-                ))
-
-    asyncio.run(play())
+    for workflow in (SimpleWorkflow, AsyncSimpleWorkflow):  # the first is reset, and used again
+        for _ in range(2):
+            await asyncio.gather(*(
+                runs.run_task(Task(workflow=workflow, raw_task={"prompt": name}, reward_fn=half,
+                                   rollout_args=args, is_eval=name == "eval"), 1, 2)
+                for name, args in asked.items()
+            ))
     found: dict[str, set[tuple[float, float, int]]] = {}
     for prompt, s in engine.asked:
         text = prompt if isinstance(prompt, str) else engine.tokenizer.decode(prompt)

@@ -11,18 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trinity_es.events import codec
+from trinity_es.events import vocabulary as ev
 from trinity_es.events.codec import check, decode, encode
 from trinity_es.events.errors import InvalidEvent, LogCorrupt, LogTooNew
 from trinity_es.events.store.records.recorded import from_row
-from trinity_es.events.vocabulary import (
-    EVENTS,
-    BatchFinalized,
-    BatchSubmitted,
-    BatchTrained,
-    Event,
-    SystemConfigured,
-    WritingResumed,
-)
+from trinity_es.events.vocabulary import EVENTS, Event
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 integers = st.integers(min_value=-(2**53), max_value=2**53)
@@ -68,30 +61,30 @@ def test_what_is_not_finite_is_refused_by_the_name_of_its_field(bad: float) -> N
     """Where null may stand it would be recorded without a word; where a number must, the number is named and not it."""
     for refuse, more in ((encode, {}), (check, {"best": None})):
         with pytest.raises(InvalidEvent, match=r"BatchFinalized\.result\.metrics\[0\]\.reward is"):
-            refuse(BatchFinalized(result={"metrics": [{"reward": bad}], **more}))
+            refuse(ev.BatchFinalized(result={"metrics": [{"reward": bad}], **more}))
     with pytest.raises(InvalidEvent, match=r"WritingResumed\.seconds is"):
-        check(WritingResumed(error="", seconds=bad))
-    fine = BatchFinalized(result={"metrics": [{"reward": 0.5}], "best": None, "said": "null"})
+        check(ev.WritingResumed(error="", seconds=bad))
+    fine = ev.BatchFinalized(result={"metrics": [{"reward": 0.5}], "best": None, "said": "null"})
     assert check(fine) == (encode(fine), fine)
 
 
 @pytest.mark.parametrize("bad", [object(), {1: 2}, 2**70, "\ud800", {1, 2}, b"bytes"])
 def test_what_json_can_not_hold_is_refused_by_the_name_of_its_field(bad: object) -> None:
     with pytest.raises(InvalidEvent, match=r"SystemConfigured\.config"):
-        encode(SystemConfigured(config={"x": bad}))
+        encode(ev.SystemConfigured(config={"x": bad}))
 
 
 @pytest.mark.parametrize("batch_id", [12, "12", "12/gsm8k"])
 def test_a_number_and_the_text_of_it_stay_different(batch_id: int | str) -> None:
-    event = BatchSubmitted(batch_id=batch_id, batch_type="train", repeat_times=[1])
+    event = ev.BatchSubmitted(batch_id=batch_id, batch_type="train", repeat_times=[1])
     back = decode("BatchSubmitted", event.schema_version, encode(event))
-    assert isinstance(back, BatchSubmitted)
+    assert isinstance(back, ev.BatchSubmitted)
     assert back.batch_id == batch_id
     assert type(back.batch_id) is type(batch_id)
 
 
 def test_the_order_of_a_dict_does_not_change_the_bytes() -> None:
-    assert encode(SystemConfigured(config={"a": 1, "b": 2})) == encode(SystemConfigured(config={"b": 2, "a": 1}))
+    assert encode(ev.SystemConfigured(config={"a": 1, "b": 2})) == encode(ev.SystemConfigured(config={"b": 2, "a": 1}))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +103,7 @@ def test_an_event_of_a_newer_software_is_told() -> None:
     with pytest.raises(LogTooNew, match="BatchTeleported"):
         decode("BatchTeleported", 1, b"{}")
     with pytest.raises(LogTooNew, match="schema version 99"):
-        decode("BatchTrained", 99, encode(BatchTrained(step=1)))
+        decode("BatchTrained", 99, encode(ev.BatchTrained(step=1)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

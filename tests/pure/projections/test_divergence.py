@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +52,6 @@ def test_two_moments_differ_in_what_happened_between(tmp_path: Path) -> None:
     assert found["task 0"][0].startswith("attempt 1 on runner-0 #1, weights 4")
     assert found["task 0"][1].startswith("finished, 2 of 2 runs done")
     assert list(diff.changes(after, after)) == []
-
-
-def test_a_copy_that_was_gone_on_with_parts_at_the_event_after_the_copy(tmp_path: Path) -> None:
-    write(tmp_path / "one", [("weights", [ev.WeightsPublished(version=v, path=f"w{v}") for v in range(40)])])
-    for file in tmp_path.glob("one*"):
-        if file.is_file():
-            shutil.copy(file, tmp_path / file.name.replace("one", "two"))
-    grown(tmp_path / "one", ev.WeightsPublished(version=40, path="here"))
-    grown(tmp_path / "two", ev.WeightsPublished(version=40, path="there"), ev.WeightsPublished(version=41, path="on"))
-    with open_log(str(tmp_path / "one")) as one, open_log(str(tmp_path / "two")) as two:
-        fork = diff.find_fork(one, two)
-    assert (fork.common, fork.heads) == (40, (41, 42))
-    assert [r.position for r in fork.before] == [38, 39, 40]
-    assert [[r.position for r in after] for after in fork.after] == [[41], [41, 42]]
 
 
 def run(

@@ -84,17 +84,13 @@ def test_a_reward_beyond_what_trainers_compute_in_is_refused(reward: float) -> N
 
 def test_what_is_read_from_a_payload_of_an_older_release_may_hold_nan() -> None:
     e = small(logprobs=[0.5, 0.5], reward=1.0)
-    old = payload_format.encode(*_with_nan(e))
+    e.logprobs[1] = math.nan
+    eid = [e.eid.batch, e.eid.task, e.eid.run, e.eid.step, e.eid.suffix]
+    old = payload_format.encode([item_of(e.__dict__, eid)], columns_of([e.__dict__]))
     [back] = Experience.deserialize_many(old)
     assert math.isnan(back.logprobs[1])
     with pytest.raises(DataError, match=r"logprobs\[1\] is nan"):
         back.require_finite()
-
-
-def _with_nan(e: Experience) -> tuple[Any, Any]:
-    e.logprobs[1] = math.nan
-    eid = [e.eid.batch, e.eid.task, e.eid.run, e.eid.step, e.eid.suffix]
-    return [item_of(e.__dict__, eid)], columns_of([e.__dict__])
 
 
 def test_p5_what_is_read_can_be_changed_without_changing_its_neighbour() -> None:

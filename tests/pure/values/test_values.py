@@ -11,19 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trinity_es.events import values
 from trinity_es.events.errors import DataError, TaskNotSerializable
-from trinity_es.events.values import (
-    BatchId,
-    BatchLifecycleState,
-    Status,
-    Task,
-    batch_stream,
-    class_path,
-    require_finite,
-    sort_batch_id,
-    task_from_dict,
-    task_to_dict,
-)
+from trinity_es.events.values import BatchId, Task, task_to_dict
 
 batch_ids = st.one_of(
     st.integers(0, 10**6),
@@ -46,46 +36,42 @@ class Played:
 # --- P1 -------------------------------------------------------------------------------------------------------------
 def test_p1_the_smaller_number_goes_first_then_the_step_before_its_evals_and_names_last() -> None:
     given_ids: list[BatchId] = ["nightly", "12/gsm8k", "3/math", 12, 3, "3/gsm8k", "bench"]
-    assert sorted(given_ids, key=sort_batch_id) == [3, "3/gsm8k", "3/math", 12, "12/gsm8k", "bench", "nightly"]
+    assert sorted(given_ids, key=values.sort_batch_id) == [3, "3/gsm8k", "3/math", 12, "12/gsm8k", "bench", "nightly"]
 
 
 def test_p1_numbers_are_compared_as_numbers_not_as_text() -> None:
-    assert sorted(["10/a", 9, "9/a", 10], key=sort_batch_id) == [9, "9/a", 10, "10/a"]
+    assert sorted(["10/a", 9, "9/a", 10], key=values.sort_batch_id) == [9, "9/a", 10, "10/a"]
 
 
 @given(st.lists(batch_ids, max_size=12))
 def test_p1_the_order_is_total_and_the_same_from_every_start(ids: list[BatchId]) -> None:
-    ordered = sorted(ids, key=sort_batch_id)
+    ordered = sorted(ids, key=values.sort_batch_id)
     backwards = ids[::-1]
-    assert sorted(backwards, key=sort_batch_id) == ordered
+    assert sorted(backwards, key=values.sort_batch_id) == ordered
     for a, b in itertools.pairwise(ordered):
-        assert sort_batch_id(a) <= sort_batch_id(b)
-        if sort_batch_id(a) == sort_batch_id(b):
+        assert values.sort_batch_id(a) <= values.sort_batch_id(b)
+        if values.sort_batch_id(a) == values.sort_batch_id(b):
             assert a == b
 
 
 @given(batch_ids, batch_ids)
 def test_p1_different_batches_have_different_streams(a: BatchId, b: BatchId) -> None:
     if type(a) is not type(b) or a != b:
-        assert batch_stream(a) != batch_stream(b)
+        assert values.batch_stream(a) != values.batch_stream(b)
 
 
 # --- P2 -------------------------------------------------------------------------------------------------------------
 @given(json_dicts, json_dicts, json_dicts, st.none() | st.integers(1, 64), st.booleans(), st.none() | json_dicts)
 def test_p2_a_task_comes_back_from_its_json_as_it_was(
-    workflow_args: dict[str, Any],
-    rollout_args: dict[str, Any],
-    index: dict[str, Any],
-    repeat_times: int | None,
-    is_eval: bool,
-    raw_task: dict[str, Any] | None,
+    workflow_args: dict[str, Any], rollout_args: dict[str, Any], index: dict[str, Any], repeat_times: int | None,
+    is_eval: bool, raw_task: dict[str, Any] | None,
 ) -> None:
     task = Task(
         workflow="math_workflow", reward_fn="pkg.mod:Reward", repeat_times=repeat_times, workflow_args=workflow_args,
         rollout_args=rollout_args, index=index, is_eval=is_eval, raw_task=raw_task or None, batch_id=3, task_id=7,
     )
     written = orjson.loads(orjson.dumps(task_to_dict(task)))
-    assert task_from_dict(written, batch_id=3, task_id=7) == task
+    assert values.task_from_dict(written, batch_id=3, task_id=7) == task
 
 
 def test_p2_ids_are_not_part_of_the_encoding() -> None:
@@ -125,7 +111,7 @@ def test_p2_a_local_class_is_refused_with_the_way_out() -> None:
 def test_p2_a_class_of_the_main_script_is_refused() -> None:
     script_class = type("Mine", (), {"__module__": "__main__"})
     with pytest.raises(TaskNotSerializable, match="__main__"):
-        class_path(script_class)
+        values.class_path(script_class)
 
 
 def test_p2_prompt_and_truth_are_found_by_the_format_args() -> None:
@@ -136,29 +122,29 @@ def test_p2_prompt_and_truth_are_found_by_the_format_args() -> None:
 
 # --- P4 -------------------------------------------------------------------------------------------------------------
 def test_p4_a_status_is_ok_when_all_its_runs_completed() -> None:
-    assert Status(completed_runs=4, total_runs=4).ok
-    assert not Status(completed_runs=3, total_runs=4).ok
+    assert values.Status(completed_runs=4, total_runs=4).ok
+    assert not values.Status(completed_runs=3, total_runs=4).ok
 
 
 def test_p4_the_older_interface_reads_the_first_runs_metrics() -> None:
-    assert Status(completed_runs=2, total_runs=2, metrics=[{"a": 1.0}, {"a": 2.0}]).metric == {"a": 1.0}
-    assert Status(completed_runs=0, total_runs=2).metric == {}
+    assert values.Status(completed_runs=2, total_runs=2, metrics=[{"a": 1.0}, {"a": 2.0}]).metric == {"a": 1.0}
+    assert values.Status(completed_runs=0, total_runs=2).metric == {}
 
 
 # --- P6 -------------------------------------------------------------------------------------------------------------
 def test_p6_states_are_lower_case_strings_and_two_of_them_are_ends() -> None:
-    assert [s.value for s in BatchLifecycleState] == ["pending", "running", "finalizing", "finalized", "aborted"]
-    assert [s for s in BatchLifecycleState if s.ended] == ["finalized", "aborted"]
+    assert [s.value for s in values.BatchLifecycleState] == ["pending", "running", "finalizing", "finalized", "aborted"]
+    assert [s for s in values.BatchLifecycleState if s.ended] == ["finalized", "aborted"]
 
 
 # --- finite ---------------------------------------------------------------------------------------------------------
 @given(json_values)
 def test_finite_json_is_accepted_whatever_its_shape(value: Any) -> None:
-    require_finite(value)
+    values.require_finite(value)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_not_finite_is_refused_with_its_path(bad: float) -> None:
     with pytest.raises(DataError, match=r"metrics\.score\[1\]") as e:
-        require_finite({"score": [1.0, bad]}, "metrics")
+        values.require_finite({"score": [1.0, bad]}, "metrics")
     assert e.value.details == {"path": "metrics.score[1]"}

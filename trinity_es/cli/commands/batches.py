@@ -36,27 +36,21 @@ SHOWN = 50
 
 
 def batches(
-    state: Annotated[
-        str | None, typer.Option("--state", metavar="STATE", help=f"Only these: {', '.join(BatchLifecycleState)}.")
-    ] = None,
-    batch_type: Annotated[
-        str | None, typer.Option("--type", metavar="TYPE", help=f"Only these: {', '.join(get_args(BatchType))}.")
-    ] = None,
-    since: Annotated[
-        str | None, typer.Option("--since", metavar="POSITION_OR_TIME", help="Only those submitted since then.")
-    ] = None,
-    sort: Annotated[
-        str, typer.Option("--sort", metavar="COLUMN", help="By what: seconds, reward, step, ...")
-    ] = "position",
+    state: Annotated[str | None, typer.Option(
+        "--state", metavar="STATE", help=f"Only these: {', '.join(BatchLifecycleState)}.")] = None,
+    batch_type: Annotated[str | None, typer.Option(
+        "--type", metavar="TYPE", help=f"Only these: {', '.join(get_args(BatchType))}.")] = None,
+    since: Annotated[str | None, typer.Option(
+        "--since", metavar="POSITION_OR_TIME", help="Only those submitted since then.")] = None,
+    sort: Annotated[str, typer.Option(
+        "--sort", metavar="COLUMN", help="By what: seconds, reward, step, ...")] = "position",
     descending: Annotated[bool, typer.Option("--descending", "-d", help="The largest first.")] = False,
-    limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, max=common.MOST, help="At most so many.")] = None,
-    slowest: Annotated[
-        int | None, typer.Option("--slowest", metavar="N", min=1, help="The N slowest, and what held each up.")
-    ] = None,
+    limit: Annotated[int | None, typer.Option(
+        "--limit", "-n", min=1, max=common.MOST, help="Show at most N batches.")] = None,
+    slowest: Annotated[int | None, typer.Option(
+        "--slowest", metavar="N", min=1, help="The N slowest, and what held each up.")] = None,
     every: Annotated[bool, typer.Option("--all", help=f"Every one, not the last {SHOWN}.")] = False,
-    log: common.LogOption = None,
-    config: common.ConfigOption = None,
-    as_json: common.JsonOption = False,
+    log: common.LogOption = None, config: common.ConfigOption = None, as_json: common.JsonOption = False,
 ) -> None:
     """List batches: their state, what came of them, what they cost.
 
@@ -118,20 +112,14 @@ def _held_up(log: Log, row: BatchRow) -> dict[str, Any] | None:
 def show(
     batch: Annotated[str, typer.Argument(metavar="BATCH", help="Id of the batch: 3, or 0/letters. Or the id of an "
                                          "experience: 3/7/1/0/ab12cd.")],
-    words: Annotated[
-        list[int] | None,
-        typer.Argument(metavar="TASK [RUN]", min=0, help="The same as --task and --run.", show_default=False),
-    ] = None,
-    task: Annotated[
-        int | None, typer.Option("--task", min=0, help="This task alone: its course, and its runs.")
-    ] = None,
-    run: Annotated[
-        int | None, typer.Option("--run", min=0, help="This run of the task: its text, and the weights that made it.")
-    ] = None,
+    words: Annotated[list[int] | None, typer.Argument(
+        metavar="TASK [RUN]", min=0, help="The same as --task and --run.", show_default=False)] = None,
+    task: Annotated[int | None, typer.Option(
+        "--task", min=0, help="This task alone: its course, and its runs.")] = None,
+    run: Annotated[int | None, typer.Option(
+        "--run", min=0, help="This run of the task: its text, and the weights that made it.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Every task, not the first 40; texts in full.")] = False,
-    log: common.LogOption = None,
-    config: common.ConfigOption = None,
-    as_json: common.JsonOption = False,
+    log: common.LogOption = None, config: common.ConfigOption = None, as_json: common.JsonOption = False,
 ) -> None:
     """Show one batch, one task of it, or one rollout: who, when, with what weights, what came of it.
 
@@ -197,13 +185,9 @@ def _named(log: Log, text: str) -> tuple[BatchId, tuple[int, int] | None]:
 
 def replay(
     batch: BatchArgument,
-    at: Annotated[
-        str | None,
-        typer.Option("--at", metavar="POSITION_OR_TIME", help="As it was then: a position of the log, or an ISO time."),
-    ] = None,
-    log: common.LogOption = None,
-    config: common.ConfigOption = None,
-    as_json: common.JsonOption = False,
+    at: Annotated[str | None, typer.Option(
+        "--at", metavar="POSITION_OR_TIME", help="As it was then: a position of the log, or an ISO time.")] = None,
+    log: common.LogOption = None, config: common.ConfigOption = None, as_json: common.JsonOption = False,
 ) -> None:
     """Compute a batch's state from its events, now or at any moment, and check its final result.
 

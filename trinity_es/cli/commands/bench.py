@@ -84,17 +84,12 @@ def debug(
     overrides: SetOption = None,
     taskset: Annotated[str | None, typer.Option("--taskset", metavar="NAME", help="Default: the first one.")] = None,
     index: Annotated[int, typer.Option("--index", metavar="N", help="Row of the taskset, from 0.")] = 0,
-    runs: Annotated[
-        int | None, typer.Option("--runs", min=1, help="Runs of the task. Default: the taskset's repeat_times.")
-    ] = None,
-    workflow: Annotated[
-        str | None, typer.Option("--workflow", metavar="NAME", help="Another workflow: a name, or module:Class.")
-    ] = None,
-    keep: Annotated[
-        Path | None,
-        typer.Option("--keep", metavar="DIR",
-                     help="Where to keep what comes of it. Default: debug/<time> beside the log."),
-    ] = None,
+    runs: Annotated[int | None, typer.Option(
+        "--runs", min=1, help="Runs of the task. Default: the taskset's repeat_times.")] = None,
+    workflow: Annotated[str | None, typer.Option(
+        "--workflow", metavar="NAME", help="Another workflow: a name, or module:Class.")] = None,
+    keep: Annotated[Path | None, typer.Option(
+        "--keep", metavar="DIR", help="Where to keep what comes of it. Default: debug/<time> beside the log.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Play one task in this process, with the engine of the config, and show its experiences and errors.

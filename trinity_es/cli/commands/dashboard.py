@@ -23,25 +23,18 @@ __all__ = ["dashboard"]
 def dashboard(
     log: common.LogOption = None,
     config: common.ConfigOption = None,
-    address: Annotated[
-        str, typer.Option("--address", help="Where to listen.")
-    ] = "127.0.0.1",
+    address: Annotated[str, typer.Option("--address", help="Where to listen.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: a free one.")] = 0,
     token: Annotated[
         str | None,
         typer.Option("--token", envvar="TRINITY_ES_TOKEN", show_envvar=True,
                      help="Ask for this token. Default: a new one, in the printed address."),
     ] = None,
-    no_token: Annotated[
-        bool, typer.Option("--no-token", help="Let every user of this machine in.")
-    ] = False,
-    host: Annotated[
-        list[str] | None,
-        typer.Option("--host", metavar="NAME", help="A name besides this machine's own that leads here; repeat."),
-    ] = None,
-    other: Annotated[
-        str | None, typer.Option("--other", metavar="URL_OR_PATH", help="A second log, to compare batches with.")
-    ] = None,
+    no_token: Annotated[bool, typer.Option("--no-token", help="Let every user of this machine in.")] = False,
+    host: Annotated[list[str] | None, typer.Option(
+        "--host", metavar="NAME", help="A name besides this machine's own that leads here; repeat.")] = None,
+    other: Annotated[str | None, typer.Option(
+        "--other", metavar="URL_OR_PATH", help="A second log, to compare batches with.")] = None,
     cert: Annotated[str, typer.Option("--cert", metavar="FILE", help="A certificate, PEM: it speaks HTTPS then.")] = "",
     key: Annotated[str, typer.Option("--key", metavar="FILE", help="The certificate's private key, PEM.")] = "",
     open_browser: Annotated[bool, typer.Option("--open", help="Open it in this machine's browser.")] = False,

@@ -19,17 +19,13 @@ __all__ = ["demo", "end_demo"]
 
 
 def demo(
-    folder: Annotated[
-        Path | None, typer.Option("--dir", metavar="DIR", help="A new folder for it. Default: runs/demo-<time>.")
-    ] = None,
+    folder: Annotated[Path | None, typer.Option(
+        "--dir", metavar="DIR", help="A new folder for it. Default: runs/demo-<time>.")] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of model, taskset and engine.")] = 0,
-    steps: Annotated[
-        int | None, typer.Option("--steps", min=1, help="Steps to train. Default: enough to learn.")
-    ] = None,
-    engine: Annotated[
-        demo_folder.EngineName,
-        typer.Option("--engine", help="http: a vLLM server, started beside it. scripted: no model, nothing is learnt."),
-    ] = "vllm",
+    steps: Annotated[int | None, typer.Option(
+        "--steps", min=1, help="Steps to train. Default: enough to learn.")] = None,
+    engine: Annotated[demo_folder.EngineName, typer.Option(
+        "--engine", help="http: a vLLM server, started beside it. scripted: no model, nothing is learnt.")] = "vllm",
     as_json: JsonOption = False,
 ) -> None:
     """Train a tiny language model with a real engine, here and now, and show what the log knows of it.

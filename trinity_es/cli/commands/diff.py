@@ -27,13 +27,9 @@ def diff(
                                         show_default=False)],
     other: Annotated[str | None, typer.Argument(metavar="[LOG2]", help="The log to compare with.",
                                                 show_default=False)] = None,
-    at: Annotated[
-        list[str] | None,
-        typer.Option("--at", metavar="POSITION_OR_TIME", help="Twice: from when, to when. Once: until now."),
-    ] = None,
-    log: LogOption = None,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
+    at: Annotated[list[str] | None, typer.Option(
+        "--at", metavar="POSITION_OR_TIME", help="Twice: from when, to when. Once: until now.")] = None,
+    log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False,
 ) -> None:
     """Tell what differs: a batch at two moments, or two logs. Exits 1 when something does.
 

@@ -61,15 +61,12 @@ def doctor(
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="Check this config too.", show_default=False)
                       ] = None,
     overrides: SetOption = None,
-    host: Annotated[
-        str | None, typer.Option("--host", metavar="STORE_URL", help="Check whether this host can join that run.")
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option("--name", help="With --host: the name to join as.", show_default="the machine's")
-    ] = None,
-    key_file: Annotated[
-        str, typer.Option("--key-file", help="With --host: file with the run's key, unless TRINITY_ES_KEY holds it.")
-    ] = "",
+    host: Annotated[str | None, typer.Option(
+        "--host", metavar="STORE_URL", help="Check whether this host can join that run.")] = None,
+    name: Annotated[str | None, typer.Option(
+        "--name", help="With --host: the name to join as.", show_default="the machine's")] = None,
+    key_file: Annotated[str, typer.Option(
+        "--key-file", help="With --host: file with the run's key, unless TRINITY_ES_KEY holds it.")] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Check this machine, and a config: what is missing for a run, and what to do about it. Exits 1 if anything is.

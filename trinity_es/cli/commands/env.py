@@ -41,21 +41,16 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="As `trinity-e
 
 @env.command()
 def install(
-    package: Annotated[
-        str, typer.Argument(metavar="PACKAGE", help="NAME, NAME@VERSION, a folder or a wheel.", show_default=False)
-    ],
-    name: Annotated[
-        str | None, typer.Option("--name", metavar="NAME", help="What to call it. Default: as its package.")
-    ] = None,
-    beside: Annotated[
-        list[str] | None, typer.Option("--with", metavar="PACKAGE", help="A further package, as pip is told; repeat.")
-    ] = None,
-    index: Annotated[
-        str | None, typer.Option("--index", metavar="URL", help="Where to look for packages besides the usual index.")
-    ] = None,
-    python: Annotated[
-        str | None, typer.Option("--python", metavar="PYTHON", help="The Python to use. Default: this one.")
-    ] = None,
+    package: Annotated[str, typer.Argument(
+        metavar="PACKAGE", help="NAME, NAME@VERSION, a folder or a wheel.", show_default=False)],
+    name: Annotated[str | None, typer.Option(
+        "--name", metavar="NAME", help="What to call it. Default: as its package.")] = None,
+    beside: Annotated[list[str] | None, typer.Option(
+        "--with", metavar="PACKAGE", help="A further package, as pip is told; repeat.")] = None,
+    index: Annotated[str | None, typer.Option(
+        "--index", metavar="URL", help="Where to look for packages besides the usual index.")] = None,
+    python: Annotated[str | None, typer.Option(
+        "--python", metavar="PYTHON", help="The Python to use. Default: this one.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Install an environment of verifiers, in a Python environment of its own.

@@ -26,27 +26,20 @@ _TAIL = 5000
 
 
 def events(
-    batch: Annotated[
-        str | None, typer.Argument(metavar="[BATCH]", help="Only this batch's.", show_default=False)
-    ] = None,
+    batch: Annotated[str | None, typer.Argument(
+        metavar="[BATCH]", help="Only this batch's.", show_default=False)] = None,
     after: Annotated[int, typer.Option("--after", min=0, max=common.MOST, help="Only those after this position.")] = 0,
-    since: Annotated[
-        str | None, typer.Option("--since", metavar="TIME", help="Only those recorded since then.")
-    ] = None,
+    since: Annotated[str | None, typer.Option(
+        "--since", metavar="TIME", help="Only those recorded since then.")] = None,
     limit: Annotated[int | None, typer.Option("--limit", "-n", min=1, max=common.MOST, help="At most so many.")] = None,
-    last: Annotated[
-        int | None, typer.Option("--last", min=1, max=common.MOST, help="The last so many, then on with --follow.")
-    ] = None,
-    types: Annotated[
-        list[str] | None, typer.Option("--type", metavar="TYPE", help="Only this type, as in TaskFinished; repeat.")
-    ] = None,
-    runner: Annotated[
-        str | None, typer.Option("--runner", metavar="NAME", help="Only what this runner did or what befell it.")
-    ] = None,
+    last: Annotated[int | None, typer.Option(
+        "--last", min=1, max=common.MOST, help="The last so many, then on with --follow.")] = None,
+    types: Annotated[list[str] | None, typer.Option(
+        "--type", metavar="TYPE", help="Only this type, as in TaskFinished; repeat.")] = None,
+    runner: Annotated[str | None, typer.Option(
+        "--runner", metavar="NAME", help="Only what this runner did or what befell it.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new ones as they come.")] = False,
-    log: common.LogOption = None,
-    config: common.ConfigOption = None,
-    as_json: common.JsonOption = False,
+    log: common.LogOption = None, config: common.ConfigOption = None, as_json: common.JsonOption = False,
 ) -> None:
     """Print events, a line each: position, time, stream, type, what it says. With --json a document a line.
 
@@ -91,9 +84,7 @@ def events(
 def watch(
     once: Annotated[bool, typer.Option("--once", help="One picture, then end.")] = False,
     every: Annotated[float, typer.Option("--every", metavar="SECONDS", min=0.1, help="How often to look.")] = 1.0,
-    log: common.LogOption = None,
-    config: common.ConfigOption = None,
-    as_json: common.JsonOption = False,
+    log: common.LogOption = None, config: common.ConfigOption = None, as_json: common.JsonOption = False,
 ) -> None:
     """Show a run at a glance, as it goes: batches, runners, throughput, stalls, the last events. q or Ctrl-C ends it.
 

@@ -24,20 +24,16 @@ def _file(what: str) -> Any:
 
 
 def export(
-    batches: Annotated[
-        list[str] | None, typer.Argument(metavar="[BATCH]...", help="Only of these batches.", show_default=False)
-    ] = None,
+    batches: Annotated[list[str] | None, typer.Argument(
+        metavar="[BATCH]...", help="Only of these batches.", show_default=False)] = None,
     experiences: Annotated[Path | None, _file("Experiences as rows: .parquet or .jsonl.")] = None,
-    as_made: Annotated[
-        bool, typer.Option("--as-made", help="Experiences as the runners brought them in, not as they were delivered.")
-    ] = False,
+    as_made: Annotated[bool, typer.Option(
+        "--as-made", help="Experiences as the runners brought them in, not as they were delivered.")] = False,
     events: Annotated[Path | None, _file("Events, a line of JSON each.")] = None,
     trace: Annotated[Path | None, _file("The run as a trace for Perfetto (ui.perfetto.dev): .json.")] = None,
     html: Annotated[Path | None, _file("One batch as a page that needs no other file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
-    log: common.LogOption = None,
-    config: common.ConfigOption = None,
-    as_json: common.JsonOption = False,
+    log: common.LogOption = None, config: common.ConfigOption = None, as_json: common.JsonOption = False,
 ) -> None:
     """Write experiences, events, a trace or a batch's page to files. Exits 1 when a payload was missing or changed.
 

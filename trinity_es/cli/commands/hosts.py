@@ -31,12 +31,10 @@ def join(
     ],
     name: Annotated[str | None, typer.Option("--name", help="This host's name.", show_default="the machine's")] = None,
     overrides: SetOption = None,
-    log_dir: Annotated[
-        Path | None, typer.Option("--log-dir", help="Folder of text logs.", show_default="trinity-es-NAME here")
-    ] = None,
-    key_file: Annotated[
-        str, typer.Option("--key-file", help="File with the run's key: goes before TRINITY_ES_KEY, and may change.")
-    ] = "",
+    log_dir: Annotated[Path | None, typer.Option(
+        "--log-dir", help="Folder of text logs.", show_default="trinity-es-NAME here")] = None,
+    key_file: Annotated[str, typer.Option(
+        "--key-file", help="File with the run's key: goes before TRINITY_ES_KEY, and may change.")] = "",
     drain: Annotated[float, typer.Option("--drain", help="Seconds that tasks may take to end at SIGTERM.")] = 30.0,
     as_json: JsonOption = False,
 ) -> None:
@@ -84,12 +82,9 @@ def join(
 
 
 def hosts(
-    action: Annotated[
-        str | None, typer.Argument(metavar="[drain", help="Have a host leave.", show_default=False)
-    ] = None,
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME]", help="Which host.", show_default=False)
-    ] = None,
+    action: Annotated[str | None, typer.Argument(
+        metavar="[drain", help="Have a host leave.", show_default=False)] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME]", help="Which host.", show_default=False)] = None,
     config: ConfigOption = None,
     log: LogOption = None,
     reason: Annotated[str, typer.Option("--reason", help="Why: recorded with who asked.")] = "",

@@ -24,12 +24,9 @@ __all__ = ["prompts"]
 
 
 def prompts(
-    never: Annotated[
-        bool, typer.Option("--never", help="Each prompt that was never tried, not the first ten.")
-    ] = False,
-    log: LogOption = None,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
+    never: Annotated[bool, typer.Option(
+        "--never", help="Each prompt that was never tried, not the first ten.")] = False,
+    log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False,
 ) -> None:
     """Tell which prompts were tried, and which never were: no runner ever got one of their runs.
 

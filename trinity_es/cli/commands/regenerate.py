@@ -21,15 +21,11 @@ def regenerate(
     batch: Annotated[str, typer.Argument(metavar="BATCH", help="Id of the batch.", show_default=False)],
     task: Annotated[int, typer.Argument(metavar="TASK", min=0, help="Number of the task in it.", show_default=False)],
     run: Annotated[int, typer.Argument(metavar="RUN", min=0, help="Which run of the task.", show_default=False)],
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="PATH", help="Where the model lies now, if elsewhere.")
-    ] = None,
-    weights: Annotated[
-        str | None, typer.Option("--weights", metavar="PATH", help="Where the published weights lie now.")
-    ] = None,
-    log: LogOption = None,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
+    model: Annotated[str | None, typer.Option(
+        "--model", metavar="PATH", help="Where the model lies now, if elsewhere.")] = None,
+    weights: Annotated[str | None, typer.Option(
+        "--weights", metavar="PATH", help="Where the published weights lie now.")] = None,
+    log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False,
 ) -> None:
     """Generate a recorded rollout again, on the recorded weights, prompt and seed, and compare the tokens.
 

@@ -17,12 +17,9 @@ __all__ = ["leases", "runners", "usage", "weights"]
 
 
 def runners(
-    runner: Annotated[
-        str | None, typer.Argument(metavar="[RUNNER]", help="Only this one, life by life.", show_default=False)
-    ] = None,
-    log: LogOption = None,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
+    runner: Annotated[str | None, typer.Argument(
+        metavar="[RUNNER]", help="Only this one, life by life.", show_default=False)] = None,
+    log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False,
 ) -> None:
     """Tell of each runner how often it died, of what, and what that cost; of one, life by life.
 
@@ -50,9 +47,7 @@ def runners(
 
 def weights(
     adapters: Annotated[bool, typer.Option("--adapters", help="Only the LoRA adapters.")] = False,
-    log: LogOption = None,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
+    log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False,
 ) -> None:
     """List the versions of the weights: when each was published, when which runner had it, what came of it.
 

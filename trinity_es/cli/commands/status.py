@@ -24,9 +24,7 @@ def status(
         typer.Argument(metavar="[CONFIG|LOG]", help="Config file of the run, or its log: as with --config and --log.",
                        show_default=False),
     ] = None,
-    config: ConfigOption = None,
-    log: LogOption = None,
-    as_json: JsonOption = False,
+    config: ConfigOption = None, log: LogOption = None, as_json: JsonOption = False,
 ) -> None:
     """Tell how a system is: its coordinator, its runners, its open batches and what they wait for.
 
@@ -54,13 +52,9 @@ def status(
 
 
 def why(
-    batch: Annotated[
-        str | None,
-        typer.Argument(metavar="[BATCH]", help="Id of the batch; without it every open one.", show_default=False),
-    ] = None,
-    config: ConfigOption = None,
-    log: LogOption = None,
-    as_json: JsonOption = False,
+    batch: Annotated[str | None, typer.Argument(
+        metavar="[BATCH]", help="Id of the batch; without it every open one.", show_default=False)] = None,
+    config: ConfigOption = None, log: LogOption = None, as_json: JsonOption = False,
 ) -> None:
     """Tell what a batch waits for, since when, on which runner and attempt, and what to do about it.
 

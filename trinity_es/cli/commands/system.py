@@ -56,9 +56,8 @@ def restart_runner(
 def scale(
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="Config file.", show_default=False)] = None,
     add: Annotated[list[str] | None, typer.Option("--add", metavar="URL", help="Server to add; several times.")] = None,
-    remove: Annotated[
-        list[str] | None, typer.Option("--remove", metavar="URL", help="Server to take away; several times.")
-    ] = None,
+    remove: Annotated[list[str] | None, typer.Option(
+        "--remove", metavar="URL", help="Server to take away; several times.")] = None,
     log: common.LogOption = None,
     as_json: common.JsonOption = False,
 ) -> None:
@@ -132,9 +131,8 @@ def up(
     config: common.ConfigArgument,
     overrides: common.SetOption = None,
     no_wait: Annotated[bool, typer.Option("--no-wait", help="Don't wait for the engines.")] = False,
-    standby: Annotated[
-        bool, typer.Option("--standby", help="Wait until nobody leads this run, then lead it (docs/DEPLOY.md).")
-    ] = False,
+    standby: Annotated[bool, typer.Option(
+        "--standby", help="Wait until nobody leads this run, then lead it (docs/DEPLOY.md).")] = False,
     on: OnOption = None,
     hosts: Annotated[int | None, typer.Option(
         "--hosts", min=1, metavar="N", show_default="all nodes with room now",
@@ -216,10 +214,8 @@ class Progress:
 
 
 def down(
-    what: Annotated[
-        str | None,
-        typer.Argument(metavar="[CONFIG|LOG]", help="Config file, or log (path or URL).", show_default=False),
-    ] = None,
+    what: Annotated[str | None, typer.Argument(
+        metavar="[CONFIG|LOG]", help="Config file, or log (path or URL).", show_default=False)] = None,
     log: common.LogOption = None,
     on: OnOption = None,
     as_json: common.JsonOption = False,

@@ -20,32 +20,21 @@ LAST = 10
 
 
 def what_if(
-    batches: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[BATCH...|all]", help=f"Which. Default: the last {LAST}.", show_default=False),
-    ] = None,
-    timeout: Annotated[
-        float | None, typer.Option("--timeout", min=0.001, metavar="SECONDS", help="With this explorer.max_timeout.")
-    ] = None,
-    over_rollout_ratio: Annotated[
-        float | None,
-        typer.Option("--over-rollout-ratio", min=0.0, max=0.999, help="With this explorer.over_rollout.ratio."),
-    ] = None,
+    batches: Annotated[list[str] | None, typer.Argument(
+        metavar="[BATCH...|all]", help=f"Which. Default: the last {LAST}.", show_default=False)] = None,
+    timeout: Annotated[float | None, typer.Option(
+        "--timeout", min=0.001, metavar="SECONDS", help="With this explorer.max_timeout.")] = None,
+    over_rollout_ratio: Annotated[float | None, typer.Option(
+        "--over-rollout-ratio", min=0.0, max=0.999, help="With this explorer.over_rollout.ratio.")] = None,
     runners: Annotated[int | None, typer.Option("--runners", min=1, help="With N engines.")] = None,
-    max_concurrency: Annotated[
-        int | None, typer.Option("--max-concurrency", min=1, help="With this explorer.max_concurrency.")
-    ] = None,
-    max_retry: Annotated[
-        int | None, typer.Option("--max-retry", min=0, help="With this explorer.max_retry_times.")
-    ] = None,
-    runs_per_unit: Annotated[
-        int | None,
-        typer.Option("--runs-per-unit", min=1, help="With this explorer.max_repeat_times_per_runner."),
-    ] = None,
+    max_concurrency: Annotated[int | None, typer.Option(
+        "--max-concurrency", min=1, help="With this explorer.max_concurrency.")] = None,
+    max_retry: Annotated[int | None, typer.Option(
+        "--max-retry", min=0, help="With this explorer.max_retry_times.")] = None,
+    runs_per_unit: Annotated[int | None, typer.Option(
+        "--runs-per-unit", min=1, help="With this explorer.max_repeat_times_per_runner.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of what has to be drawn.")] = 0,
-    log: LogOption = None,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
+    log: LogOption = None, config: ConfigOption = None, as_json: JsonOption = False,
 ) -> None:
     """Predict what recorded batches would have taken, and dropped, under other settings.
 

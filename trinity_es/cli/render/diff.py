@@ -90,6 +90,7 @@ def _times(difference: BatchDifference) -> list[str]:
 
 def _changes(changes: Sequence[Change], first: str, second: str) -> Table:
     table = columns("what", first, second, whole=())
+    table.pad_edge = True
     for change in changes[:_MOST]:
         table.add_row(Text(plain(change.path, 60)), Text(_value(change.before)), Text(_value(change.after)))
     if len(changes) > _MOST:

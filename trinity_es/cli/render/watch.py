@@ -217,17 +217,22 @@ def show_live(log: Log, *, once: bool = False, every: float = 1.0) -> None:
     if not out.is_terminal:
         _print_news(log, out, every)
         return
-    followed = Followed()
     with contextlib.suppress(KeyboardInterrupt), _keys() as quits, \
             Live(console=out, screen=True, auto_refresh=False) as live:
-        picture: Picture | None = None
-        while True:
-            begun = time.monotonic()
-            picture, away = _look_again(log, followed, picture)
+        for picture, away in _pictures(log, every, quits):
             view = "" if picture is None else picture_view(picture, out.height - bool(away))
             live.update(Group(Text(away, style="red"), view) if away else view, refresh=True)
-            if quits(max(every, PAUSES * (time.monotonic() - begun))):
-                return
+
+
+def _pictures(log: Log, every: float, quits: Callable[[float], bool]) -> Iterator[tuple[Picture | None, str]]:
+    """Yield what `_look_again` gives, again and again."""
+    picture, followed = None, Followed()
+    while True:
+        begun = time.monotonic()
+        picture, away = _look_again(log, followed, picture)
+        yield picture, away
+        if quits(max(every, PAUSES * (time.monotonic() - begun))):
+            return
 
 
 def _look_again(log: Log, followed: Followed, before: Picture | None) -> tuple[Picture | None, str]:
@@ -241,32 +246,29 @@ def _look_again(log: Log, followed: Followed, before: Picture | None) -> tuple[P
 
 
 def _print_news(log: Log, out: Console, every: float) -> None:
-    seen, picture, told, followed = -1, None, "", Followed()
+    seen, told = -1, ""
     with contextlib.suppress(KeyboardInterrupt):
-        while True:
-            begun = time.monotonic()
-            picture, away = _look_again(log, followed, picture)
+        for picture, away in _pictures(log, every, _wait):
             if away != told:
                 out.print(Text(away or "the log is back"))
-                out.file.flush()
                 told = away
             if picture is not None and picture.position != seen:
                 seen = picture.position
                 out.print(picture_view(picture))
                 out.print()
-                out.file.flush()
-            time.sleep(max(every, PAUSES * (time.monotonic() - begun)))
+            out.file.flush()
+
+
+def _wait(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
 
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
     """Give a function that waits so many seconds, and says whether q was pressed meanwhile."""
     if not sys.stdin.isatty():
-        def waits(seconds: float) -> bool:
-            time.sleep(seconds)
-            return False
-
-        yield waits
+        yield _wait
         return
     import termios
     import tty

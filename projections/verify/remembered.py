@@ -1,0 +1,42 @@
+"""What this host remembers of a log, and whether the log still has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from trinity_es.events import errors
+from trinity_es.events import vocabulary as ev
+from trinity_es.events.store.checks.log_end import Claim, Memory, rewound
+from trinity_es.events.store.database.urls import file_of
+from trinity_es.events.store.log import EventLog
+from trinity_es.projections.verify.tables import UNREADABLE
+
+__all__ = ["claims", "lost"]
+
+
+def claims(log: EventLog, url: str, folder: str) -> list[Claim]:
+    """Return what this host remembers of the log: beside the key that its last system had, and beside a file."""
+    folders = [folder] if folder else []
+    with suppress(*UNREADABLE, errors.LogError):
+        configured = log.last("system", "SystemConfigured")
+        event = None if configured is None else configured.event
+        system = event.config.get("system", {}) if isinstance(event, ev.SystemConfigured) else {}
+        folders += [str(Path(system["key_file"]).parent)] if system.get("key_file") else []
+        folders += [system["log_dir"]] if system.get("log_dir") else []
+    if (file := file_of(url)) is not None:
+        folders.append(str(file.absolute().parent / "logs"))
+    found: list[Claim] = []
+    with suppress(*UNREADABLE, errors.LogError):
+        for place in dict.fromkeys(folders):
+            found += log.remembered(Memory.of(url, place))
+    return found
+
+
+def lost(log: EventLog, remembered: Sequence[Claim]) -> str | None:
+    """Return what the log lacks of what is remembered, in words."""
+    with suppress(*UNREADABLE, errors.LogCorrupt):  # its head or its events can't be read: that is told already
+        head, missing = log.lost(remembered)
+        return rewound(log.url, head, missing).message if missing else None
+    return None
