@@ -224,8 +224,6 @@ def summary(event: ev.Event) -> str:
             return f"{len(event.repeat_times)} tasks more, {sum(event.repeat_times)} runs"
         case ev.ResultsTaken():
             return f"of {len(event.tasks)} tasks"
-        case ev.BatchPaused():
-            return event.reason
         case ev.PaceMeasured():
             limit = f"attempts may take {event.timeout:.2f} s" if event.timeout else "max_timeout holds"
             mean = event.seconds / event.attempts
@@ -269,7 +267,7 @@ def summary(event: ev.Event) -> str:
             return f"{len(event.batches)} batches again, to a trainer back at step {event.step}"
         case ev.PayloadsFreed():
             return f"{event.payloads} payloads of {len(event.batches)} batches, {event.bytes} bytes"
-        case ev.BatchAborted():
+        case ev.BatchPaused() | ev.BatchAborted():
             return event.reason
         case ev.BatchTrained():
             told = ", ".join(f"{k} {v:.4g}" for k, v in sorted(event.metrics.items()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import math
 import posixpath
 import re
@@ -68,17 +67,29 @@ def config(folder: Path, *types: str, **args: dict[str, Any]) -> Config:
     return Config.from_dict({"name": "r", "monitor": monitor}, folder=folder)
 
 
+def told(conf: Config, *rows: tuple[Any, ...], after: float | None = None) -> None:
+    """Have a run's monitors log these, and end. A row: the arguments of `log`."""
+    monitors = Monitors(conf, after=after)
+    for row in rows:
+        monitors.log(*row)
+    monitors.close()
+
+
+def put_in(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> None:
+    """Have this package be a stub."""
+    module = ModuleType(name)
+    vars(module).update(attributes)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 # --- jsonl ----------------------------------------------------------------------------------------------------------
 def test_p37_jsonl_is_always_on_with_slash_names_step_and_time(tmp_path: Path) -> None:
-    monitors = Monitors(config(tmp_path))
-    monitors.log({"rollout/reward/mean": 0.5, "nan/value": float("nan")}, 1)
-    monitors.log({"loss": 2.0}, 1, "trainer", 7)
-    monitors.log({"eval/check/reward/mean@1": 1}, 2)
-    monitors.close()
+    told(config(tmp_path), ({"rollout/reward/mean": 0.5, "nan/value": float("nan")}, 1),
+         ({"loss": 2.0}, 1, "trainer", 7), ({"eval/check/reward/mean@1": 1}, 2))
     path = tmp_path / "runs/trinity/r/metrics.jsonl"
     assert [{k: v for k, v in row.items() if k != "time"} for row in lines(path)] == [
         {"step": 1, "rollout/reward/mean": 0.5}, {"step": 1, "position": 7, "trainer/loss": 2.0},
@@ -139,8 +150,7 @@ def test_a_run_waits_while_the_log_can_not_be_written(caplog: pytest.LogCaptureF
         return 7
 
     assert asyncio.run(when_written(ask)) == 7
-    told = [record.getMessage() for record in caplog.records]
-    assert told == ["the run waits: the disk of /here is full", "the run goes on"]
+    assert caplog.messages == ["the run waits: the disk of /here is full", "the run goes on"]
 
 
 def batch(batch_id: int | str, kind: str, *losses: float) -> tuple[str, list[ev.Event]]:
@@ -223,19 +233,15 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
 
-def test_p37_tensorboard_shows_every_step_once_after_a_resume_too(tmp_path: Path) -> None:
+def test_p37_tensorboard_shows_every_step_once_also_after_later_ones_and_a_resume(tmp_path: Path) -> None:
     conf = config(tmp_path, "tensorboard", tensorboard={"path": "tb"})
-    first = Monitors(conf)
-    for step in (1, 2, 3):
-        first.log({"rollout/reward/mean": step / 4}, step)
-    first.close()
+    x, late = "rollout/x", "eval/e/x"
+    told(conf, *(({name: step / 4}, step) for name, step in ((x, 1), (x, 2), (late, 1), (x, 3), (late, 3))))
     folder = Path(conf.run_dir) / "tb"
-    assert scalars(folder) == {"rollout/reward/mean": [(1, 0.25), (2, 0.5), (3, 0.75)]}
+    assert scalars(folder) == {x: [(1, 0.25), (2, 0.5), (3, 0.75)], late: [(1, 0.25), (3, 0.75)]}
     time.sleep(1.1)  # TensorBoard orders a folder's files by the second of their making
-    again = Monitors(conf, after=2)
-    again.log({"rollout/reward/mean": 8.0}, 3)
-    again.close()
-    assert scalars(folder) == {"rollout/reward/mean": [(1, 0.25), (2, 0.5), (3, 8.0)]}
+    told(conf, ({x: 8.0}, 3), after=2)
+    assert scalars(folder) == {x: [(1, 0.25), (2, 0.5), (3, 8.0)], late: [(1, 0.25)]}
 
 
 def test_p37_tensorboard_needs_neither_torch_nor_tensorflow(tmp_path: Path) -> None:
@@ -255,89 +261,35 @@ def test_p37_tensorboard_needs_neither_torch_nor_tensorflow(tmp_path: Path) -> N
 def test_p37_a_service_has_one_run_for_all_lives(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """wandb drops what comes with a step before its newest, as evals do: it gets ours as a metric, the x axis of all.
+    """
     began: list[dict[str, Any]] = []
     said: list[Any] = []
+    run = SimpleNamespace(
+        log=lambda metrics, step=None: said.append((metrics, step)), finish=lambda: said.append("finish"),
+        define_metric=lambda name, step_metric=None: said.append((name, step_metric)))
 
     def init(**args: Any) -> Any:
         began.append(args)
-        return SimpleNamespace(
-            log=lambda metrics, step=None: said.append((metrics.pop("step", step), metrics)),
-            define_metric=lambda *_, **__: None, finish=lambda: said.append("finish"),
-        )
+        return run
 
-    stub = ModuleType(package)
-    stub.init = init  # type: ignore[attr-defined]  # a stub
-    monkeypatch.setitem(sys.modules, package, stub)
+    put_in(monkeypatch, package, init=init)
     conf = config(tmp_path, package, **{package: {"group": "g", "project": "mine"}})
     for after in (None, 1):
-        monitors = Monitors(conf, after=after)
-        monitors.log({"a/b": 1.0}, (after or 0) + 1)
-        monitors.close()
-    assert said == [(1, {"a/b": 1.0}), "finish", (2, {"a/b": 1.0}), "finish"]
+        told(conf, ({"a/b": 1.0}, 2), ({"a/b": 2.0}, 1), after=after)
+    wandb = [("step", None), ("*", "step"), ({"a/b": 1.0, "step": 2}, None), ({"a/b": 2.0, "step": 1}, None), "finish"]
+    assert said == (wandb if package == "wandb" else [({"a/b": 1.0}, 2), ({"a/b": 2.0}, 1), "finish"]) * 2
     assert began[0] == began[1]
     assert (began[0]["project"], began[0]["group"], began[0]["resume"]) == ("mine", "g", "allow")
-    same = began[0]["name" if package == "trackio" else "id"]
-    Monitors(conf).close()
+    told(conf)
     assert len(began) == 2  # nothing to say: no run there
-    other = Monitors(config(tmp_path / "other", package))
-    other.log({"a/b": 1.0}, 1)
-    other.close()
-    assert began[2]["name" if package == "trackio" else "id"] != same, "another store is another run"
-
-
-class Wandb:
-    """A run of wandb: rows by its own step, of which an older one than the newest is dropped."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
-        self.steps: list[int] = []
-        self.axes: dict[str, str | None] = {}
-
-    def define_metric(self, name: str, step_metric: str | None = None) -> None:
-        self.axes[name] = step_metric
-
-    def log(self, metrics: dict[str, float], step: int | None = None) -> None:
-        step = len(self.rows) if step is None else step
-        if not self.steps or step >= self.steps[-1]:
-            self.rows.append(metrics)
-            self.steps.append(step)
-
-    def finish(self) -> None:
-        """Do nothing: all is there."""
-
-
-LATE = [("rollout/x", 1), ("rollout/x", 2), ("eval/e/x", 1), ("trainer/x", 1), ("rollout/x", 3), ("trainer/x", 3),
-        ("eval/e/x", 3)]
-"""Metrics in the order of a log: evals and trainer steps end after later steps."""
-
-
-def test_p37_wandb_gets_what_comes_after_a_later_step_on_the_axis_of_our_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, stub = Wandb(), ModuleType("wandb")
-    stub.init = lambda **_: run  # type: ignore[attr-defined]  # a stub
-    monkeypatch.setitem(sys.modules, "wandb", stub)
-    monitors = Monitors(config(tmp_path, "wandb"))
-    for name, step in LATE:
-        monitors.log({name: step / 2}, step)
-    monitors.close()
-    assert run.rows == [{name: step / 2, "step": step} for name, step in LATE]
-    assert run.axes == {"step": None, "*": "step"}
-
-
-def test_p37_tensorboard_gets_what_comes_after_a_later_step(tmp_path: Path) -> None:
-    conf = config(tmp_path, "tensorboard")
-    monitors = Monitors(conf)
-    for name, step in LATE:
-        monitors.log({name: step / 2}, step)
-    monitors.close()
-    assert scalars(Path(conf.run_dir) / "tensorboard") == {
-        name: [(step, step / 2) for of, step in LATE if of == name] for name, _ in LATE
-    }
+    told(config(tmp_path / "other", package), ({"a/b": 1.0}, 1))
+    name = "name" if package == "trackio" else "id"
+    assert began[2][name] != began[0][name], "another store is another run"
 
 
 class Mlflow:
-    """What of MLflow's client the monitor asks, in memory; metrics in batches of at most a thousand, as its server."""
+    """What of MLflow's client the monitor asks; metrics in batches of at most a thousand, as its server takes them."""
 
     def __init__(self) -> None:
         self.runs: list[Any] = []
@@ -384,17 +336,12 @@ def test_p37_mlflow_has_one_run_for_all_lives(tmp_path: Path, monkeypatch: pytes
         asked.append(tracking_uri)
         return server
 
-    mlflow, entities = ModuleType("mlflow"), ModuleType("mlflow.entities")
-    mlflow.MlflowClient = client  # type: ignore[attr-defined]  # a stub
-    entities.Metric = lambda *values: values  # type: ignore[attr-defined]  # a stub
-    for module in (mlflow, entities):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+    put_in(monkeypatch, "mlflow", MlflowClient=client)
+    put_in(monkeypatch, "mlflow.entities", Metric=lambda *values: values)
     conf = config(tmp_path, "mlflow", mlflow={"tracking_uri": "http://x:1", "experiment": "mine"})
+    odd = {"rollout/right (%)/mean": 2.0, "rollout//a/../b": 3.0, "/c/": 4.0, f"rollout/{'d' * 300}": 5.0}
     for after in (None, 1):
-        monitors = Monitors(conf, after=after)
-        odd = {"rollout/right (%)/mean": 2.0, "rollout//a/../b": 3.0, "/c/": 4.0, f"rollout/{'d' * 300}": 5.0}
-        monitors.log({"eval/a/mean@4": 1.0} | {f"a/{n}": 0.5 for n in range(1496)} | odd, (after or 0) + 1)
-        monitors.close()
+        told(conf, ({"eval/a/mean@4": 1.0} | {f"a/{n}": 0.5 for n in range(1496)} | odd, (after or 0) + 1), after=after)
     assert asked == ["http://x:1"] * 2
     assert [(r.experiment, r.name) for r in server.runs] == [("0", "r")]
     assert list(server.experiments) == ["mine"]
@@ -433,12 +380,8 @@ def test_p37_a_monitor_that_fails_is_named_once_and_the_others_go_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     conf = config(tmp_path, f"{HERE}:Mine", "tensorboard", Mine={"fails": True})
-    with caplog.at_level(logging.WARNING):
-        monitors = Monitors(conf)
-        for step in (1, 2, 3):
-            monitors.log({"a/b": 1.0}, step)
-        monitors.close()
-    assert [r.getMessage() for r in caplog.records if "the server is away" in r.getMessage()] == [
+    told(conf, *(({"a/b": 1.0}, step) for step in (1, 2, 3)))
+    assert [message for message in caplog.messages if "the server is away" in message] == [
         f"monitor {HERE}:Mine fails, the run goes on (said once): OSError: the server is away"
     ]
     assert Mine.made[-1].closed
@@ -464,7 +407,5 @@ def test_p37_a_metrics_file_that_can_not_be_written_stops_nothing(
 ) -> None:
     conf = config(tmp_path)
     (Path(conf.run_dir) / "metrics.jsonl").mkdir(parents=True)
-    monitors = Monitors(conf)
-    monitors.log({"a/b": 1.0}, 1)
-    monitors.close()
+    told(conf, ({"a/b": 1.0}, 1))
     assert "monitor jsonl fails" in caplog.text

@@ -8,9 +8,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet
 import pytest
 
+from tests.helpers.reward_forms import FORMS
+from tests.helpers.reward_forms import ROW as FORMS_ROW
+from tests.helpers.tables import write_parquet
 from trinity_es import AsyncSimpleWorkflow, Experience, SimpleWorkflow, SingleTurnWorkflow
 from trinity_es.actors.config.buffer import TasksetConfig
 from trinity_es.actors.engines.interface import EngineConfig
@@ -34,15 +36,6 @@ def played(workflow: type[Any], reward: Any, row: dict[str, Any] = ROW, **fields
     return asyncio.run(WorkflowRunner(engine).run_task(task, 1, 2))
 
 
-def letters(completions: list[str], letter: list[str], **kwargs: Any) -> list[float]:
-    return [float(text.count(one)) for text, one in zip(completions, letter, strict=True)]
-
-
-async def in_time(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
-    await asyncio.sleep(0.001)
-    return [float(text.count("a") == int(one)) for text, one in zip(completions, answer, strict=True)]
-
-
 def of_messages(prompts: list[Any], completions: list[Any], log_metric: Any, trainer_state: Any) -> list[float]:
     assert prompts == [CHAT]
     log_metric("seen", 1.0)
@@ -53,47 +46,37 @@ def scaled(completions: list[str], scale: float, **kwargs: Any) -> list[float]:
     return [scale * len(text) for text in completions]
 
 
-class Counted:
-    """A callable object, built with `reward_fn_args`."""
-
-    def __init__(self, letter: str) -> None:
-        self.letter = letter
-
-    def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
-        return [float(text.count(self.letter)) for text in completions]
+@pytest.mark.parametrize("workflow", WORKFLOWS)
+@pytest.mark.parametrize("reward", FORMS)
+def test_a_reward_of_any_form_is_called_with_what_it_asks_for(workflow: type[Any], reward: Any) -> None:
+    status, found = played(workflow, reward, FORMS_ROW, reward_fn_args=FORMS[reward])
+    assert status.ok, status.message
+    assert [e.reward for e in found] == [e.metrics.get("reward", e.reward) for e in found] == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS)
 @pytest.mark.parametrize(("reward", "fields", "expected"), [
-    (letters, {}, 2.0), (in_time, {}, 1.0), (Counted, {"reward_fn_args": {"letter": "b"}}, 1.0),
-    (of_messages, {"row": {"prompt": CHAT, "completion": "x"}}, 3.0), (scaled, {"reward_fn_args": {"scale": 0.5}}, 1.5),
+    (of_messages, {"row": {"prompt": CHAT, "completion": "x"}}, 3.0),
     (scaled, {"reward_fn_args": {"scale": 0.5}, "row": {**ROW, "scale": 7.0}}, 1.5),
-], ids=["columns", "async", "class", "messages", "arguments", "arguments before columns"])
+], ids=["messages", "arguments before columns"])
 def test_a_reward_of_trl_is_called_as_trl_calls_it(
     workflow: type[Any], reward: Any, fields: dict[str, Any], expected: float
 ) -> None:
     status, found = played(workflow, reward, **fields)
     assert status.ok, status.message
     assert [e.reward for e in found] == [expected, expected]
-    assert found[0].metrics["reward"] == expected
-
-
-@pytest.mark.parametrize("workflow", WORKFLOWS)
-def test_a_reward_gets_the_ids_of_its_completion(workflow: type[Any]) -> None:
-    seen: list[list[int]] = []
-
-    def ids(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-        assert kwargs["completions"] == ["aab"]
-        seen.extend(completion_ids)
-        return [1.0]
-
-    status, found = played(workflow, ids)
-    assert status.ok, status.message
-    assert seen == [e.tokens[e.prompt_length :].tolist() for e in found]
 
 
 def asks(response: str, difficulty: float) -> float:
     return difficulty
+
+
+def no_reward(workflow: type[Any], judge: Any) -> str:
+    """Play a task with a reward that gives none; return what is said of it."""
+    status, found = played(workflow, judge)
+    assert not status.ok
+    assert found == []
+    return str(status.message)
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS)
@@ -107,10 +90,7 @@ def test_what_is_no_reward_is_no_zero(workflow: type[Any], value: Any, said: str
     def judge(completions: list[str], **kwargs: Any) -> Any:
         return value
 
-    status, found = played(workflow, judge)
-    assert not status.ok
-    assert found == []
-    assert re.search(said, status.message)
+    assert re.search(said, no_reward(workflow, judge))
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS)
@@ -119,21 +99,15 @@ def test_what_is_no_reward_is_no_zero(workflow: type[Any], value: Any, said: str
     ({0: 1.0}, "the reward judge gave {0: 1.0}: give a finite number, or a dict"),
     ({"reward": 1.0, "acc": 1.0}, "a sum among them counts twice: give the sum alone, or the parts without it"),
     (10**400, r"the reward judge gave 1000\d*: give a finite number"),
+    ("good", "judge gave 'good': give a finite number"), ("1.0", "judge gave '1.0': give a finite number"),
+    (float("nan"), "judge gave nan: give a finite number"),
+    ({"right": 1.0, "style": None}, "judge gave None as style: give a finite number"),
 ])
 def test_what_is_no_part_is_no_zero(workflow: type[Any], value: Any, said: str) -> None:
     def judge(response: str) -> Any:
         return value
 
-    status, _ = played(workflow, judge)
-    assert not status.ok
-    assert re.search(said, status.message)
-
-
-def test_a_reward_that_needs_what_nobody_gives_is_named() -> None:
-    status, _ = played(SimpleWorkflow, asks)
-    said = "the reward asks needs difficulty, and there is only .*: name it in reward_fn_args"
-    assert re.search(said, status.message)
-    assert played(SimpleWorkflow, asks, reward_fn_args={"difficulty": 2.0})[0].ok
+    assert re.search(said, no_reward(workflow, judge))
 
 
 def of_columns(completions: list[str], difficulty: list[float]) -> list[float]:
@@ -142,12 +116,13 @@ def of_columns(completions: list[str], difficulty: list[float]) -> list[float]:
 
 @pytest.mark.parametrize("workflow", WORKFLOWS)
 def test_a_parameter_without_a_default_is_a_key_of_the_row(workflow: type[Any]) -> None:
-    status, found = played(workflow, asks, {**ROW, "difficulty": 3.0})
-    assert status.ok, status.message
-    assert {e.reward for e in found} == {3.0}
+    for row, given in (({**ROW, "difficulty": 3.0}, {}), (ROW, {"difficulty": 3.0})):
+        status, found = played(workflow, asks, row, reward_fn_args=given)
+        assert status.ok, status.message
+        assert {e.reward for e in found} == {3.0}
     for reward in (asks, of_columns):
-        status, _ = played(workflow, reward)
-        assert re.search("needs difficulty, and there is only .*answer.*: name it in reward_fn_args", status.message)
+        said = f"the reward {reward.__name__} needs difficulty, and there is only .*answer.*: name it in reward_fn_args"
+        assert re.search(said, no_reward(workflow, reward))
 
 
 @pytest.mark.parametrize(("workflow", "reward", "lacks"), [
@@ -159,22 +134,19 @@ def test_a_parameter_without_a_default_is_a_key_of_the_row(workflow: type[Any]) 
 def test_a_row_without_what_its_reward_needs_is_refused_when_its_file_is_opened(
     workflow: str, reward: str, lacks: str, kind: str, tmp_path: Path
 ) -> None:
-    rows = [{"prompt": "a", "answer": "b", "difficulty": 1.0}, {"prompt": "c", "answer": "d", "difficulty": None}]
-    file = tmp_path / f"rows.{kind}"
-    if kind == "jsonl":
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
-    named = f"{HERE}:{reward}"
+    named, file = f"{HERE}:{reward}", tmp_path / f"rows.{kind}"
     for own in (False, True):
+        rows: list[dict[str, Any]] = [
+            {"prompt": "a", "answer": "b", "difficulty": 1.0}, {"prompt": "c", "answer": "d", "difficulty": None}]
+        rows = [{**row, "judge": named} for row in rows] if own else rows
+        if kind == "jsonl":
+            file.write_text("\n".join(map(json.dumps, rows)))
+        else:
+            write_parquet(file, rows)
         settings = TasksetConfig.model_validate({
             "name": "x", "path": str(file), "workflow": workflow, "reward_fn": None if own else named,
             "format": {"reward_fn_key": "judge"} if own else {},
         })
-        if own and kind == "jsonl":
-            file.write_text("".join(json.dumps({**row, "judge": named}) + "\n" for row in rows))
-        elif own:
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{**row, "judge": named} for row in rows]), file)
         if not lacks:
             assert len(Taskset(settings)) == 2
             continue
@@ -205,26 +177,21 @@ def changes_the_truth(response: str, truth: Any, prompt: Any) -> float:
     return float(truth.pop("target"))
 
 
+def changes_its_argument(response: str, seen: list[int]) -> float:
+    seen.append(1)
+    return float(len(seen))
+
+
 @pytest.mark.parametrize("workflow", WORKFLOWS)
-@pytest.mark.parametrize(("reward", "row", "expected"), [
-    (changes_its_column, {**ROW, "tags": ["a"]}, 2.0),
-    (changes_the_truth, {"prompt": CHAT, "answer": {"target": 3}}, 3.0),
+@pytest.mark.parametrize(("reward", "fields", "expected"), [
+    (changes_its_column, {"row": {**ROW, "tags": ["a"]}}, 2.0),
+    (changes_the_truth, {"row": {"prompt": CHAT, "answer": {"target": 3}}}, 3.0),
+    (changes_its_argument, {"reward_fn_args": {"seen": []}}, 1.0),
 ])
-def test_a_reward_that_changes_its_row_changes_it_for_no_other_answer(
-    workflow: type[Any], reward: Any, row: dict[str, Any], expected: float
+def test_a_reward_that_changes_its_row_or_an_argument_changes_it_for_no_other_answer(
+    workflow: type[Any], reward: Any, fields: dict[str, Any], expected: float
 ) -> None:
-    status, found = played(workflow, reward, row)
+    status, found = played(workflow, reward, **fields)
     assert status.ok, status.message
     assert [e.reward for e in found] == [expected, expected]
     assert CHAT == [{"role": "user", "content": "How many a?"}]
-
-
-@pytest.mark.parametrize("workflow", WORKFLOWS)
-def test_a_reward_that_changes_its_arguments_changes_them_for_no_other_answer(workflow: type[Any]) -> None:
-    def counts(response: str, seen: list[int]) -> float:
-        seen.append(1)
-        return float(len(seen))
-
-    status, found = played(workflow, counts, reward_fn_args={"seen": []})
-    assert status.ok, status.message
-    assert [e.reward for e in found] == [1.0, 1.0]

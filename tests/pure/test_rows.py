@@ -71,6 +71,9 @@ def test_a_key_whose_value_is_null_is_no_key(tmp_path: Path) -> None:
     (pa.array([decimal.Decimal("12345678901")]), 12345678901),
     (pa.array([decimal.Decimal("1.50")]), "1.50"),
     (pa.array([dt.datetime(2026, 3, 1, 12, tzinfo=dt.UTC)]), "2026-03-01T12:00:00+00:00"),
+    (pa.array([dt.date(2026, 3, 1)]), "2026-03-01"),
+    (pa.array([float("nan")]), None),
+    (pa.array([["x", None]]), ["x", None]),
     (pa.array([[("a", 1), ("b", None)]], pa.map_(pa.string(), pa.int64())), {"a": 1}),
     (pa.array([[(b"a", 1)]], pa.map_(pa.binary(), pa.int64())), {"a": 1}),
     (pa.array(["5"], pa.string_view()), "5"),
@@ -143,8 +146,8 @@ def test_a_row_of_many_keys_is_read_in_the_time_of_its_length(tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["response_key", "workflow_key", "reward_fn_key"])
 def test_a_key_of_the_format_that_no_row_has_is_refused(tmp_path: Path, name: str) -> None:
     rows = lines(tmp_path, [{"prompt": "a"}, {"prompt": "b", "level": 3}])
-    for file in (rows, table(tmp_path, prompt=pa.array(["a"]))):
-        with pytest.raises(TasksetError, match=rf"no row has the key 'mine' of format\.{name}"):
+    for file, keys in ((rows, "prompt, level"), (table(tmp_path, prompt=pa.array(["a"])), "prompt")):
+        with pytest.raises(TasksetError, match=rf"no row has the key 'mine' of format\.{name} \(there are: {keys}\)"):
             opened(file, format={name: "mine"})
     with rows.open("a") as more:
         more.write('\n{"prompt": "c", "mine": "math_reward"}')

@@ -101,48 +101,40 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda recorded=None, **keys: Taskset(TasksetConfig.model_validate(HUB | keys), recorded=recorded)
 
 
-def test_what_is_recorded_is_read_and_not_what_the_name_means_now(opened: Any) -> None:
+def test_what_a_name_means_when_a_run_begins_is_its_source(opened: Any) -> None:
     assert opened().source == replace(RECORDED, revision="f" * 40, subset="easy")
-    taskset = opened(RECORDED)
-    assert taskset.source == RECORDED
+
+
+@pytest.mark.parametrize(("began", "keys"), [
+    ({}, {}), ({}, {"revision": COMMIT}), ({"asked": "v1"}, {"revision": "v1"}),
+    ({"subset": "hard"}, {}), ({"subset": "hard"}, {"subset": "hard"}),
+], ids=["the same", "the commit of its branch", "a tag", "its default subset", "its default subset by its name"])
+def test_what_is_recorded_is_read_and_not_what_the_name_means_now(
+    opened: Any, began: dict[str, Any], keys: dict[str, Any]
+) -> None:
+    recorded = replace(RECORDED, **began)
+    taskset = opened(recorded, **keys)
+    assert taskset.source == recorded
+    assert taskset._file.subset == began.get("subset", "easy")
     assert [task.raw_task["prompt"] for task in taskset.all()] == ["0 0", "0 1", "0 2"]
 
 
-@pytest.mark.parametrize(("keys", "told"), [
-    ({"revision": "v2"},
-     f"its revision is v2 in the config, and .* began with the main branch, which was commit {COMMIT}"),
-    ({"path": "hub:people/words"}, "its path is hub:people/words in the config, and .* began with hub:people/letters"),
-    ({"subset": "hard"}, "its subset is hard in the config, and .* began with None"),
-    ({"split": "test"}, "its split is test in the config, and .* began with train"),
-    ({"path": "letters.jsonl", "split": None}, r"its path is letters\.jsonl in the config"),
+@pytest.mark.parametrize(("began", "keys", "told"), [
+    ({}, {"revision": "v2"},
+     f"its revision is v2 in the config, and .* began with the main branch, which was commit {COMMIT}: put that back"),
+    ({"asked": "v1"}, {}, "its revision is the main branch in the config"),
+    ({}, {"path": "hub:people/words"}, "its path is hub:people/words in the config, .* began with hub:people/letters"),
+    ({}, {"subset": "hard"}, "its subset is hard in the config, and .* began with None"),
+    ({"subset": "hard"}, {"subset": "easy"}, "its subset is easy in the config, and .* began with hard"),
+    ({}, {"split": "test"}, "its split is test in the config, and .* began with train"),
+    ({}, {"path": "letters.jsonl", "split": None}, r"its path is letters\.jsonl in the config"),
+    ({"rows": 4}, {}, f"has 3 rows, {COMMIT} here, and .* began with 4 rows, {COMMIT}"),
 ])
-def test_a_config_that_asks_for_something_else_than_the_run_began_with_is_refused(
-    opened: Any, keys: dict[str, Any], told: str
+def test_something_else_than_a_run_began_with_is_refused(
+    opened: Any, began: dict[str, Any], keys: dict[str, Any], told: str
 ) -> None:
-    with pytest.raises(TasksetError, match=f"{told}.*put that back, or start a new run under another `name`"):
-        opened(RECORDED, **keys)
-
-
-def test_the_commit_itself_may_be_asked_for_in_place_of_its_branch(opened: Any) -> None:
-    assert opened(RECORDED, revision=COMMIT).source == RECORDED
-    assert opened(replace(RECORDED, asked="v1"), revision="v1").source.revision == COMMIT
-    with pytest.raises(TasksetError, match="its revision is the main branch in the config"):
-        opened(replace(RECORDED, asked="v1"))
-
-
-def test_a_run_that_began_with_the_default_subset_goes_on_with_that_by_its_name(opened: Any) -> None:
-    began = replace(RECORDED, subset="hard")
-    for keys in ({}, {"subset": "hard"}):
-        taskset = opened(began, **keys)
-        assert taskset.source == began
-        assert taskset._file.subset == "hard"
-    with pytest.raises(TasksetError, match=r"its subset is easy in the config, and .* began with hard"):
-        opened(began, subset="easy")
-
-
-def test_other_rows_than_those_of_the_log_are_refused(opened: Any) -> None:
-    with pytest.raises(TasksetError, match=f"has 3 rows, {COMMIT} here, and .* began with 4 rows, {COMMIT}"):
-        opened(replace(RECORDED, rows=4))
+    with pytest.raises(TasksetError, match=f"{told}.*, or start a new run under another `name`"):
+        opened(replace(RECORDED, **began), **keys)
 
 
 def test_a_run_that_began_with_a_file_does_not_go_on_with_a_dataset_of_the_hub(opened: Any) -> None:
@@ -209,6 +201,17 @@ def test_what_changes_no_row_is_no_change(tmp_path: Path) -> None:
         of_file(tmp_path, ROWS[:3], asked, is_eval=True)
 
 
+def run_of(folder: Path, rows: int, size: int, drop_last: bool, **keys: Any) -> Config:
+    """A run that explores a file of so many rows, in steps of this size. `keys`: of the taskset, and `total_steps`."""
+    (folder / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": f"row{i}"}) for i in range(rows)))
+    total, taskset = keys.pop("total_steps", None), {"name": "t", "path": str(folder / "rows.jsonl"), **keys}
+    return Config.from_dict({
+        "mode": "explore", "total_steps": total, "explorer": {"rollout_model": {"engine_type": "scripted"}},
+        "run_dir": str(folder), "store": {"url": f"sqlite:///{folder}/log.sqlite"},
+        "buffer": {"batch_size": size, "explorer_input": {"drop_last": drop_last, "tasksets": [taskset]}},
+    })
+
+
 @pytest.mark.parametrize(("epochs", "drop_last", "total", "last"), [
     (1, False, None, 3), (1, False, 50, 3), (1, True, 50, 2), (2, False, 50, 5), (2, False, 4, 4),
     (None, False, 50, 50), (None, False, None, None),
@@ -216,13 +219,7 @@ def test_what_changes_no_row_is_no_change(tmp_path: Path) -> None:
 def test_what_ends_a_run_is_known_at_its_start(
     tmp_path: Path, epochs: int | None, drop_last: bool, total: int | None, last: int | None
 ) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text("\n".join(map(json.dumps, [*ROWS, {"prompt": "row4"}])))
-    part = Explorer(Config.from_dict({
-        "total_steps": total, "explorer": {"rollout_model": {"engine_type": "scripted"}}, "run_dir": str(tmp_path),
-        "store": {"url": f"sqlite:///{tmp_path}/log.sqlite"}, "buffer": {"batch_size": 2, "explorer_input": {
-            "drop_last": drop_last, "tasksets": [{"name": "t", "path": str(file), "epochs": epochs}]}},
-    }))
+    part = Explorer(run_of(tmp_path, 5, 2, drop_last, epochs=epochs, total_steps=total))
     try:
         assert part.locate()
         assert part.last_step == last
@@ -240,13 +237,7 @@ def test_wherever_a_run_was_cut_off_it_goes_on_with_the_very_next_row(
 ) -> None:
     """Others' trainers counted epochs in whole batches (OpenRLHF 1350), or took an epoch's end for the end (verl 5725).
     """
-    file, log = tmp_path / "rows.jsonl", tmp_path / "log.sqlite"
-    file.write_text("\n".join(json.dumps({"prompt": f"row{i}"}) for i in range(rows)))
-    config = Config.from_dict({
-        "mode": "explore", "explorer": {"rollout_model": {"engine_type": "scripted"}}, "run_dir": str(tmp_path),
-        "store": {"url": f"sqlite:///{log}"}, "buffer": {"batch_size": size, "explorer_input": {
-            "drop_last": drop_last, "tasksets": [{"name": "t", "path": str(file), "epochs": epochs, "shuffle": True}]}},
-    })
+    config, log = run_of(tmp_path, rows, size, drop_last, epochs=epochs, shuffle=True), tmp_path / "log.sqlite"
 
     def steps(done: int) -> tuple[bool, list[tuple[list[int], Cursor]]]:
         """Return whether anything is left to do after so many steps, and the steps that are."""
@@ -278,7 +269,7 @@ def test_wherever_a_run_was_cut_off_it_goes_on_with_the_very_next_row(
         left, rest = steps(number)
         assert rest == whole[number:]
         assert left, "its last step is not generated yet"
-    file.unlink()  # SpecForge 659 went on without it
+    (tmp_path / "rows.jsonl").unlink()  # SpecForge 659 went on without it
     with pytest.raises(TasksetError, match=r"taskset t: \S+rows.jsonl can't be read \(No such file or directory\)"):
         steps(len(whole))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import json
 import os
 import sys
@@ -141,12 +140,6 @@ def test_an_eval_set_is_read_whole(tmp_path: Path) -> None:
     assert all(task.is_eval for task in tasks)
 
 
-def test_a_split_chooses_a_file_of_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "test.jsonl").write_text(rows(2))
-    assert len(Taskset(TasksetConfig(name="t", path=str(tmp_path), split="test"))) == 2
-    refused(tmp_path, r"choose <split>.jsonl")
-
-
 # --- the file -------------------------------------------------------------------------------------------------------
 def test_blank_lines_a_byte_order_mark_and_no_last_newline_are_fine(tmp_path: Path) -> None:
     text = b'\xef\xbb\xbf{"prompt": "a"}\r\n\n  \t\n{"prompt": "\xc3\xa9"}'
@@ -170,15 +163,6 @@ def test_a_bad_row_stops_the_loading_and_is_named(tmp_path: Path, line: bytes, m
     assert e.value.details == {"file": f"{tmp_path}/a.jsonl", "line": 17}
 
 
-def test_answers_that_a_taskset_names_and_no_row_has_stop_the_loading(tmp_path: Path) -> None:
-    text = b'{"prompt": "a", "answr": 1}\n{"prompt": "b", "b": 2}\n'
-    with pytest.raises(TasksetError, match=r"no row has the key 'solution' of format.response_key \(there are: prompt, "
-                                           r"answr, b\)"):
-        taskset(tmp_path / "a.jsonl", text, format={"response_key": "solution"})
-    assert len(taskset(tmp_path / "a.jsonl", text)) == 2
-    assert len(taskset(tmp_path / "a.jsonl", text, format={"response_key": "b"})) == 2
-
-
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     refused(tmp_path / "none.jsonl", r"taskset t: .*none.jsonl can't be read \(No such file")
 
@@ -197,14 +181,6 @@ def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         f.write(rows(1).encode())
         f.truncate(10_000)
     refused(tmp_path / "t.jsonl", "line 2: it has more than 1,000 bytes")
-
-
-def test_a_file_that_changed_in_use_is_refused(tmp_path: Path) -> None:
-    tasks = taskset(tmp_path / "a.jsonl", rows(3))
-    with (tmp_path / "a.jsonl").open("a") as f:
-        f.write('{"prompt": "new"}\n')
-    with pytest.raises(TasksetError, match="was changed while taskset t was in use"):
-        tasks.read(Cursor(), 1)
 
 
 def test_what_lines_say_is_not_kept_in_memory(tmp_path: Path) -> None:
@@ -233,48 +209,47 @@ def test_a_row_may_name_its_own_workflow_and_reward_function(tmp_path: Path) -> 
 
 
 # --- parquet and dataset directories --------------------------------------------------------------------------------
-SAMPLES: list[dict[str, Any]] = [
-    {"prompt": f"p{i}", "answer": str(i), "level": i % 3, "score": float("nan") if i == 1 else i / 2,
-     "tags": ["x", None], "day": dt.date(2026, 3, i + 1), "raw": f"ä{i}".encode()} for i in range(10)
-]
-PLAIN = [{**{k: v for k, v in s.items() if k != "score" or i != 1}, "day": f"2026-03-{i + 1:02}", "raw": f"ä{i}"}
-         for i, s in enumerate(SAMPLES)]
+SAMPLES = [{"prompt": f"p{i}", "answer": str(i)} for i in range(10)]
+
+
+def write(folder: Path, kind: str, samples: list[dict[str, Any]]) -> Path:
+    if kind == "jsonl":
+        (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, samples)))
+        return folder / "rows.jsonl"
+    if kind == "dataset":
+        return write_dataset(folder / "rows.dataset", samples)
+    return write_parquet(folder / "rows.parquet", samples)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "dataset"])
 def test_p33_a_parquet_file_and_a_dataset_directory_are_read_as_jsonl_is(tmp_path: Path, kind: str) -> None:
-    write = write_parquet if kind == "parquet" else write_dataset
-    path = write(tmp_path / f"rows.{kind}", SAMPLES)
-    config = TasksetConfig(name="t", path=str(path), shuffle=True, seed=3, epochs=2)
-    columns = Taskset(config)
-    lines = taskset(tmp_path / "a.jsonl", "\n".join(map(json.dumps, PLAIN)), shuffle=True, seed=3, epochs=2)
-    assert len(columns) == 10
-    assert columns.all() == lines.all()
+    """What their values become: test_rows.py."""
+    lines, columns = (
+        Taskset(TasksetConfig(name="t", path=str(write(tmp_path, of, SAMPLES)), shuffle=True, seed=3, epochs=2))
+        for of in ("jsonl", kind))
     cursor = Cursor()
     for n in (4, 3, 9, 4):
-        (a, after), (b, same) = columns.read(cursor, n), lines.read(cursor, n)
-        assert (a, after) == (b, same)
-        cursor = after
+        read = columns.read(cursor, n)
+        assert read == lines.read(cursor, n)
+        cursor = read[1]
     assert cursor == Cursor(2, 0)
-    assert task_from_dict(task_to_dict(columns.all()[1])) == columns.all()[1]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "dataset"])
-def test_p33_bad_columns_are_named_before_anything_runs(tmp_path: Path, kind: str) -> None:
-    def load(samples: list[dict[str, Any]]) -> Taskset:
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        folder.mkdir()
-        parquet_wanted = kind == "parquet"
-        path = write_parquet(folder / "a.parquet", samples) if parquet_wanted else write_dataset(folder / "d", samples)
-        return Taskset(TasksetConfig(name="t", path=str(path)))
+@pytest.mark.parametrize(("samples", "said"), [
+    ([{"question": "a"}, {"question": "b"}], r"no prompt: the key 'prompt' is missing \(there are: question\)"),
+    ([{"prompt": "a"}] * 3 + [{"prompt": None}, {"prompt": "b"}], "row 3: the prompt is null"),
+])
+def test_p33_bad_columns_are_named_before_anything_runs(
+    tmp_path: Path, kind: str, samples: list[dict[str, Any]], said: str
+) -> None:
+    refused(write(tmp_path, kind, samples), said)
 
-    with pytest.raises(TasksetError, match=r"no prompt: the key 'prompt' is missing \(there are: question\)"):
-        load([{"question": "a"}, {"question": "b"}])
-    with pytest.raises(TasksetError, match="row 3: the prompt is null"):
-        load([{"prompt": "a"}] * 3 + [{"prompt": None}, {"prompt": "b"}])
-    tasks = load([{"prompt": "a"}, {"prompt": "b"}])
-    used = next(tmp_path.glob("2/a.parquet" if kind == "parquet" else "2/d/*.arrow"))
-    os.utime(used, ns=(1, 1))
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset"])
+def test_a_file_that_changed_in_use_is_refused(tmp_path: Path, kind: str) -> None:
+    tasks = Taskset(TasksetConfig(name="t", path=str(write(tmp_path, kind, SAMPLES))))
+    os.utime(next(tmp_path.glob("rows.dataset/*.arrow" if kind == "dataset" else "rows.*")), ns=(1, 1))
     with pytest.raises(TasksetError, match="was changed while taskset t was in use"):
         tasks.read(Cursor(), 1)
 
@@ -292,6 +267,7 @@ def test_p33_a_dataset_of_splits_needs_one_chosen(tmp_path: Path) -> None:
     assert len(Taskset(TasksetConfig(name="t", path=str(tmp_path / "all"), split="test"))) == 4
     write_parquet(tmp_path / "validation.parquet", SAMPLES[:3])
     assert len(Taskset(TasksetConfig(name="t", path=str(tmp_path), split="validation"))) == 3
+    refused(tmp_path, r"choose <split>.jsonl")
 
 
 def test_p33_what_is_no_such_file_says_so(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ nothing is generated twice, whatever died in between. Runs that failed for good 
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -15,6 +14,7 @@ from typing import Any, Literal
 import orjson
 
 from trinity_es.actors.commands import PollBatch, ScheduleTasks, TakeResults
+from trinity_es.actors.plugins import did_you_mean
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import DataError, FinalizeTimeout, WorkflowError
 from trinity_es.events.experience import Experience
@@ -177,8 +177,7 @@ class PromptRows:
 def _chosen(name: str, data: Any, columns: Sequence[str] | None) -> list[str]:
     there = list(getattr(data, "column_names", None) or [])
     if there and (missing := [column for column in ("prompt", *(columns or ())) if column not in there]):
-        near = difflib.get_close_matches(missing[0], there, n=1, cutoff=0.7)
-        meant = f"; did you mean {near[0]}?" if near else ""
+        meant = did_you_mean(missing[0], there)
         raise DataError(f"{name} has no column {missing[0]!r}: it has {', '.join(there)}{meant}")
     if _is_stream(data) and (columns or (columns is None and there != ["prompt"])):
         raise DataError(

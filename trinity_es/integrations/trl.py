@@ -177,8 +177,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
             tasks.extend(self._tasks(asked, mode, trainer))
             return None if find_batch(self.client, batch_id, tasks) else missing_version(self.client, step)
 
-        if (wanted := self._on_main(version)) is not None:
-            self._serve(wanted)
+        self._serve(version)
         rows = self._on_main(lambda: self._played(batch_id, tasks, mode))
         if mode == "train":
             self._unacknowledged.append(batch_id)
@@ -307,11 +306,14 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
         return {column: [row[column] for row in rows] for column in COLUMNS}
 
     # --- weights ----------------------------------------------------------------------------------------------------
-    def _serve(self, version: int) -> None:
-        """Have the engines serve the trainer's weights; all processes call it, since the weights may be in parts."""
-        trainer = self._trainer
-        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-        self._on_main(lambda: self._publish(version, state))
+    def _serve(self, wanted: Callable[[], int | None]) -> None:
+        """Have the engines serve the trainer's weights as the version that is wanted; None: it is none.
+
+        All processes call it, since the weights may be in parts.
+        """
+        if (version := self._on_main(wanted)) is not None:
+            state = self._trainer.accelerator.get_state_dict(self._trainer.model_wrapped)
+            self._on_main(lambda: self._publish(version, state))
 
     def _publish(self, version: int, state: Mapping[str, Any]) -> None:
         if self.config.synchronizer.sync_method == "checkpoint":
@@ -387,9 +389,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]  # transformers is typed 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Have the engines serve what was learned."""
         if self._trainer is not None:
-            step = int(state.global_step)
-            if (wanted := self._on_main(lambda: missing_version(self.client, step))) is not None:
-                self._serve(wanted)
+            self._serve(lambda: missing_version(self.client, int(state.global_step)))
 
 
 @contextmanager

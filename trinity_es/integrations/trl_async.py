@@ -12,6 +12,7 @@ were. So nothing is lost, and what lay in the trainer's own queues is trained on
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import queue
@@ -81,8 +82,7 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
         """Batches that were taken whole, by the steps in which that was so; the newest last."""
         self._done = 0
         """Batches taken whole since the start."""
-        self._orders: dict[int, list[int]] = {}
-        """Rows of the last two epochs, in the order in which they are played."""
+        self._order = functools.lru_cache(maxsize=2)(self._drawn)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._stopping = False
@@ -161,14 +161,12 @@ class AsyncRollouts(TrainerCallback):  # type: ignore[misc]  # transformers is t
     def _id(self, n: int) -> str:
         return f"{n}/{self.name}"
 
-    def _order(self, epoch: int) -> list[int]:
+    def _drawn(self, epoch: int) -> list[int]:
         """Return the rows of an epoch in the order in which they are played."""
-        if epoch not in self._orders:
-            order = list(range(len(self.dataset)))
-            if self.seed is not None:
-                random.Random(f"{self.seed}/{epoch}").shuffle(order)
-            self._orders = {**{e: o for e, o in self._orders.items() if e == epoch - 1}, epoch: order}
-        return self._orders[epoch]
+        order = list(range(len(self.dataset)))
+        if self.seed is not None:
+            random.Random(f"{self.seed}/{epoch}").shuffle(order)
+        return order
 
     def _tasks(self, n: int) -> list[Task]:
         """Return the tasks of a batch: rows `n * batch_size` and on of epochs one after the other."""

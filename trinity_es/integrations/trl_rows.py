@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+from trinity_es.actors.plugins import did_you_mean
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.experience import Experience
 from trinity_es.integrations.step_batches import Runs
@@ -45,10 +45,8 @@ def require_columns(
             if p.name in columns:
                 raise ConfigError(f"{asked}, which the data has and columns={list(tasks_get or ())!r} leaves out: add "
                                   f"{p.name!r} to columns, or leave columns out: tasks get all then")
-            near = difflib.get_close_matches(p.name, there, n=1, cutoff=0.7)
-            meant = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(
-                f"{asked}, which no row has: the data has the columns {', '.join(sorted(columns))}{meant}")
+            raise ConfigError(f"{asked}, which no row has: the data has the columns {', '.join(sorted(columns))}"
+                              f"{did_you_mean(p.name, there)}")
 
 
 def result_rows(batch_id: str, runs: Runs, tasks: int, group: int, eos: int) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import bisect
 import hashlib
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -63,7 +63,7 @@ def open_file(config: TasksetConfig) -> RowFile:
         if file.is_dir():
             found = _dataset(config, file)
         elif file.suffix == ".parquet":
-            found = _Parquet(config, file)
+            found = _parquet(config, file)
         else:
             found = _Lines(config, file)
     except OSError as e:
@@ -209,60 +209,58 @@ def _pyarrow(file: Path) -> Any:
 
 
 class _Columns:
-    """Rows in groups, each of which ends before a row."""
+    """Rows of tables, in groups that are read when they are asked for. The last one is kept."""
 
     def __init__(self, config: TasksetConfig, files: Sequence[Path]) -> None:
         self._unchanged = _Unchanged(config, files)
+        self._groups: list[tuple[TableRows, Callable[[], Any]]] = []
         self._ends: list[int] = []
+        """The row before which each group ends."""
+        self._held: tuple[int, Any] = (-1, None)
+        self.revision = _sha256(files)
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
+
+    def add(self, reader: TableRows, group: Callable[[], Any]) -> None:
+        """Add a group, checked. Raises TasksetError, which names the row."""
+        table = group()
+        reader.check(table, len(self))
+        self._ends.append(len(self) + table.num_rows)
+        self._groups.append((reader, group))
 
     def read(self, rows: Sequence[int]) -> list[dict[str, Any]]:
         self._unchanged.require()
         found: dict[int, dict[str, Any]] = {}
         for row in sorted(set(rows)):  # a group is read once, whatever the order
-            group = bisect.bisect_right(self._ends, row)
-            reader, table = self._group(group)
-            found[row] = reader.row(table, row - (self._ends[group - 1] if group else 0), row)
+            number = bisect.bisect_right(self._ends, row)
+            reader, group = self._groups[number]
+            if self._held[0] != number:
+                self._held = number, group()
+            found[row] = reader.row(self._held[1], row - (self._ends[number - 1] if number else 0), row)
         return [dict(found[row]) for row in rows]
 
-    def _add(self, reader: TableRows, table: Any) -> None:
-        reader.check(table, len(self))
-        self._ends.append(len(self) + table.num_rows)
 
-    def _group(self, number: int) -> tuple[TableRows, Any]:
-        raise NotImplementedError
+def _parquet(config: TasksetConfig, file: Path) -> _Columns:
+    """Return a parquet file. One row group is in memory at a time."""
+    arrow = _pyarrow(file)
+    import pyarrow.parquet as parquet
 
-
-class _Parquet(_Columns):
-    """A parquet file. One row group is in memory at a time."""
-
-    def __init__(self, config: TasksetConfig, file: Path) -> None:
-        arrow = _pyarrow(file)
-        import pyarrow.parquet as parquet
-
-        super().__init__(config, [file])
-        try:
-            self._parquet = parquet.ParquetFile(file)
-        except arrow.ArrowException as e:
-            raise TasksetError(f"{file} is no parquet file ({e})", file=str(file)) from e
-        self._rows = TableRows(file, self._parquet.schema_arrow, config)
-        for group in range(self._parquet.metadata.num_row_groups):
-            self._add(self._rows, self._parquet.read_row_group(group))
-        self.revision = _sha256([file])
-        self._held: tuple[int, Any] | None = None
-
-    def _group(self, number: int) -> tuple[TableRows, Any]:
-        if self._held is None or self._held[0] != number:
-            self._held = number, self._parquet.read_row_group(number)
-        return self._rows, self._held[1]
+    found = _Columns(config, [file])
+    try:
+        opened = parquet.ParquetFile(file)
+    except arrow.ArrowException as e:
+        raise TasksetError(f"{file} is no parquet file ({e})", file=str(file)) from e
+    rows = TableRows(file, opened.schema_arrow, config)
+    for group in range(opened.metadata.num_row_groups):
+        found.add(rows, partial(opened.read_row_group, group))
+    return found
 
 
-def _dataset(config: TasksetConfig, folder: Path) -> _Arrow:
+def _dataset(config: TasksetConfig, folder: Path) -> _Columns:
     """Return a folder: a dataset of Hugging Face, or what says how to choose from it."""
     if (folder / "state.json").is_file():
-        return _Arrow(config, folder)
+        return _arrow(config, folder)
     details = {"file": str(folder)}
     if (folder / "dataset_dict.json").is_file():
         splits = _json(folder / "dataset_dict.json").get("splits", [])
@@ -284,32 +282,25 @@ def _json(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-class _Arrow(_Columns):
-    """A dataset that Hugging Face's `save_to_disk` wrote: Arrow streams, mapped into memory."""
-
-    def __init__(self, config: TasksetConfig, folder: Path) -> None:
-        arrow = _pyarrow(folder)
-        state = _json(folder / "state.json")
-        if state.get("_indices_data_files"):
-            raise TasksetError(
-                f"{folder} was saved with an order beside its rows (by an old `datasets`): call `flatten_indices()` "
-                "and save it again", file=str(folder),
-            )
-        files = [folder / str(named["filename"]) for named in state.get("_data_files", [])]
-        if not files:
-            raise TasksetError(f"{folder}/state.json names no data files", file=str(folder))
-        super().__init__(config, files)
-        self._batches: list[tuple[TableRows, Any]] = []
-        for file in files:
-            try:
-                with arrow.ipc.open_stream(arrow.memory_map(str(file))) as stream:
-                    rows = TableRows(folder, stream.schema, config)
-                    for batch in stream:
-                        self._add(rows, batch)
-                        self._batches.append((rows, batch))
-            except arrow.ArrowException as e:
-                raise TasksetError(f"{file} is no Arrow stream ({e})", file=str(file)) from e
-        self.revision = _sha256(files)
-
-    def _group(self, number: int) -> tuple[TableRows, Any]:
-        return self._batches[number]
+def _arrow(config: TasksetConfig, folder: Path) -> _Columns:
+    """Return a dataset that Hugging Face's `save_to_disk` wrote: Arrow streams, mapped into memory."""
+    arrow = _pyarrow(folder)
+    state = _json(folder / "state.json")
+    if state.get("_indices_data_files"):
+        raise TasksetError(
+            f"{folder} was saved with an order beside its rows (by an old `datasets`): call `flatten_indices()` "
+            "and save it again", file=str(folder),
+        )
+    files = [folder / str(named["filename"]) for named in state.get("_data_files", [])]
+    if not files:
+        raise TasksetError(f"{folder}/state.json names no data files", file=str(folder))
+    found = _Columns(config, files)
+    for file in files:
+        try:
+            with arrow.ipc.open_stream(arrow.memory_map(str(file))) as stream:
+                rows = TableRows(folder, stream.schema, config)
+                for batch in stream:
+                    found.add(rows, partial(lambda batch: batch, batch))
+        except arrow.ArrowException as e:
+            raise TasksetError(f"{file} is no Arrow stream ({e})", file=str(file)) from e
+    return found

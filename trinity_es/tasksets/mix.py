@@ -38,12 +38,12 @@ class Mix:
     @property
     def learns(self) -> bool:
         """True if what comes next depends on how well earlier tasks went."""
-        return any(t.selector is not None and t.selector.learns for t in self.tasksets)
+        return any(t.selector.learns for t in self.tasksets)
 
     def learn(self, rates: Mapping[str, tuple[Sequence[int], Sequence[float]]]) -> None:
         """Take in how well the tasks of a finalized step went: rows and mean rewards by taskset. Steps in order."""
         for taskset in self.tasksets:
-            if taskset.selector is not None and taskset.config.name in rates:
+            if taskset.config.name in rates:
                 taskset.selector.learn(*rates[taskset.config.name])
 
     def left(self, cursors: Mapping[str, Cursor]) -> float:
@@ -76,9 +76,12 @@ class Mix:
             raise TasksetError(f"taskset {name} {has}, and the run began with row {row} of it: put it back")
         return taskset.task(row)
 
+    def _taken(self, at: Mapping[str, Cursor]) -> list[int]:
+        return [at[t.config.name].epoch * len(t) + at[t.config.name].offset for t in self.tasksets]
+
     def _shuffled(self, at: Mapping[str, Cursor], n: int) -> list[int]:
         """Return the same for `shuffled`: every pass over all tasksets has an order of its own."""
-        taken = sum(at[t.config.name].epoch * len(t) + at[t.config.name].offset for t in self.tasksets)
+        taken = sum(self._taken(at))
         size, order = sum(len(t) for t in self.tasksets), []
         for position in range(taken, taken + int(min(n, self.left(at)))):
             number = position // size
@@ -91,7 +94,7 @@ class Mix:
 
     def _order(self, at: Mapping[str, Cursor], n: int) -> list[int]:
         """Return which taskset gives each of the next `n` tasks."""
-        taken = [at[t.config.name].epoch * len(t) + at[t.config.name].offset for t in self.tasksets]
+        taken = self._taken(at)
         ends = [None if t.config.epochs is None else t.config.epochs * len(t) for t in self.tasksets]
         order: list[int] = []
         while len(order) < n:

@@ -1,4 +1,4 @@
-"""Which rows of a taskset come next: `data_selector`, with the names and formulas of Trinity-RFT 0.6.
+"""Which rows of a taskset come next: by `shuffle`, or by `data_selector` with Trinity-RFT 0.6's names and formulas.
 
 A selector is a function of how many rows were taken before (`position`, over all epochs), of `n`, and, where it learns,
 of what it learnt: the same log gives the same rows. What one learns is the mean reward of each finalized task, which
@@ -9,7 +9,10 @@ otherwise (there with torch): by the same weights, without replacement.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import random
+from array import array
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,31 +39,34 @@ class Selector(Protocol):
         """Take in the mean rewards of tasks that were finalized, a step at a time, in order."""
 
 
-def selector_of(config: TasksetConfig, file: RowFile) -> Selector | None:
-    """Return the selector that a taskset names; None: it names none. Reads its features.
+def selector_of(config: TasksetConfig, file: RowFile) -> Selector:
+    """Return the selector of a taskset. Reads its features.
 
     Raises TasksetError for a row without a feature, ConfigError for an argument that there is not.
     """
-    how = config.data_selector
+    how, size = config.data_selector, len(file)
+    if how is None and config.shuffle:
+        return _Shuffle(size, lambda epoch: _shuffled(size, f"{config.seed}/{epoch}"))
     if how is None:
-        return None
+        return _Sequential(range(size))
     if how.kwargs and how.selector_type != "difficulty_based":
         raise ConfigError(f"taskset {config.name}: data_selector {how.selector_type} takes no kwargs")
+    seed = how.seed
     match how.selector_type:
         case "sequential":
-            return _Sequential(np.arange(len(file)))
+            return _Sequential(range(size))
         case "shuffle":
-            return _Shuffle(len(file), how.seed)
+            return _Shuffle(size, lambda epoch: np.random.default_rng(seed + epoch).permutation(size))
         case "random":
-            return _Random(config.name, len(file), how.seed)
+            return _Random(config.name, size, seed)
         case "offline_easy2hard":
             features = _features(config, file, how.feature_keys)
             order = sorted([*row, i] for i, row in enumerate(features.tolist()))[::-1]
-            return _Sequential(np.array([int(row[-1]) for row in order]))
+            return _Sequential([int(row[-1]) for row in order])
         case _:
             features = _features(config, file, how.feature_keys)
             try:
-                return Difficulty(config.name, features, how.seed, **how.kwargs)
+                return Difficulty(config.name, features, seed, **how.kwargs)
             except TypeError as e:
                 raise ConfigError(f"taskset {config.name}: data_selector.kwargs: {e}") from e
 
@@ -75,28 +81,29 @@ class _Fixed:
 class _Sequential(_Fixed):
     """`sequential`, and `offline_easy2hard`: one order, again in every epoch."""
 
-    def __init__(self, order: np.ndarray[Any, Any]) -> None:
+    def __init__(self, order: Sequence[int]) -> None:
         self._order = order
 
     def rows(self, position: int, n: int) -> list[int]:
         size = len(self._order)
-        return [int(self._order[i % size]) for i in range(position, position + n)]
+        return [self._order[i % size] for i in range(position, position + n)]
 
 
 class _Shuffle(_Fixed):
     """`shuffle`: another permutation in every epoch."""
 
-    def __init__(self, size: int, seed: int) -> None:
-        self._size, self._seed = size, seed
-        self._held: tuple[int, np.ndarray[Any, Any]] | None = None
+    def __init__(self, size: int, permutation: Callable[[int], Sequence[int] | np.ndarray[Any, Any]]) -> None:
+        self._size = size
+        self._order = functools.lru_cache(maxsize=1)(permutation)
 
     def rows(self, position: int, n: int) -> list[int]:
         return [int(self._order(i // self._size)[i % self._size]) for i in range(position, position + n)]
 
-    def _order(self, epoch: int) -> np.ndarray[Any, Any]:
-        if self._held is None or self._held[0] != epoch:
-            self._held = epoch, np.random.default_rng(self._seed + epoch).permutation(self._size)
-        return self._held[1]
+
+def _shuffled(size: int, seed: str) -> array[int]:
+    order = array("Q", range(size))
+    random.Random(seed).shuffle(order)
+    return order
 
 
 class _Random(_Fixed):

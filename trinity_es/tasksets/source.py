@@ -36,22 +36,19 @@ def open_source(
     if recorded is not None:
         _require_same(config, recorded)
     rows: RowFile
-    subset = config.subset
     match config.kind:
-        case "file":
-            rows = open_file(config)
-            revision = rows.revision
-        case "verifiers":
-            rows, revision = open_file(config), tasks_revision(config.workflow_args, tasks_file(config.workflow_args))
         case "hub":
-            hub = HubRows(config, *((recorded.revision, recorded.subset) if recorded else ()))
-            rows, revision, subset = hub, hub.revision, hub.subset
+            rows = HubRows(config, *((recorded.revision, recorded.subset) if recorded else ()))
         case "reasoning_gym":
-            made = Generated(config)
-            rows, revision = made, made.revision
+            rows = Generated(config)
+        case _:
+            rows = open_file(config)
+    revision = rows.revision
+    if config.kind == "verifiers":
+        revision = tasks_revision(config.workflow_args, tasks_file(config.workflow_args))
     source = TasksetSource(
-        taskset=config.name, is_eval=is_eval, path=config.path, subset=subset, split=config.split,
-        asked=config.revision, revision=revision, args=_args(config), rows=len(rows),
+        taskset=config.name, is_eval=is_eval, path=config.path, subset=getattr(rows, "subset", config.subset),
+        split=config.split, asked=config.revision, revision=revision, args=_args(config), rows=len(rows),
         order="" if is_eval else _order(config),
     )
     if recorded is not None and (source.revision, source.rows) != (recorded.revision, recorded.rows):

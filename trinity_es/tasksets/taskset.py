@@ -11,8 +11,6 @@ written in the transaction of the batch). Files must not change in use.
 from __future__ import annotations
 
 import math
-import random
-from array import array
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +50,6 @@ class Taskset:
         opened, they are read.
         """
         self.is_eval, self.number = is_eval, number
-        self._order: tuple[int, array[int]] | None = None
         self.source: TasksetSource | None = None
         self._file: RowFile
         if rows is not None:
@@ -75,19 +72,9 @@ class Taskset:
             raise ValueError(f"n must be 0 or more, not {n}")
         if cursor.epoch < 0 or not 0 <= cursor.offset <= len(self):
             raise ValueError(f"{cursor} lies outside of taskset {self.config.name}, which has {len(self)} rows")
-        if self.selector is not None:
-            position = cursor.epoch * len(self) + cursor.offset
-            count = int(min(n, self.left(cursor)))
-            return self._tasks(self.selector.rows(position, count)), Cursor(*divmod(position + count, len(self)))
-        rows: list[int] = []
-        epoch, offset = cursor.epoch, cursor.offset
-        while len(rows) < n and not self._ended(epoch):
-            take = self._rows(epoch, offset, n - len(rows))
-            rows += take
-            offset += len(take)
-            if offset == len(self):
-                epoch, offset = epoch + 1, 0
-        return self._tasks(rows), Cursor(epoch, offset)
+        position = cursor.epoch * len(self) + cursor.offset
+        count = int(min(n, self.left(cursor)))
+        return self._tasks(self.selector.rows(position, count)), Cursor(*divmod(position + count, len(self)))
 
     def left(self, cursor: Cursor) -> float:
         """Return how many tasks come after this cursor; inf where the taskset is read without end."""
@@ -101,19 +88,6 @@ class Taskset:
 
     def task(self, row: int) -> Task:
         return self._tasks([row])[0]
-
-    def _ended(self, epoch: int) -> bool:
-        return self.config.epochs is not None and epoch >= self.config.epochs
-
-    def _rows(self, epoch: int, offset: int, n: int) -> list[int]:
-        stop = min(offset + n, len(self))
-        if not self.config.shuffle:
-            return list(range(offset, stop))
-        if self._order is None or self._order[0] != epoch:
-            order = array("Q", range(len(self)))
-            random.Random(f"{self.config.seed}/{epoch}").shuffle(order)
-            self._order = (epoch, order)
-        return list(self._order[1][offset:stop])
 
     def _tasks(self, rows: list[int]) -> list[Task]:
         return [self._task(row, sample) for row, sample in zip(rows, self._file.read(rows), strict=True)]

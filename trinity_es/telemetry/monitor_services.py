@@ -73,7 +73,7 @@ class ServiceMonitor:
     as its own steps, and our step is the metric `step`, the x axis of all others.
     """
 
-    def __init__(self, package: str, config: Config, args: Mapping[str, Any]) -> None:
+    def __init__(self, package: str, config: Config, /, **args: Any) -> None:
         self._package = _needed(package, package)
         one, folder = _id_of(config), config.run_dir
         short = sha256(one.encode()).hexdigest()[:20]
@@ -167,14 +167,10 @@ def _needed(package: str, module: str) -> Any:
         ) from e
 
 
-def _service(package: str, config: Config, /, **args: Any) -> ServiceMonitor:
-    return ServiceMonitor(package, config, args)
-
-
 def known_monitors(config: Config, after: float | None) -> dict[str, Callable[..., Monitor]]:
     run = Path(config.run_dir)
     return {
         "tensorboard": lambda path="tensorboard": TensorboardMonitor(str(run / path), after=after),
         "mlflow": lambda **args: MlflowMonitor(config, **args),
-        **{package: partial(_service, package, config) for package in ("wandb", "trackio", "swanlab")},
+        **{package: partial(ServiceMonitor, package, config) for package in ("wandb", "trackio", "swanlab")},
     }

@@ -121,11 +121,10 @@ class Traces:
         self._url, self._exporter = url, exporter
         self._stop = threading.Event()
         self._failed: set[str] = set()
-        self._began: dict[str, tuple[int, bytes]] | None = None
-        """By a log's generation: what ends after this place is sent. None: not known yet."""
-        self._generation = ""
-        self._last: tuple[int, bytes] = (0, b"")
-        """The place up to which this log was looked at."""
+        self._generation: str | None = None
+        """That of the log at the last look; None: there was none yet."""
+        self._last = 0
+        """The position up to which it was looked at."""
         self._sent: set[bytes] = set()
         """The hashes of the events that ended what was sent."""
         self._thread = threading.Thread(
@@ -139,14 +138,14 @@ class Traces:
             with open_log(self._url) as log:
                 self._begin(log)
         except LogNotFound:  # it is being made: all of it is to come
-            self._began = {}
+            self._generation = ""
         except Exception as e:  # the thread will find out
             self._complain("reading the log", e)
         self._thread.start()
 
     def _begin(self, log: Log) -> None:
         head = log.head()
-        self._began = {head.generation: _place(log, head.position)}
+        self._generation, self._last = head.generation, head.position
 
     def close(self) -> None:
         """Send what has ended by now, as far as that takes a few seconds."""
@@ -157,18 +156,14 @@ class Traces:
         closing.join(1.0)
 
     def _look(self, log: Log) -> None:
-        if self._began is None:
+        if self._generation is None:
             self._begin(log)
-        assert self._began is not None
-        known = _place(log, self._last[0]) == self._last
-        head = log.head()  # after it: what was not known is of this log
-        began = self._began.setdefault(head.generation, (0, b""))  # another run in its place: all of it is new
-        if head.generation != self._generation or not known:
-            self._generation = head.generation  # or it was put back to a copy: what came after that is new
-            holds = _place(log, began[0]) == began
-            self._last = began if holds else _place(log, min(began[0], head.position))
-        for ended in log.rare(["BatchFinalized", "BatchAborted"], after=self._last[0]):
-            self._last = ended.position, ended.hash
+        head = log.head()
+        if head.generation != self._generation:  # another run in its place: all of it is new
+            self._generation, self._last = head.generation, 0
+        self._last = min(self._last, head.position)  # the log was put back to a copy
+        for ended in log.rare(["BatchFinalized", "BatchAborted"], after=self._last):
+            self._last = ended.position
             if ended.hash in self._sent:
                 continue
             self._sent.add(ended.hash)  # before it is sent: never twice
@@ -189,15 +184,6 @@ class Traces:
             self._failed.add(what)
             _LOG.warning("traces: %s fails, the run goes on without them (said once): %s: %s", what,
                          type(error).__name__, error)
-
-
-def _place(log: Log, position: int) -> tuple[int, bytes]:
-    """Return a position, and the hash of the event there: another history has another one.
-
-    Empty where there is no event.
-    """
-    found = log.at(position)
-    return position, b"" if found is None else found.hash
 
 
 def spans_of(story: BatchTimeline, stream: str, generation: str, url: str = "") -> Iterator[ReadableSpan]:

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from trinity_es.events.values import BatchLifecycleState, BatchType, FailureKind
-from trinity_es.projections.history.host_lives import HostLife, last_lives
+from trinity_es.projections.history.host_lives import last_lives
 from trinity_es.projections.hosts import host_of
-from trinity_es.projections.leases import OpenLease
 from trinity_es.projections.reading.log_reader import Log
-from trinity_es.projections.tables.batch_list import BatchRow
-from trinity_es.projections.tables.read_models import Totals
 from trinity_es.projections.tables.runner_history import RunnerIncarnation
 
 __all__ = ["CONTENT_TYPE", "METRICS", "Metric", "describe", "prometheus_text"]
@@ -38,32 +36,36 @@ HEAD = "(head)"
 HOST_STATES = ("joined", "draining", "lost", "left")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Facts:
     """What one scrape reads."""
 
-    now: float
-    position: int
-    last_at: float | None
-    totals: list[Totals]
-    last_train: BatchRow | None
-    """The train batch that was finalized last."""
-    trained_step: int | None
-    model_version: int
-    runners: dict[str, int]
-    deaths: int
-    attempts_failed: dict[str, int]
-    experiences_dropped: int
-    stalls: int
-    coordinators: int
-    leases: list[OpenLease]
-    hosts: list[HostLife]
-    lives: list[RunnerIncarnation]
-    finished: dict[str, int]
-    """Tasks, by host that joined."""
+    def __init__(self, log: Log, now: float) -> None:
+        head = log.head()
+        last = next(log.events(after=head.position - 1), None) if head.position else None
+        trains = log.batches(state="finalized", batch_type="train", sort="ended", descending=True, limit=1)
+        stepped = log.batches(sort="step", descending=True, limit=1)
+        self.now, self.position = now, head.position
+        self.last_at = None if last is None else last.recorded_at
+        self.totals, self.model_version = log.totals(), log.model_version()
+        self.leases, self.hosts, self.lives = log.leases(), log.hosts(), log.runner_lives()
+        self.last_train = trains[0] if trains else None
+        """The train batch that was finalized last."""
+        self.trained_step = stepped[0].trained_step if stepped else None
+        self.losses = log.losses()
+        self.stalls, self.coordinators = (
+            sum(1 for _ in log.rare([name])) for name in ("StallDetected", "CoordinatorStarted"))
+        self.finished = log.finished_elsewhere()
+        """Tasks, by host that joined."""
 
     def sum_of(self, name: str) -> int:
         return sum(getattr(t, name) for t in self.totals)
+
+    def last_lives(self) -> list[RunnerIncarnation]:
+        return list({life.runner: life for life in self.lives}.values())
+
+    def names_of_hosts(self) -> list[str]:
+        """Return each host that ever joined, after the head's own, which is ""; none where none joined."""
+        return ["", *sorted({life.host for life in self.hosts})] if self.hosts else []
 
 
 Samples = Iterator[tuple[tuple[str, ...], float]]
@@ -103,27 +105,31 @@ def _batches(facts: _Facts) -> Samples:
             yield (batch_type, state.value), float(counts.get((batch_type, state.value), 0))
 
 
-def _host_states(facts: _Facts) -> Samples:
-    last = last_lives(facts.hosts).values()
-    for state in HOST_STATES if facts.hosts else ():
-        yield (state,), float(sum(life.state == state for life in last))
+def _counted(values: Sequence[str], found: Callable[[_Facts], Iterable[str]]) -> Callable[[_Facts], Samples]:
+    """Return what gives a series for each of these values of a label: how often it was found."""
 
-
-def _by_host(value: Callable[[_Facts, str], float]) -> Callable[[_Facts], Samples]:
-    """Return what gives a series for each host that ever joined, and one for the head's own; none where none did."""
     def read(facts: _Facts) -> Samples:
-        for host in ["", *sorted({life.host for life in facts.hosts})] if facts.hosts else ():
-            yield (host or HEAD,), value(facts, host)
+        counts = Counter(found(facts))
+        return (((value,), float(counts[value])) for value in values)
 
     return read
 
 
+def _host_states(facts: _Facts) -> Samples:
+    states = _counted(HOST_STATES, lambda f: (life.state for life in last_lives(f.hosts).values()))
+    return states(facts) if facts.hosts else iter(())
+
+
+def _by_host(value: Callable[[_Facts, str], float]) -> Callable[[_Facts], Samples]:
+    """Return what gives a series for each host that ever joined, and one for the head's own; none where none did."""
+    return lambda facts: (((host or HEAD,), value(facts, host)) for host in facts.names_of_hosts())
+
+
 def _host_runners(facts: _Facts) -> Samples:
-    last = list({life.runner: life for life in facts.lives}.values())
-    for host in ["", *sorted({life.host for life in facts.hosts})] if facts.hosts else ():
-        here = [_state_of(life) for life in last if host_of(life.runner) == host]
+    counts = Counter((host_of(life.runner), _state_of(life)) for life in facts.last_lives())
+    for host in facts.names_of_hosts():
         for state in RUNNER_STATES:
-            yield (host or HEAD, state), float(here.count(state))
+            yield (host or HEAD, state), float(counts[host, state])
 
 
 def _finished_on(facts: _Facts, host: str) -> float:
@@ -157,11 +163,11 @@ METRICS: tuple[Metric, ...] = (
     _counter("trinity_es_tasks_dropped_total", "Tasks given up unfinished: their batch had enough, or was aborted.",
              "dropped"),
     Metric(name="trinity_es_attempts_failed_total", kind="counter", labels=("kind",),
-           read=lambda f: (((kind,), float(f.attempts_failed.get(kind, 0))) for kind in get_args(FailureKind)),
+           read=lambda f: (((kind,), float(f.losses.get(("attempt", kind), 0))) for kind in get_args(FailureKind)),
            help="Attempts that failed, by kind of failure; one whose runs failed in two ways counts under both."),
     _counter("trinity_es_experiences_total", "Experiences that completed runs brought in.", "experiences"),
     _one("counter", "trinity_es_experiences_dropped_total", "Experiences that the pipeline's filters took out.",
-         lambda f: f.experiences_dropped),
+         lambda f: sum(count for (what, _), count in f.losses.items() if what == "experience")),
     _counter("trinity_es_prompt_tokens_total", "Prompt tokens of completed runs.", "prompt_tokens"),
     _counter("trinity_es_response_tokens_total", "Response tokens of completed runs.", "response_tokens"),
     _one("gauge", "trinity_es_batch_reward", "Mean reward of the train batch that was finalized last.",
@@ -174,10 +180,10 @@ METRICS: tuple[Metric, ...] = (
     _one("gauge", "trinity_es_weights_version", "The current version of the weights; 0: none was published.",
          lambda f: f.model_version),
     Metric(name="trinity_es_runners", kind="gauge", labels=("state",),
-           read=lambda f: (((state,), float(f.runners.get(state, 0))) for state in RUNNER_STATES),
+           read=_counted(RUNNER_STATES, lambda f: map(_state_of, f.last_lives())),
            help="Runners by the state of their last life."),
     _one("counter", "trinity_es_runner_deaths_total", "Lives of runners that did not end on purpose.",
-         lambda f: f.deaths),
+         lambda f: sum(life.died for life in f.lives)),
     Metric(name="trinity_es_hosts", kind="gauge", labels=("state",), read=_host_states,
            help="Hosts that ever joined the run, by the state of their last life."),
     _one("counter", "trinity_es_hosts_lost_total", "Times that a host was lost.",
@@ -193,7 +199,7 @@ METRICS: tuple[Metric, ...] = (
     _one("counter", "trinity_es_stalls_total", "Times that nothing moved in a batch for longer than usual.",
          lambda f: f.stalls),
     Metric(name="trinity_es_leases", kind="gauge", labels=("state",),
-           read=lambda f: (((state,), float(sum(e.state == state for e in f.leases))) for state in LEASE_STATES),
+           read=_counted(LEASE_STATES, lambda f: (lease.state for lease in f.leases)),
            help="Leases that are not released; `orphaned`: their run is over."),
     _one("gauge", "trinity_es_leases_failing", "Leases that could not be released yet, and are tried again.",
          lambda f: sum(bool(e.error) for e in f.leases)),
@@ -214,17 +220,14 @@ def prometheus_text(log: Log, now: float | None = None) -> bytes:
     """
     from prometheus_client import CollectorRegistry, generate_latest
 
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(_facts(log, time.time() if now is None else now)))
+    registry = CollectorRegistry()
+    registry.register(_Collector(_Facts(log, time.time() if now is None else now)))
     return generate_latest(registry)
 
 
 class _Collector:
     def __init__(self, facts: _Facts) -> None:
         self._facts = facts
-
-    def describe(self) -> Sequence[Any]:
-        return []
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -236,29 +239,6 @@ class _Collector:
                 family.add_metric(labels, value)
             if family.samples or not metric.name.startswith("trinity_es_host"):
                 yield family
-
-
-def _facts(log: Log, now: float) -> _Facts:
-    head = log.head()
-    last = next(log.events(after=head.position - 1), None) if head.position else None
-    trains = log.batches(state="finalized", batch_type="train", sort="ended", descending=True, limit=1)
-    stepped = log.batches(sort="step", descending=True, limit=1)
-    lived = log.runner_lives()
-    runners: dict[str, int] = {}
-    for life in {life.runner: life for life in lived}.values():
-        how = _state_of(life)
-        runners[how] = runners.get(how, 0) + 1
-    losses = log.losses()
-    return _Facts(
-        now=now, position=head.position, last_at=None if last is None else last.recorded_at, totals=log.totals(),
-        last_train=trains[0] if trains else None, trained_step=stepped[0].trained_step if stepped else None,
-        model_version=log.model_version(), runners=runners, deaths=sum(life.died for life in lived),
-        attempts_failed={why: count for (what, why), count in losses.items() if what == "attempt"},
-        experiences_dropped=sum(count for (what, _), count in losses.items() if what == "experience"),
-        stalls=sum(1 for _ in log.rare(["StallDetected"])),
-        coordinators=sum(1 for _ in log.rare(["CoordinatorStarted"])), leases=log.leases(),
-        hosts=log.hosts(), lives=lived, finished=log.finished_elsewhere(),
-    )
 
 
 _STATES = {"trinity_es_runners": RUNNER_STATES, "trinity_es_leases": LEASE_STATES, "trinity_es_hosts": HOST_STATES,

@@ -68,11 +68,15 @@ class CodeReward(RewardFn):
         with tempfile.TemporaryDirectory(prefix="judged-") as folder:
             judge = _Judge(Path(folder), self.seconds, self.memory)
             for check in checks:
-                right = check(judge, program)
+                right = judge.passes(program, check)
                 passed += right
                 if (not right and not self.partial) or judge.spent > self.total_seconds:
                     break
         return {"accuracy": passed / len(checks) if self.partial else float(passed == len(checks))}
+
+
+_Check = str | tuple[Any, Any]
+"""A test that asserts, or what a program reads and what it is to print."""
 
 
 class _Judge:
@@ -82,11 +86,24 @@ class _Judge:
         self.folder, self.seconds, self.memory = folder, seconds, memory
         self.spent = 0.0
 
-    def run(self, read: str, *files: str) -> str | None:
-        """Return what a program printed; None where it failed. Raises TimeoutError where the machine is too busy."""
+    def passes(self, program: str, check: _Check) -> bool:
+        """Return True if the program passes a test. Raises TimeoutError where the machine is too busy."""
+        if isinstance(check, str):
+            verdict = secrets.token_hex(16)
+            printed = self._printed(f"{verdict}\n", program, check)
+            return printed is not None and printed.rstrip().endswith(verdict)
+        read, wanted = check
+        printed = self._printed(_lines(read), program)
+        return printed is not None and printed.split() == _lines(wanted).split()
+
+    def _printed(self, read: str, *sources: str) -> str | None:
+        """Return what a program, and its test after it, printed; None where it failed."""
         script = str(Path(__file__).with_name("judged_program.py"))
         folder, where = self.folder, self.folder / "run"
         where.mkdir(exist_ok=True)
+        files = [str(folder / name) for name in ("solution.py", "tests.py")[: len(sources)]]
+        for file, source in zip(files, sources, strict=True):
+            Path(file).write_text(source, encoding="utf-8", errors="surrogatepass")
         (folder / "stdin").write_text(read, errors="surrogatepass")
         before, hung = _cpu_seconds(), 0.0
         with (folder / "stdin").open("rb") as given, (folder / "stdout").open("wb") as printed:
@@ -154,25 +171,20 @@ class AsyncCodeWorkflow(AsyncSimpleWorkflow, CodeWorkflow):
     """The same on the engine's loop, run by run."""
 
 
-_Check = Callable[[_Judge, str], bool]
-
-
 def _checks(truth: Any) -> list[_Check]:
     if isinstance(truth, str) and truth.lstrip()[:1] in ("[", "{"):
         with contextlib.suppress(ValueError):
             truth = json.loads(truth)
     if isinstance(truth, str):
         truth = [truth]
+    checks: list[_Check] = []
     if isinstance(truth, dict) and truth.get("fn_name"):
         raise DataError(f"the row's tests call the function {truth['fn_name']!r} with inputs: write them as texts, "
                         "as in `assert add(1, 2) == 3` (format.response_key)")
     if isinstance(truth, dict) and "inputs" in truth and len(truth["inputs"]) == len(truth.get("outputs", ())):
-        pairs = zip(truth["inputs"], truth["outputs"], strict=True)
-        checks = [_printing(read, wanted) for read, wanted in pairs]
+        checks = list(zip(truth["inputs"], truth["outputs"], strict=True))
     elif isinstance(truth, list) and all(isinstance(test, str) for test in truth):
-        checks = [_asserting(_python(test)) for test in truth]
-    else:
-        checks = []
+        checks = [_python(test) for test in truth]
     if not checks:
         raise DataError(f"the row's tests are {str(truth)[:60]!r}: a list of texts, or inputs and as many outputs, is "
                         "expected (format.response_key)")
@@ -218,30 +230,6 @@ def _checks_something(statement: ast.stmt) -> bool:
     parts = [statement, *(c for c in children if isinstance(c, ast.excepthandler | ast.match_case))]
     return any(_checks_something(inner) for part in parts for inner in ast.iter_child_nodes(part)
                if isinstance(inner, ast.stmt))
-
-
-def _asserting(test: str) -> _Check:
-    def check(judge: _Judge, program: str) -> bool:
-        verdict = secrets.token_hex(16)
-        printed = judge.run(f"{verdict}\n", *_files(judge.folder, program, test))
-        return printed is not None and printed.rstrip().endswith(verdict)
-
-    return check
-
-
-def _printing(read: Any, wanted: Any) -> _Check:
-    def check(judge: _Judge, program: str) -> bool:
-        printed = judge.run(_lines(read), *_files(judge.folder, program))
-        return printed is not None and printed.split() == _lines(wanted).split()
-
-    return check
-
-
-def _files(folder: Path, *sources: str) -> list[str]:
-    names = [str(folder / name) for name in ("solution.py", "tests.py")[: len(sources)]]
-    for name, source in zip(names, sources, strict=True):
-        Path(name).write_text(source, encoding="utf-8", errors="surrogatepass")
-    return names
 
 
 def _lines(value: Any) -> str:

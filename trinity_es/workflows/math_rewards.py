@@ -135,11 +135,13 @@ class MathDAPORewardFn(_Math):
         self, enable_overlong_penalty: bool | None = None, penalty_factor: float | None = None,
         max_response_length: int | None = None, cache_length: int | None = None,
     ) -> None:
-        self.penalty, self.longest, self.cache = penalty_factor, max_response_length, cache_length
-        self.enabled = bool(enable_overlong_penalty)
-        if self.enabled and (penalty_factor is None or not 0 < (cache_length or 0) < (max_response_length or 0)):
-            raise ConfigError("enable_overlong_penalty needs penalty_factor, and a cache_length of more than 0 and "
-                              "less than max_response_length")
+        self.limits: tuple[float, int, int] | None = None
+        if enable_overlong_penalty:
+            longest, cache = max_response_length or 0, cache_length or 0
+            if penalty_factor is None or not 0 < cache < longest:
+                raise ConfigError("enable_overlong_penalty needs penalty_factor, and a cache_length of more than 0 and "
+                                  "less than max_response_length")
+            self.limits = penalty_factor, longest, cache
 
     def __call__(
         self, response: str, truth: Any = None, response_token: Sequence[int] | None = None,
@@ -150,16 +152,13 @@ class MathDAPORewardFn(_Math):
         return {"accuracy": 1.0 if right else -1.0, "format_score": self._overlong(ids)}
 
     def _overlong(self, ids: Sequence[int] | None) -> float:
-        if not self.enabled:
+        if self.limits is None:
             return 0.0
         if ids is None:
             raise ConfigError("enable_overlong_penalty needs the response's tokens: have the workflow give them, "
                               "self.reward(response, completion_ids)")
-        assert self.penalty is not None
-        assert self.longest is not None
-        assert self.cache is not None
-        over = len(ids) - (self.longest - self.cache)
-        return -self.penalty * min(max(over, 0) / self.cache, 1.0)
+        penalty, longest, cache = self.limits
+        return -penalty * min(max(len(ids) - (longest - cache), 0) / cache, 1.0)
 
 
 def boxed_answer(text: str) -> str | None:
@@ -188,13 +187,6 @@ def _last_answer(text: str) -> str | None:
     return numbers[-1] if numbers else None
 
 
-def _gold(truth: Any) -> str:
-    """Return the truth's own last \\boxed{}, else the answer in it."""
-    answer = _after_hashes(truth)
-    boxed = boxed_answer(answer)
-    return answer if boxed is None else boxed
-
-
 def _same(answer: str | None, truth: str) -> bool:
     """Return True if two contents of a \\boxed{} are the same."""
     if answer is None or answer.strip() == truth.strip():
@@ -212,6 +204,12 @@ def _tagged(text: str) -> Any:
 def _after_hashes(truth: Any) -> str:
     """Return the answer in a truth of GSM8K's form, another one as it is."""
     return _text(truth).rpartition("####")[2].strip()
+
+
+def _gold(truth: Any) -> str:
+    """Return what the truth's last \\boxed{} holds, else its answer."""
+    answer = _after_hashes(truth)
+    return answer if (boxed := boxed_answer(answer)) is None else boxed
 
 
 def _text(truth: Any) -> str:

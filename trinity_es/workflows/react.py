@@ -103,14 +103,9 @@ class ReActWorkflow(MultiTurnWorkflow):
                 counts["tool_calls"] += 1
                 counts["tool_errors"] += failed
         parts = self.reward(**known_of(answer))
-        return [self._experience(messages, schemas, parts, {**counts, "unfinished": int(bool(calls))})]
-
-    def _experience(
-        self, messages: list[dict[str, Any]], schemas: list[dict[str, Any]] | None, parts: dict[str, float],
-        counts: dict[str, int],
-    ) -> Experience:
         experience: Experience = self.model.experience_from_messages(messages, tools=schemas)
-        return self._finished(experience, sum(parts.values()), {**parts, **counts}, None)
+        info = {**parts, **counts, "unfinished": int(bool(calls))}
+        return [self._finished(experience, sum(parts.values()), info, None)]
 
 
 def _told(tools: dict[str, Tool], call: str) -> tuple[str, bool]:

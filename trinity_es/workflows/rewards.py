@@ -82,10 +82,11 @@ class Reward:
         self._form = _form(found, arguments)
         self._called: Any
         if timeout is not None and workflow is not None:
-            self._called = _Graded(task, workflow, timeout, getattr(found, "grader_imports", ""), self._form)
+            imports = getattr(found, "grader_imports", "")
+            self._called = functools.partial(_graded, task, workflow, timeout, imports, self._form)
         else:
             called = found(**arguments) if isinstance(found, type) else _Bound(found, **arguments)
-            self._called = _TRL(called, self._form, task) if self._form.of_trl else called
+            self._called = functools.partial(_of_trl, called, self._form, task) if self._form.of_trl else called
 
     def __call__(self, *args: Any, **known: Any) -> Any:
         """Call it with what is known. `args`: for workflows that call a reward of theirs by position.
@@ -201,26 +202,21 @@ def call_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tu
         raise WorkflowError(f"the arguments of the grader {path} must be plain JSON: {e}") from None
 
 
-class _Graded:
-    """A task's reward, called in a process of its own. What it gives is its parts, or is awaited for them."""
+def _graded(task: Task, workflow: Any, timeout: float, imports: str, form: _Form, /, **known: Any) -> Any:
+    """Return what a task's reward gives in a process of its own, or what is awaited for it. `known` is plain JSON.
 
-    def __init__(self, task: Task, workflow: Any, timeout: float, imports: str, form: _Form) -> None:
-        self._task, self._workflow, self._timeout, self._imports = task, workflow, timeout, imports
-        self._form = form
-
-    def __call__(self, **known: Any) -> Any:
-        """Call it with what is known and is plain JSON. Raises WorkflowError where it asks for an Experience."""
-        task = {name: value for name, value in task_to_dict(self._task).items() if name in _OF_A_REWARD}
-        task["reward_fn"] = REWARD_FUNCTIONS.paths.get(task["reward_fn"], task["reward_fn"])
-        whole = {name for name, value in known.items() if isinstance(value, Experience)}
-        if asked := whole & self._form.names:
-            raise WorkflowError(f"the reward {task['reward_fn']} asks for {', '.join(asked)}, an Experience, which a "
-                                "process of its own can't be given: ask for response and completion_ids, or leave out "
-                                "grader_timeout")
-        plain = {name: value for name, value in known.items() if name not in whole}
-        grade = self._workflow.grade_async if type(self._workflow).is_async else self._workflow.grade
-        imports = self._imports or task["reward_fn"]
-        return grade(rewarded, task, plain, timeout=self._timeout, imports=imports)
+    Raises WorkflowError where the reward asks for an Experience.
+    """
+    told = {name: value for name, value in task_to_dict(task).items() if name in _OF_A_REWARD}
+    told["reward_fn"] = REWARD_FUNCTIONS.paths.get(told["reward_fn"], told["reward_fn"])
+    whole = {name for name, value in known.items() if isinstance(value, Experience)}
+    if asked := whole & form.names:
+        raise WorkflowError(f"the reward {told['reward_fn']} asks for {', '.join(asked)}, an Experience, which a "
+                            "process of its own can't be given: ask for response and completion_ids, or leave out "
+                            "grader_timeout")
+    plain = {name: value for name, value in known.items() if name not in whole}
+    grade = workflow.grade_async if type(workflow).is_async else workflow.grade
+    return grade(rewarded, told, plain, timeout=timeout, imports=imports or told["reward_fn"])
 
 
 _OF_A_REWARD = ("reward_fn", "reward_fn_args", "raw_task", "format_args")
@@ -250,25 +246,22 @@ def value_of(said: Any) -> Any:
     return asyncio.run(value()) if inspect.isawaitable(said) else said
 
 
-class _TRL:
-    """A reward of TRL's form, for one task. What it gives is a number, or is awaited for one."""
-
-    def __init__(self, called: Callable[..., Any], form: _Form, task: Task) -> None:
-        self._called, self._form, self._task = called, form, task
-
-    def __call__(self, *, response: str, completion_ids: Sequence[int] | None = None) -> Any:
-        """Call it with lists of one."""
-        row, prompt = self._task.raw_task or {}, self._task.task_desc
-        whole: Any = [{"role": "assistant", "content": response}] if isinstance(prompt, list) else response
-        row, prompt = copy.deepcopy((row, prompt))  # a reward may change its columns
-        known: dict[str, Any] = {name: [value] for name, value in row.items() if name not in _NO_COLUMNS}
-        known |= {"prompts": [prompt], "completions": [whole], "trainer_state": None,
-                  "log_extra": _ignored, "log_metric": _ignored}
-        if completion_ids is not None:
-            known["completion_ids"] = [[int(token) for token in completion_ids]]
-        _require(self._called, self._form.lacks(known), known)
-        said = self._called(**self._form.of(known))
-        return _awaited(self._called, said) if inspect.isawaitable(said) else _first(self._called, said)
+def _of_trl(
+    called: Callable[..., Any], form: _Form, task: Task, /, *, response: str,
+    completion_ids: Sequence[int] | None = None,
+) -> Any:
+    """Return the number that a reward of TRL's form gives, called with lists of one, or what is awaited for it."""
+    row, prompt = task.raw_task or {}, task.task_desc
+    whole: Any = [{"role": "assistant", "content": response}] if isinstance(prompt, list) else response
+    row, prompt = copy.deepcopy((row, prompt))  # a reward may change its columns
+    known: dict[str, Any] = {name: [value] for name, value in row.items() if name not in _NO_COLUMNS}
+    known |= {"prompts": [prompt], "completions": [whole], "trainer_state": None,
+              "log_extra": _ignored, "log_metric": _ignored}
+    if completion_ids is not None:
+        known["completion_ids"] = [[int(token) for token in completion_ids]]
+    _require(called, form.lacks(known), known)
+    said = called(**form.of(known))
+    return _awaited(called, said) if inspect.isawaitable(said) else _first(called, said)
 
 
 def _ignored(*what: Any, **more: Any) -> None:

@@ -6,7 +6,6 @@ TRL is installed beside what is there. The engines play a script.
 from __future__ import annotations
 
 import json
-import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,10 +18,8 @@ from benchmarks.trl_kills import KINDS, WRONG, Trainee, account, kill_while_trai
 from tests.helpers.client_packages import ask
 from tests.helpers.of_the_day import OTHERS, by_turns
 from tests.helpers.servers import free_port
-from tests.helpers.systems import StartSystem, events
+from tests.helpers.systems import StartSystem
 from tests.helpers.warm_python import WarmPython
-from trinity_es.events import vocabulary as ev
-from trinity_es.system.run_lock import RunLock
 
 pytestmark = [by_turns("TRL", OTHERS), pytest.mark.timeout(900), pytest.mark.slow]
 
@@ -74,19 +71,6 @@ def test_trl_rewards_answers_itself_and_evaluates(
         {"0/trl-train-0"}, {"1/trl-train-0"}]
     assert [set(g["rollout_version"]) for g in told["generations"]] == [{0}, {1}, {2}]
     assert told["metrics"]["eval_reward"] == 100.0
-
-
-def test_a_second_trainer_of_a_store_is_refused_as_it_begins_with_the_pid_of_the_first(
-    start_system: StartSystem, tmp_path: Path, trl_python: WarmPython
-) -> None:
-    config = system(start_system, tmp_path, buffer={"pipeline": {"operators": []}})
-    lock = RunLock(trinity_es.load_config(config), "trainer")
-    settings = {"max_steps": 1, "per_device_train_batch_size": 16, "num_generations": 4}
-    given: dict[str, Any] = {"folder": str(tmp_path), "config": str(config), "rollouts": {}, "settings": settings}
-    with pytest.raises(AssertionError, match=rf"AlreadyRunning: a trainer runs on .* \(process {os.getpid()} "):
-        ask(HERE / "trl_step.py", trl_python, **given)
-    lock.release()
-    assert ask(HERE / "trl_step.py", trl_python, **given)["step"] == 1
 
 
 def test_texts_are_prompts_as_trl_has_them_and_an_eval_of_other_data_has_its_columns(
@@ -159,12 +143,8 @@ def test_a_trainer_that_is_killed_with_all_parts_trains_on_each_prompt_as_planne
 def test_async_worker_and_weight_transfer_do_what_the_trainer_does_with_them(
     start_system: StartSystem, tmp_path: Path, trl_python: WarmPython
 ) -> None:
-    client = start_system(folder=tmp_path, synchronizer={"sync_method": "memory"})
-    file = tmp_path / "config.yaml"
-    file.write_text(json.dumps({
-        "explorer": {"rollout_model": {"engine_type": "scripted"}}, "synchronizer": {"sync_method": "memory"},
-        "store": {"url": client.config.store.url}}))
-    told = ask(HERE / "trl_async.py", trl_python, config=str(file))
+    config = system(start_system, tmp_path)
+    told = ask(HERE / "trl_async.py", trl_python, config=str(config))
     assert told["differences"] == []
     assert [sample[0] for step in told["first"] for sample in step] == [g for g in range(12) for _ in range(2)]
     assert all(sample[3] == 4 for step in told["first"] for sample in step)  # tokens that are trained on
@@ -178,5 +158,6 @@ def test_async_worker_and_weight_transfer_do_what_the_trainer_does_with_them(
     assert told["arrays"] == ["int64", "int64", "float32"]
     assert "sample/dropped_stale_total" not in told["metrics"]
     assert told["stopped"] == "the rollouts do not run: start() them"
-    submitted = [e.batch_id for e in events(client, ev.BatchSubmitted)]
+    with trinity_es.open_log(trinity_es.load_config(config).store.url) as log:
+        submitted = [recorded.stream for recorded in log.read(types=["BatchSubmitted"])]
     assert len(submitted) == len(set(submitted))

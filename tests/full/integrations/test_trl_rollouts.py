@@ -55,6 +55,11 @@ def rollouts(tmp_path: Path, **given: Any) -> Rollouts:
     return Rollouts(config, **{"reward_fn": "rewards:letters", **given})
 
 
+def generated(tmp_path: Path, trainer: StandInTrainer, asked: list[str] = ASKED, **given: Any) -> dict[str, list[Any]]:
+    """Return what new rollouts give a trainer for these prompts."""
+    return rollouts(tmp_path, **given)(asked, trainer)
+
+
 def begin(made: Rollouts, trainer: StandInTrainer, batches: int = 4, sampler: Any = None) -> None:
     loader = SimpleNamespace(sampler=None, batch_sampler=SimpleNamespace(sampler=sampler))
     loader = type("Loader", (), {**vars(loader), "__len__": lambda self: batches})()
@@ -62,8 +67,7 @@ def begin(made: Rollouts, trainer: StandInTrainer, batches: int = 4, sampler: An
 
 
 def test_a_step_is_one_batch_with_a_task_for_each_group(tmp_path: Path, client: StandInClient) -> None:
-    made, trainer = rollouts(tmp_path), StandInTrainer(ROWS)
-    found = made(ASKED, trainer)
+    found = generated(tmp_path, StandInTrainer(ROWS))
     [(batch_id, tasks)] = client.submitted.items()
     assert batch_id == "0/trl-train-0"
     assert [(t["raw_task"], t["repeat_times"]) for t in tasks] == [
@@ -122,8 +126,8 @@ def test_another_trainer_of_the_store_is_refused_before_it_asks_for_anything(
         made(ASKED, trainer)
     assert client.submitted == {}
     lock.release()
-    begin(made, trainer)
-    begin(rollouts(tmp_path), trainer)  # a process may have one after another
+    for one in (made, rollouts(tmp_path)):  # a process may have one after another
+        begin(one, trainer)
 
 
 def test_weights_that_two_trainers_write_at_once_are_published_by_one(tmp_path: Path, client: StandInClient) -> None:
@@ -148,20 +152,18 @@ def test_weights_that_two_trainers_write_at_once_are_published_by_one(tmp_path: 
     assert client.synced == [2]
 
 
+def three_steps(made: Rollouts, trainer: StandInTrainer) -> list[Any]:
+    return [(made(ASKED, trainer), trainer.end_step(made)) for _ in range(3)]
+
+
 def test_a_trainer_that_goes_on_gets_what_is_stored(tmp_path: Path, client: StandInClient) -> None:
     first, killed = rollouts(tmp_path), StandInTrainer(ROWS)
     begin(first, killed)
-    before = []
-    for _ in range(3):
-        before.append(first(ASKED, killed))
-        killed.end_step(first)
+    before = three_steps(first, killed)
     again, trainer = rollouts(tmp_path), StandInTrainer(ROWS)
     trainer.state.global_step = 1
     begin(again, trainer)
-    after = []
-    for _ in range(3):
-        after.append(again(ASKED, trainer))
-        trainer.end_step(again)
+    after = three_steps(again, trainer)
     assert client.generated == [f"{step}/trl-train-0" for step in range(4)]
     assert after[:2] == before[1:]
     assert client.synced == [1, 2, 3]  # each version once
@@ -183,34 +185,32 @@ def test_each_call_of_a_step_is_a_batch_and_evals_are_none_of_training(tmp_path:
     assert client.synced == [1]
 
 
-def test_a_generation_that_serves_several_steps_is_acknowledged_by_the_last(
+def test_a_generation_that_serves_several_steps_is_acknowledged_by_the_last_and_not_cut_by_a_checkpoint(
     tmp_path: Path, client: StandInClient
 ) -> None:
     made, trainer = rollouts(tmp_path), StandInTrainer(ROWS, steps_per_generation=2, save_steps=2)
     begin(made, trainer)
     made(ASKED, trainer)
-    trainer.end_step(made)
-    assert client.acknowledged == []
-    trainer.end_step(made)
-    assert client.acknowledged == [("0/trl-train-0", 2)]
-
-
-def test_checkpoints_within_a_generation_are_refused(tmp_path: Path, client: StandInClient) -> None:
-    made = rollouts(tmp_path)
+    for acknowledged in ([], [("0/trl-train-0", 2)]):
+        trainer.end_step(made)
+        assert client.acknowledged == acknowledged
     with pytest.raises(ConfigError, match="save_steps is 3, and each generation serves 2 steps"):
         begin(made, StandInTrainer(ROWS, steps_per_generation=2, save_steps=3))
-    trainer = StandInTrainer(ROWS, steps_per_generation=2, save_steps=2)
     trainer.state.global_step = 3
     with pytest.raises(ConfigError, match="the checkpoint of step 3 lies within a generation"):
         begin(made, trainer)
 
 
-def test_other_prompts_than_those_stored_are_refused(tmp_path: Path, client: StandInClient) -> None:
-    rollouts(tmp_path)(ASKED, StandInTrainer(ROWS))
-    with pytest.raises(DataError, match="'0/trl-train-0' is in the log with other prompts"):
-        rollouts(tmp_path)(["b=", "b=", "a=", "a="], StandInTrainer(ROWS))
-    with pytest.raises(DataError, match="no groups of 2 equal ones: prompt 1 differs"):
-        rollouts(tmp_path)(["a=", "b=", "a=", "b="], StandInTrainer(ROWS))
+@pytest.mark.parametrize(("asked", "said"), [
+    ("bbaa", "'0/trl-train-0' is in the log with other prompts"),
+    ("abab", "no groups of 2 equal ones: prompt 1 differs"),
+])
+def test_other_prompts_than_those_stored_are_refused(
+    tmp_path: Path, client: StandInClient, asked: str, said: str
+) -> None:
+    generated(tmp_path, StandInTrainer(ROWS))
+    with pytest.raises(DataError, match=said):
+        generated(tmp_path, StandInTrainer(ROWS), [f"{letter}=" for letter in asked])
 
 
 def test_a_run_that_failed_for_good_is_a_row_that_nothing_is_learned_from(
@@ -225,7 +225,7 @@ def test_a_run_that_failed_for_good_is_a_row_that_nothing_is_learned_from(
         return [8.0] * len(completions)
 
     trainer = StandInTrainer(ROWS, reward_funcs=[rollout_reward, length, slow])
-    found = rollouts(tmp_path)(ASKED, trainer)
+    found = generated(tmp_path, trainer)
     assert found["rollout_failed"] == [False, True, True, True]
     assert found["completion_ids"] == [[10, 20], [EOS], [EOS], [EOS]]
     assert found["prompt_ids"] == [[1, 2], [1, 2], [EOS], [EOS]]
@@ -240,11 +240,10 @@ def test_a_run_that_failed_for_good_is_a_row_that_nothing_is_learned_from(
 
 def test_a_batch_without_any_run_is_an_error_and_is_generated_again(tmp_path: Path, client: StandInClient) -> None:
     client.failing = {("0/trl-train-0", task, run) for task in (0, 1) for run in (0, 1)}
-    made, trainer = rollouts(tmp_path), StandInTrainer(ROWS)
     with pytest.raises(WorkflowError, match=r"no run succeeded .finalized.*the sandbox is gone"):
-        made(ASKED, trainer)
+        generated(tmp_path, StandInTrainer(ROWS))
     client.failing = set()
-    assert rollouts(tmp_path)(ASKED, StandInTrainer(ROWS))["reward"] == [1.0] * 4
+    assert generated(tmp_path, StandInTrainer(ROWS))["reward"] == [1.0] * 4
     assert client.generated == ["0/trl-train-0"] * 2
 
 
@@ -267,7 +266,7 @@ def test_the_last_experience_of_a_run_is_its_row(tmp_path: Path, client: StandIn
                            logprobs=[-1.0, 0.0, -2.0], action_mask=[True, False, True]),
                     answer(1, 1, step=1, tokens=[1, 2, 3], prompt_length=3, logprobs=None, reward=0.25,
                            truncate_status="prompt_truncated")]
-    found = rollouts(tmp_path)(ASKED, StandInTrainer(ROWS))
+    found = generated(tmp_path, StandInTrainer(ROWS))
     assert found["completion_ids"] == [[10, 20], [7, 8, 9], [11, 20], [EOS]]
     assert found["env_mask"] == [[1, 1], [1, 0, 1], [1, 1], [0]]  # what was said without a token is not learned from
     assert found["reward"] == [1.0, 0.5, 1.0, 0.25]
@@ -277,8 +276,8 @@ def test_the_last_experience_of_a_run_is_its_row(tmp_path: Path, client: StandIn
 def test_rows_that_can_t_be_told_apart_by_their_prompts_are_refused(tmp_path: Path, client: StandInClient) -> None:
     rows = [*ROWS, {"prompt": "a=", "answer": "A"}]
     with pytest.raises(DataError, match="rows 0 of trl-train and 2 of trl-train have the same prompt and differ in an"):
-        rollouts(tmp_path)(ASKED, StandInTrainer(rows))
-    rollouts(tmp_path, columns=[])(ASKED, StandInTrainer(rows))
+        generated(tmp_path, StandInTrainer(rows))
+    generated(tmp_path, StandInTrainer(rows), columns=[])
     assert [t["raw_task"] for t in client.submitted["0/trl-train-0"]] == [{"prompt": "a="}, {"prompt": "b="}]
 
 
@@ -314,14 +313,14 @@ def test_a_prompt_that_no_data_set_has_is_refused_where_tasks_need_its_columns(
 ) -> None:
     for given in ({}, {"columns": ["answer"]}):
         with pytest.raises(DataError, match=r"no row of trl-train has the prompt 'z=', .* or columns="):
-            rollouts(tmp_path, **given)(["z=", "z="], StandInTrainer(ROWS))
+            generated(tmp_path, StandInTrainer(ROWS), ["z=", "z="], **given)
     trainer = StandInTrainer(ROWS)
     trainer.model.training, trainer.eval_dataset = False, None
     with pytest.raises(DataError, match="no row of a data set has the prompt 'z='"):
-        rollouts(tmp_path)(["z=", "z="], trainer)
+        generated(tmp_path, trainer, ["z=", "z="])
     assert client.submitted == {}
-    rollouts(tmp_path, columns=[])(["z=", "z="], trainer)
-    rollouts(tmp_path)(["z=", "z="], StandInTrainer([{"prompt": "a="}]))  # nothing is lost
+    generated(tmp_path, trainer, ["z=", "z="], columns=[])
+    generated(tmp_path, StandInTrainer([{"prompt": "a="}]), ["z=", "z="])  # nothing is lost
     assert [tasks[0]["raw_task"] for tasks in client.submitted.values()] == [{"prompt": "z="}] * 2
 
 
@@ -354,15 +353,12 @@ def test_a_stream_of_more_than_prompts_is_refused_unless_no_columns_are_asked_fo
 def test_what_can_t_be_served_is_refused(tmp_path: Path, client: StandInClient) -> None:
     with pytest.raises(ConfigError, match="operators works on rewards"):
         rollouts(tmp_path, reward_fn=None)
-    trainer = StandInTrainer(ROWS, reward_funcs=[torch.nn.Linear(1, 1)])
-    with pytest.raises(ConfigError, match="reward_funcs has a model"):
-        rollouts(tmp_path)(ASKED, trainer)
-    trainer.reward_funcs, trainer.use_vllm = [], True
-    with pytest.raises(ConfigError, match="use_vllm"):
-        rollouts(tmp_path)(ASKED, trainer)
-    trainer.use_vllm, trainer.tools = False, [print]
-    with pytest.raises(ConfigError, match="has tools"):
-        rollouts(tmp_path)(ASKED, trainer)
+    for name, value, said in (("reward_funcs", [torch.nn.Linear(1, 1)], "reward_funcs has a model"),
+                              ("use_vllm", True, "use_vllm"), ("tools", [print], "has tools")):
+        trainer = StandInTrainer(ROWS)
+        setattr(trainer, name, value)
+        with pytest.raises(ConfigError, match=said):
+            generated(tmp_path, trainer)
     assert client.submitted == {}
 
 
@@ -378,21 +374,19 @@ def of_all(prompts: list[str], completions: list[str], answer: list[str], rollou
 def test_a_reward_that_asks_for_what_no_row_has_is_refused_before_engines_load(
     tmp_path: Path, client: StandInClient
 ) -> None:
-    rows = [{"prompt": "a=", "answer": "b"}, {"prompt": "c=", "answer": "d"}]
     said = ("the reward exact asks for 'answr', which no row has: the data has the columns answer, prompt; did you "
             "mean answer?")
     with pytest.raises(ConfigError, match=re.escape(said)):
-        rollouts(tmp_path).check(StandInTrainer(rows, reward_funcs=[rollout_reward, exact]))
-    own = rollouts(tmp_path, reward_fn=f"{__name__}:exact")
+        rollouts(tmp_path).check(StandInTrainer(ROWS, reward_funcs=[rollout_reward, exact]))
     with pytest.raises(ConfigError, match=re.escape(said)):
-        own.check(StandInTrainer(rows, reward_funcs=[rollout_reward]))
+        rollouts(tmp_path, reward_fn=f"{__name__}:exact").check(StandInTrainer(ROWS, reward_funcs=[rollout_reward]))
     left_out = ("the reward of_all asks for 'answer', which the data has and columns=[] leaves out: add 'answer' to "
                 "columns, or leave columns out: tasks get all then")
     with pytest.raises(ConfigError, match=re.escape(left_out)):
         rollouts(tmp_path, reward_fn=f"{__name__}:of_all", columns=[], reward_fn_args={"rollout_id": ["x"]}).check(
-            StandInTrainer(rows, reward_funcs=[rollout_reward]))
+            StandInTrainer(ROWS, reward_funcs=[rollout_reward]))
     rollouts(tmp_path, reward_fn=f"{__name__}:exact", reward_fn_args={"answr": ["b"]}).check(
-        StandInTrainer(rows, reward_funcs=[rollout_reward, of_all]))
+        StandInTrainer(ROWS, reward_funcs=[rollout_reward, of_all]))
     assert client.submitted == {}
 
 
@@ -428,11 +422,10 @@ def test_a_new_process_draws_the_order_of_the_epoch_that_it_is_in(tmp_path: Path
 
 def test_the_last_checkpoint_is_one_that_was_written_whole(tmp_path: Path) -> None:
     assert last_checkpoint(tmp_path / "missing") is None
-    for step, text in ((9, json.dumps({"global_step": 9})), (10, json.dumps({"global_step": 10})), (20, '{"glob'),
-                       (30, None)):
+    for step, text in ((9, '{"global_step": 9}'), (10, '{"global_step": 10}'), (20, '{"glob')):
         (tmp_path / f"checkpoint-{step}").mkdir()
-        if text is not None:
-            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(text)
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(text)
+    (tmp_path / "checkpoint-30").mkdir()
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
 
 

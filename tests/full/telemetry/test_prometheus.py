@@ -6,18 +6,21 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
 
 from benchmarks import sample_log
 from tests.helpers.handmade import ROOT, history, write
+from trinity_es.dashboard.app import create_app
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.log import EventLog
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.read_models import projectors
-from trinity_es.telemetry.prometheus import METRICS, describe, prometheus_text
+from trinity_es.telemetry.prometheus import CONTENT_TYPE, METRICS, describe, prometheus_text
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -107,3 +110,22 @@ def test_every_end_of_a_runner_that_was_not_wanted_is_a_death(tmp_path: Path) ->
     assert one(found, "runner_deaths_total") == 3
     states = {dict(labels)["state"]: value for (name, labels), value in found.items() if name == "trinity_es_runners"}
     assert states == dict.fromkeys(states, 0) | {"starting": 1}
+
+
+def asked(path: Path, token: str | None = None, **headers: str) -> Any:
+    """Return what the dashboard answers to Prometheus."""
+    with TestClient(create_app(str(path), token=token), base_url="http://localhost") as client:
+        return client.get("/metrics", headers=headers)
+
+
+def test_the_dashboard_serves_the_metrics_of_its_log_to_who_brings_its_token(sample: Path, tmp_path: Path) -> None:
+    answer = asked(sample)
+    assert (answer.status_code, answer.headers["content-type"]) == (200, CONTENT_TYPE)
+    with open_log(str(sample)) as log:
+        expected = prometheus_text(log).splitlines()
+    assert answer.content.splitlines()[:-1] == expected[:-1]  # the last line is the age
+    assert asked(sample, "long enough").status_code == 401
+    assert asked(sample, "long enough", Authorization="Bearer long enough").status_code == 200
+    answer = asked(tmp_path / "none.db")
+    assert answer.status_code == 503
+    assert "no log at" in answer.text

@@ -88,37 +88,31 @@ def said(reward: str, response: str, truth: Any, **more: Any) -> dict[str, float
     return rewarded({"reward_fn": reward, "reward_fn_args": arguments}, {"response": response, "truth": truth, **more})
 
 
-@pytest.mark.parametrize(("response", "truth", "accuracy"), [
-    ("so $x = \\boxed{4}$", "$4$", 1.0), ("so $x = \\boxed{4}$", "4", 1.0), ("it is 4", "$4$", 0.0),
-    ("\\boxed{72}", GSM8K["answer"], 1.0), ("\\boxed{24}", GSM8K["answer"], 0.0), ("\\boxed{1000}", "1,000", 1.0),
-    ("\\boxed{\\frac{1}{2}}", "1/2", 1.0), ("\\boxed{0.5}", "0.50", 1.0), ("\\boxed{3}", "4", 0.0),
-    ("\\boxed{\\frac{3}{4}}", "$0.75$", 1.0), ("\\boxed{5}", "$4$", 0.0), ("no idea", "$4$", 0.0),
+LINES = "<think>\nis it \\boxed{{5}}, or \\boxed{{7}}?\n</think>\n<answer>{}</answer>"
+
+
+@pytest.mark.parametrize(("reward", "response", "truth", "accuracy"), [
+    *(("accuracy_reward", *row) for row in (
+        ("so $x = \\boxed{4}$", "$4$", 1.0), ("so $x = \\boxed{4}$", "4", 1.0), ("it is 4", "$4$", 0.0),
+        ("\\boxed{72}", GSM8K["answer"], 1.0), ("\\boxed{24}", GSM8K["answer"], 0.0), ("\\boxed{1000}", "1,000", 1.0),
+        ("\\boxed{\\frac{1}{2}}", "1/2", 1.0), ("\\boxed{0.5}", "0.50", 1.0), ("\\boxed{3}", "4", 0.0),
+        ("\\boxed{\\frac{3}{4}}", "$0.75$", 1.0), ("\\boxed{5}", "$4$", 0.0), ("no idea", "$4$", 0.0),
+    )),
+    *(("gsm8k_reward", *row) for row in (
+        ("6 * 12 = 72\n#### 72", GSM8K["answer"], 1.0), ("the answer is 72.", GSM8K["answer"], 1.0),
+        ("\\boxed{72}", GSM8K["answer"], 1.0), ("first 72, then 24\n#### 24", GSM8K["answer"], 0.0),
+        ("#### 1,072", "#### 1072", 1.0), ("no idea", GSM8K["answer"], 0.0), ("####", GSM8K["answer"], 0.0),
+        ("72", 72, 1.0),
+    )),
+    *(("math_reward", LINES.format(answer), "7", accuracy) for answer, accuracy in (
+        ("\n7\n", 1.0), ("\n8\n", 0.0), ("7", 1.0))),
+    *((reward, response, "$x^2+y^2=25$", accuracy) for reward in ("accuracy_reward", "math_reward")
+      for response, accuracy in (("so it is \\boxed{25}", 0.0), ("$25$", 0.0), ("\\boxed{x^2+y^2=25}", 1.0))),
 ])
-def test_accuracy_reward(response: str, truth: str, accuracy: float) -> None:
-    assert said("accuracy_reward", response, truth) == {"accuracy": accuracy}
-
-
-@pytest.mark.parametrize("reward", ["accuracy_reward", "math_reward"])
-@pytest.mark.parametrize("response", ["so it is \\boxed{25}", "$25$"])
-def test_one_side_of_an_equation_is_not_the_equation(reward: str, response: str) -> None:
-    assert said(reward, response, "$x^2+y^2=25$")["accuracy"] == 0.0
-    assert said(reward, "\\boxed{x^2+y^2=25}", "$x^2+y^2=25$")["accuracy"] == 1.0
-
-
-@pytest.mark.parametrize(("response", "truth", "accuracy"), [
-    ("6 * 12 = 72\n#### 72", GSM8K["answer"], 1.0), ("the answer is 72.", GSM8K["answer"], 1.0),
-    ("\\boxed{72}", GSM8K["answer"], 1.0), ("first 72, then 24\n#### 24", GSM8K["answer"], 0.0),
-    ("#### 1,072", "#### 1072", 1.0), ("no idea", GSM8K["answer"], 0.0), ("####", GSM8K["answer"], 0.0),
-    ("72", 72, 1.0),
-])
-def test_gsm8k_reward(response: str, truth: Any, accuracy: float) -> None:
-    assert said("gsm8k_reward", response, truth) == {"accuracy": accuracy}
-
-
-@pytest.mark.parametrize(("answer", "accuracy"), [("\n7\n", 1.0), ("\n8\n", 0.0), ("7", 1.0)])
-def test_what_the_answer_tags_hold_counts_on_lines_of_its_own_too(answer: str, accuracy: float) -> None:
-    response = f"<think>\nis it \\boxed{{5}}, or \\boxed{{7}}?\n</think>\n<answer>{answer}</answer>"
-    assert said("math_reward", response, "7")["accuracy"] == accuracy
+def test_the_accuracy_of_an_answer(reward: str, response: str, truth: Any, accuracy: float) -> None:
+    found = said(reward, response, truth)
+    assert found.pop("accuracy") == accuracy
+    assert found.keys() == ({"format_score"} if reward == "math_reward" else set())
 
 
 def test_format_reward() -> None:
