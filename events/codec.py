@@ -118,7 +118,7 @@ def decode(type_name: str, schema_version: int, data: bytes) -> Event:
 
 
 @cache
-def _fields(cls: type[Any]) -> tuple[dict[str, None], Callable[[Event], tuple[Any, ...]]]:
+def _fields(cls: type[Event]) -> tuple[dict[str, None], Callable[[Event], tuple[Any, ...]]]:
     """Return the names of an event's fields, as keys, and what gives the values of them all."""
     names = [f.name for f in fields(cls)]
     values = attrgetter(*names) if len(names) > 1 else lambda event: tuple(getattr(event, n) for n in names)
@@ -126,7 +126,7 @@ def _fields(cls: type[Any]) -> tuple[dict[str, None], Callable[[Event], tuple[An
 
 
 @cache
-def _builder(cls: type[Any]) -> Callable[[dict[str, Any]], Event]:
+def _builder(cls: type[Event]) -> Callable[[dict[str, Any]], Event]:
     from pydantic import TypeAdapter  # here, not above: it is a third of this room's import time
 
     return TypeAdapter(cls).validator.validate_python  # without the wrapper, a sixth of it
