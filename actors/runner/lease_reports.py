@@ -26,6 +26,7 @@ from trinity_es.events.store.checks.log_end import Mark
 
 __all__ = ["LeaseReports", "UnitLeases"]
 
+
 class LeaseReports(NumberedGroups[LeaseReport]):
     """See the module. Pure, with the time as an argument."""
 
