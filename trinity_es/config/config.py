@@ -145,7 +145,7 @@ class Config(Section):
             url, beside = make_url(file_url(file)), Path(file).parent
         log_dir = self.system.log_dir or str(beside / "logs")
         key, shared, pulled = self.system.key_file, self.hosts.key_file, self.hosts.weights_dir
-        proxy_tls, hosts_tls = (_absolute_files(tls, folder) for tls in (self.explorer.proxy_tls, self.hosts.tls))
+        proxy_tls = _absolute_files(self.explorer.proxy_tls, folder)
         self.__dict__.update(  # the one place that writes to a frozen config: before anybody has it
             model=model,
             run_dir=_absolute(self.run_dir or str(beside), folder),
@@ -159,8 +159,7 @@ class Config(Section):
                 "log_dir": _absolute(log_dir, folder), "key_file": key and _absolute(key, folder),
             }),
             hosts=self.hosts.model_copy(update={
-                "key_file": shared and _absolute(shared, folder), "tls": hosts_tls,
-                "weights_dir": pulled and _absolute(pulled, folder),
+                "key_file": shared and _absolute(shared, folder), "weights_dir": pulled and _absolute(pulled, folder),
             }),
         )
         return self
@@ -215,8 +214,9 @@ class Config(Section):
         if self.trainer.trainer_class is not None:
             folders = (self.checkpoint_dir, *self.checkpoint_dir.parents)
             problems += [f"checkpoint_root_dir: {path} is a file: name a folder" for path in folders if path.is_file()]
-        if self.hosts.address:
-            problems += _unreadable({"hosts.tls.cert": self.hosts.tls.cert, "hosts.tls.key": self.hosts.tls.key})
+        if self.hosts.address and importlib.util.find_spec("cryptography") is None:
+            problems.append("hosts.address: the connection between hosts needs cryptography: pip install "
+                            "'trinity-es[postgres]'")
         if self.mode == "serve":
             tls = self.explorer.proxy_tls
             problems += _unreadable({"explorer.proxy_tls.cert": tls.cert, "explorer.proxy_tls.key": tls.key})

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
 from trinity_es.config.section import Seconds, Section
-from trinity_es.config.tls import HostsTlsConfig
 
 __all__ = ["HostsConfig"]
 
@@ -17,22 +16,25 @@ class HostsConfig(Section):
 
     address: str = ""
     """Where this host takes others in while its coordinator leads, as ADDRESS:PORT of a network of your own; empty: it
-    takes none. Needs a store in PostgreSQL. Without the key nobody is heard there; with `hosts.tls` nothing is read."""
+    takes none. Needs a store in PostgreSQL. It speaks TLS there, and hears nobody without the key."""
     listen: str = Field(default="", json_schema_extra={"shown": "hosts.address"})
     """Where it listens, as ADDRESS:PORT, if others reach it elsewhere: 0.0.0.0:7700 behind a service's name."""
     timeout: Seconds = 15.0
     """A host that was not heard of for so many seconds is lost: what its runners had is attempted again elsewhere."""
     key_file: str = Field(default="", json_schema_extra={"shown": "the system's key"})
-    """File with the keys of the connections between hosts, a line for each, the newest first; read again when it
-    changes, so keys are replaced in a run (docs/DEPLOY.md). Goes before TRINITY_ES_KEY."""
-    tls: HostsTlsConfig = Field(default_factory=HostsTlsConfig)
-    """The head's certificate: with one all that is said between hosts is encrypted, too."""
-
+    """File with the key that head and hosts share, read whenever a host connects: so it can be replaced in a run
+    (docs/DEPLOY.md). Goes before TRINITY_ES_KEY."""
     weights_dir: str = Field(default="", json_schema_extra={"shown": "/dev/shm"})
     """Folder in which a host keeps weights and adapters that it pulls from the head, as it can't read them where they
     were published: room for two versions. Each host may have another: `join --set hosts.weights_dir=...`."""
     engines_on_head: bool = True
     """Engines on the head, too; false: it only leads, and all engines are on hosts that join."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_certificates(cls, data: Any) -> Any:
+        """Leave out `tls`, which configs in older logs have: the connection is in TLS without them."""
+        return {key: value for key, value in data.items() if key != "tls"} if isinstance(data, dict) else data
 
     @model_validator(mode="after")
     def _has_a_port(self) -> Self:

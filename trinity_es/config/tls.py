@@ -1,14 +1,14 @@
-"""The sections of the config that name certificates."""
+"""The sections of the config that name a certificate."""
 
 from __future__ import annotations
 
 from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from trinity_es.config.section import Section
 
-__all__ = ["HostsTlsConfig", "TlsConfig"]
+__all__ = ["TlsConfig"]
 
 
 class TlsConfig(Section):
@@ -25,11 +25,3 @@ class TlsConfig(Section):
             raise ValueError(f"has {'cert' if self.cert else 'key'} alone: give the files of a certificate (cert) and "
                              "of its private key (key)")
         return self
-
-
-class HostsTlsConfig(TlsConfig):
-    """TLS between hosts: without it tasks and prompts can be read on the wire. The certificate is the head's, for the
-    name or the address in `hosts.address`; it is read again for each connection."""
-
-    ca: str = Field(default="", json_schema_extra={"shown": "those of the operating system"})
-    """File with the certificate of the CA that hosts believe, PEM."""

@@ -19,7 +19,7 @@ from typing import Any
 from sqlalchemy import text as sql
 
 from trinity_es.actors.settings import HostSettings, ModelSettings, ServersSettings, Settings, settings_from
-from trinity_es.actors.system_key import FILE_VARIABLE, KEY_VARIABLE, HostKeys, make_key, read_key
+from trinity_es.actors.system_key import FILE_VARIABLE, KEY_VARIABLE, host_key, make_key, read_key
 from trinity_es.config.config import Config
 from trinity_es.config.schema import RolloutModelConfig
 from trinity_es.events.atomic_file import whole_file
@@ -105,7 +105,7 @@ def launch_host(config: Config, host: HostSettings) -> dict[str, Any]:
     make_private_folder(log_dir)
     leftovers.end_leftovers(config)
     if config.hosts.key_file or not os.environ.get(KEY_VARIABLE):
-        HostKeys(config.hosts.key_file or key_file(config))()
+        host_key(config.hosts.key_file or key_file(config))
     make_key(key_file(config))
     read_key(key_file(config))
     with EventLog.open(config.store.url, read_only=True) as log:
@@ -142,7 +142,7 @@ def launch(
     if config.hosts.address:
         _require_no_other_head(config)
         if config.hosts.key_file:
-            HostKeys(config.hosts.key_file)()
+            host_key(config.hosts.key_file)
     leftovers.end_leftovers(config)
     make_key(key_file(config))
     read_key(key_file(config))  # so that a bad one is told here and not by the launcher's traceback

@@ -11,16 +11,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from trinity_es.actors.coordinator.decisions import hosts
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
+from trinity_es.actors.hosts.certificate import Certificate
 from trinity_es.actors.hosts.check import facts
 from trinity_es.actors.hosts.link import Admission, HeadEnd, Items
 from trinity_es.actors.messages import HostDrained, HostLeaves, RunnerDied
 from trinity_es.actors.settings import HostsSettings
-from trinity_es.actors.system_key import HostKeys
+from trinity_es.actors.system_key import host_key
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.software_version import VERSION
 from trinity_es.projections.hosts import Host, Hosts, host_of, left_reason, lost_reason
@@ -52,8 +54,8 @@ def far_lives(known: Hosts, lives: Lives) -> dict[str, int]:
 
 
 def listening(
-    settings: HostsSettings, post: Callable[[Callable[[], None]], None], fleet: Callable[[], HostFleet | None],
-    folders: Callable[[], list[str]],
+    settings: HostsSettings, certificate: Certificate, post: Callable[[Callable[[], None]], None],
+    fleet: Callable[[], HostFleet | None], folders: Callable[[], list[str]],
 ) -> HeadEnd:
     """Return the end that listens for hosts; what it hears is done in the actor's loop. `folders`: those that hosts
     have to have too, of models and weights."""
@@ -68,7 +70,7 @@ def listening(
         post(now)
 
     end = HeadEnd(
-        (address.strip("[]"), int(port)), HostKeys(settings.key_file), settings.timeout, tls=settings.tls,
+        (address.strip("[]"), int(port)), partial(host_key, settings.key_file), certificate, settings.timeout,
         hello=lambda said, where, answer: do(lambda fleet: fleet.hello(said, where, answer)),
         take=lambda host, epoch, items: do(lambda fleet: fleet.take(host, epoch, items)),
         gone=lambda host, epoch, why, heard: do(lambda fleet: fleet.gone(host, epoch, why, heard)),

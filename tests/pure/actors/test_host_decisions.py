@@ -14,7 +14,6 @@ from trinity_es.actors.coordinator.decisions.hosts import Hello, Refusal, draine
 from trinity_es.actors.coordinator.fleet.hosts import FarProcess, HostFleet, far_lives
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.units_in_flight import UnitsInFlight
-from trinity_es.actors.hosts.head_dialer import NO_TLS
 from trinity_es.actors.hosts.link import Admission
 from trinity_es.actors.messages import HostDrained, RunnerDied
 from trinity_es.actors.settings import HostsSettings
@@ -213,7 +212,7 @@ class Around:
         self.book = Book()
         self.registry = RunnerRegistry(self.book, self)  # type: ignore[arg-type]  # they have what is used here
         self.fleet = HostFleet(
-            HostsSettings("10.0.0.1:7700", "", timeout, "", NO_TLS), self.registry, self, epoch=4,  # type: ignore[arg-type]  # as above
+            HostsSettings("10.0.0.1:7700", "", timeout, ""), self.registry, self, epoch=4,  # type: ignore[arg-type]  # as above
             handle=lambda message, sender: self.handled.append((message, sender)), died=self.died.append,
             heard=heard,
         )
