@@ -1,9 +1,9 @@
 """How fast does a host pull weights from the head? Against `cat` of the same file over a plain socket.
 
 Two processes of this machine, over loopback, from shared memory into shared memory. "plain": one reads the file and
-writes it to a socket, the other from the socket to a file. Beside it a pull as a host makes it, in TLS, of files that the
-head has not hashed before ("first") or has ("next"): each byte is hashed by both sides for the digest of its file. In
-each round all are measured, in turn.
+writes it to a socket, the other from the socket to a file. Beside it a pull as a host makes it, in TLS, of files that
+the head has not hashed before ("first") or has ("next"): each byte is hashed by both sides for the digest of its file.
+In each round all are measured, in turn.
 
 `python -m benchmarks.pull [--json FILE] [--gib 1.0] [--rounds 5]`
 """

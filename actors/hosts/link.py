@@ -30,7 +30,6 @@ from typing import Any
 from aiohttp import ClientWebSocketResponse, WSMsgType, web
 
 from trinity_es.actors.frames import MAX_FRAME
-from trinity_es.actors.hosts import check
 from trinity_es.actors.hosts.certificate import Certificate
 from trinity_es.actors.hosts.folder_sender import FolderSender
 from trinity_es.actors.hosts.head_dialer import HELLO_SECONDS, NAME_HEADER, HeadDialer, Refused, bearer, require_taken
@@ -223,8 +222,8 @@ class HeadEnd:
     async def _listen(self) -> int:
         app = web.Application(middlewares=[self._admit])
         app.add_routes([
-            web.get("/join", self._join), web.post("/check", self._check), *check.ROUTES,
-            web.post("/folders", self._folder), *self._folders.routes(),
+            web.get("/join", self._join), web.post("/check", self._check), web.post("/folders", self._folder),
+            *self._folders.routes(),
         ])
         self._runner = web.AppRunner(app, access_log=None, keepalive_timeout=HELLO_SECONDS)
         await self._runner.setup()

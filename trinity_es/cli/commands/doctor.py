@@ -75,7 +75,7 @@ def doctor(
     """Check this machine, and a config: what is missing for a run, and what to do about it. Exits 1 if anything is.
 
     With --host: whether this machine can join the run of a store, without joining: the database, the head's port, the
-    key, clocks, versions, models, devices, and how fast the ways are. Needs the head to run; --set as for `join`.
+    key, versions, models, devices. Needs the head to run; --set as for `join`.
 
     \b
     Examples:
