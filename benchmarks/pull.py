@@ -26,11 +26,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from trinity_es.actors.hosts.admission import Admission
 from trinity_es.actors.hosts.certificate import Certificate
 from trinity_es.actors.hosts.folder_files import FolderName
 from trinity_es.actors.hosts.folder_puller import FolderPuller
 from trinity_es.actors.hosts.head_dialer import HeadDialer, HeadPlace
-from trinity_es.actors.hosts.link import Admission, HeadEnd
+from trinity_es.actors.hosts.link import HeadEnd
 
 KEY = b"k" * 40
 FILES = 4

@@ -31,14 +31,13 @@ from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineThrea
 from trinity_es.actors.coordinator.delivery.retention import Retention
 from trinity_es.actors.coordinator.fleet.batch_stalls import Stalls
 from trinity_es.actors.coordinator.fleet.hosts import LOOK_SECONDS as HOSTS_SECONDS
-from trinity_es.actors.coordinator.fleet.hosts import FarProcess, HostFleet, far_lives, listening
+from trinity_es.actors.coordinator.fleet.hosts import FarProcess, HostFleet, far_lives, listening, place_of_head
 from trinity_es.actors.coordinator.fleet.lease_releases import LeaseReleases
 from trinity_es.actors.coordinator.fleet.servers import LOOK_SECONDS
 from trinity_es.actors.coordinator.handlers.wiring import Handlers
 from trinity_es.actors.coordinator.log_session import LogSession
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
 from trinity_es.actors.coordinator.requests_while_unwritable import Unwritten
-from trinity_es.actors.hosts.certificate import Certificate
 from trinity_es.actors.messages import (
     AdaptersLoadResult,
     CoordinatorUp,
@@ -122,12 +121,9 @@ class Coordinator(BaseActor):
         token = engine_token(read_key()) if config.auxiliary else ""
         self.models = OperatorModels(config.auxiliary, token)
         StoreWatch(config.store.url, lambda why: self.post(lambda: self.send(self.guardian, StoreGone(why))))
-        owner = {"pid": os.getpid(), "host": self.host, "admin": message.admin, "hosts": config.hosts.address}
-        if config.hosts.address:
-            self.certificate = Certificate.made()
-            owner["certificate"] = self.certificate.digest.hex()
+        place, self.certificate = place_of_head(config.hosts)
         self.session = LogSession(
-            self, config.store, owner,
+            self, config.store, {"pid": os.getpid(), "host": self.host, "admin": message.admin, **place},
             queue_capacity=config.buffer.queue.capacity,
             memory=Memory.of(config.store.url, config.memory) if config.memory else None,
             known=message.known, told=message.told,
@@ -180,7 +176,7 @@ class Coordinator(BaseActor):
     def take_hosts(self) -> None:
         """Begin to listen for other hosts, where the config says so."""
         settings = self.config.hosts
-        if not settings.address:
+        if self.certificate is None:
             return
         self.leader_lock = LeaderLock(self.config.store.url)
         fleet = lambda: self.hosts if self.running else None  # noqa: E731

@@ -26,7 +26,6 @@ from trinity_es.actors.engines.devices import placed
 from trinity_es.actors.frames import PROTOCOL
 from trinity_es.actors.guardian.supervision import CHECK_SECONDS, ENDED, Child, Policy, Supervision
 from trinity_es.actors.guardian.text_logs import cut, printed_to
-from trinity_es.actors.hosts.host_agent import HostAgent
 from trinity_es.actors.orphaned import end_processes, owner_gone
 from trinity_es.actors.runner.actor import Runner, import_ahead
 from trinity_es.events.store.checks.log_end import Claim
@@ -101,7 +100,11 @@ class Guardian(BaseActor):
         self.cut: set[str] = set()
         for name, model, _ in slots:
             self.start_runner(name, model)
-        self.leader = Coordinator if host is None else HostAgent
+        self.leader: type[BaseActor] = Coordinator
+        if host is not None or self.config.hosts.address:  # then its child is forked with aiohttp
+            from trinity_es.actors.hosts.host_agent import HostAgent
+
+            self.leader = Coordinator if host is None else HostAgent
         self.start_coordinator()
         self.checks = 0
         self.after(CHECK_SECONDS, "check", self.check)

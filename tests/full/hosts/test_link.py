@@ -12,7 +12,8 @@ import pytest
 
 from tests.helpers.links import HELLO, KEY, OTHER, Heard, dialer, joined, network
 from trinity_es.actors.hosts import head_dialer, link
-from trinity_es.actors.hosts.link import Admission, HostEnd
+from trinity_es.actors.hosts.admission import Admission
+from trinity_es.actors.hosts.link import HostEnd
 from trinity_es.testing import wait_until
 
 PROMPT = "what is asked is nobody else's affair"
