@@ -30,7 +30,7 @@ from trinity_es.actors.orphaned import end_processes, owner_gone
 from trinity_es.actors.runner.actor import Runner, import_ahead
 from trinity_es.events.store.checks.log_end import Claim
 
-__all__ = ["NAME", "Guardian", "import_ahead"]
+__all__ = ["NAME", "Guardian", "host_agent", "import_ahead"]
 
 NAME = "trinity-es-guardian"
 """Its global name in the actor system."""
@@ -43,6 +43,13 @@ LEFT_SECONDS = 1.0
 """How long a runner that retired is left alone, so that its last words get out."""
 CENSUS_CHECKS = 10
 """Interval between two EndedRunners messages, in looks."""
+
+
+def host_agent() -> type[BaseActor]:
+    """Import what speaks between hosts, with aiohttp, which a run of one host does not need."""
+    from trinity_es.actors.hosts.host_agent import HostAgent
+
+    return HostAgent
 
 
 class Guardian(BaseActor):
@@ -100,11 +107,7 @@ class Guardian(BaseActor):
         self.cut: set[str] = set()
         for name, model, _ in slots:
             self.start_runner(name, model)
-        self.leader: type[BaseActor] = Coordinator
-        if host is not None or self.config.hosts.address:  # then its child is forked with aiohttp
-            from trinity_es.actors.hosts.host_agent import HostAgent
-
-            self.leader = Coordinator if host is None else HostAgent
+        self.leader = Coordinator if host is None else host_agent()
         self.start_coordinator()
         self.checks = 0
         self.after(CHECK_SECONDS, "check", self.check)

@@ -1,4 +1,4 @@
-"""The key of a run over hosts: replaced while it goes on; who has another one, or another build, is refused."""
+"""The key of a run over hosts: replaced while it goes on; who has another one is refused."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import pytest
 
 from tests.helpers.hosts import KeyFile, has_settled, head_of, host_joins, log_of, ready
 from tests.helpers.systems import pid_of
-from trinity_es.actors.hosts.head_dialer import HeadDialer
-from trinity_es.actors.hosts.link import HostEnd
 from trinity_es.events import vocabulary as ev
 from trinity_es.hosts.join import find_head
 from trinity_es.testing import wait_until
@@ -68,16 +66,3 @@ def test_the_key_is_replaced_in_a_batch_and_nothing_is_lost(postgres: Callable[[
         assert b.process.poll() is None
         for secret in (old, new):
             assert secret not in log_of(head)
-
-
-def test_another_build_is_refused(postgres: Callable[[], str], tmp_path: Path) -> None:
-    url, key = postgres(), KeyFile(tmp_path / "key", made())
-    with head_of(url, tmp_path, key_file=str(key.path)) as head:
-        refused: list[str] = []
-        hello = {"name": "x", "life": "1", "pid": 7, "places": {}, "build": "0.0.0"}
-        way = HeadDialer("x", lambda: key.path.read_bytes().strip(), partial(find_head, url), 5.0)
-        host = HostEnd(hello, way, up=print, take=print, down=print, refused=refused.append)
-        host.start()
-        wait_until(lambda: bool(refused), "the refusal", 20)
-        assert "0.0.0" in refused[0]
-        assert "host x is not taken in" in log_of(head)
