@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -58,19 +58,20 @@ class _Pipe:
     """One connection at work: a queue out, a beat, and who hears what comes."""
 
     def __init__(
-        self, ws: web.WebSocketResponse | ClientWebSocketResponse, take: Callable[[Items], None], timeout: float
+        self, ws: web.WebSocketResponse | ClientWebSocketResponse, connection: Any, take: Callable[[Items], None],
+        timeout: float,
     ) -> None:
-        self._ws, self._take = ws, take
-        self._socket = ws.get_extra_info("socket")
+        """Take `connection`, the socket of `ws`, too."""
+        self._ws, self._socket, self._take = ws, connection, take
         self._timeout = min(timeout, max(SILENCE[0] * timeout, SILENCE[1]))
         self._out: deque[bytes] = deque()
         self._wake, self._full = asyncio.Event(), asyncio.Event()
         self.heard = time.monotonic()
         """When something last came."""
 
-    def put(self, items: Sequence[tuple[str, Any]]) -> None:
-        """In the event loop: have these sent, in this order."""
-        self._out.extend(pickle.dumps(item, protocol=5) for item in items)
+    def put(self, name: str, message: Any) -> None:
+        """In the event loop: have this sent, to or from the process of this name."""
+        self._out.append(pickle.dumps((name, message), protocol=5))
         self._wake.set()
         if len(self._out) > MAX_WAITING:
             self._full.set()
@@ -233,7 +234,7 @@ class HeadEnd:
         def put() -> None:
             found = self._pipes.get(host)
             if found is not None:
-                found[1].put([(to, message)])
+                found[1].put(to, message)
 
         self._thread.call(put)
 
@@ -305,6 +306,7 @@ class HeadEnd:
         return await self._folders.listed(Path(admission.folder))
 
     async def _join(self, request: web.Request) -> web.WebSocketResponse:
+        connection = request.get_extra_info("socket")  # now: asyncio tells it of none that was closed meanwhile
         ws = web.WebSocketResponse(max_msg_size=MAX_FRAME, compress=False, timeout=HELLO_SECONDS)
         await ws.prepare(request)
         with suppress(OSError):  # a TimeoutError, where it says nothing or the log can't be written now
@@ -314,12 +316,12 @@ class HeadEnd:
                 _log.warning("host %s is not taken in: %s", said.get("name"), admission.refused)
                 await ws.send_json({"refused": admission.refused, "for_good": admission.for_good})
             else:
-                await self._joined(ws, str(said["name"]), admission)
+                await self._joined(ws, connection, str(said["name"]), admission)
         return ws
 
-    async def _joined(self, ws: web.WebSocketResponse, host: str, admission: Admission) -> None:
+    async def _joined(self, ws: web.WebSocketResponse, connection: Any, host: str, admission: Admission) -> None:
         epoch = admission.epoch
-        pipe = _Pipe(ws, lambda items: self._take(host, epoch, items), self._timeout)
+        pipe = _Pipe(ws, connection, lambda items: self._take(host, epoch, items), self._timeout)
         before = self._pipes.get(host)
         if before is not None and before[0] > epoch:  # this epoch was over before it was told so
             return
@@ -370,7 +372,7 @@ class HostEnd:
         """Send to the head, from the process of this name; from any thread. Dropped where there is no connection."""
         def put() -> None:
             if self._pipe is not None:
-                self._pipe.put([(name, message)])
+                self._pipe.put(name, message)
 
         self._thread.call(put)
 
@@ -396,9 +398,10 @@ class HostEnd:
 
     async def _once(self, pauses: Backoff) -> str:
         async with self._dialer.session() as session, session.ws_connect("/join", max_msg_size=MAX_FRAME) as ws:
+            connection = ws.get_extra_info("socket")
             await ws.send_json(self._hello)
             said = require_taken(await _first(ws, HELLO_SECONDS + self._dialer.timeout))
-            self._pipe = _Pipe(ws, self._take, self._dialer.timeout)
+            self._pipe = _Pipe(ws, connection, self._take, self._dialer.timeout)
             pauses.reset()
             self._up(int(said["epoch"]), int(said["coordinator_epoch"]))
             return await self._pipe.run()

@@ -25,7 +25,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import contextmanager
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 from pydantic import Field, ValidationError, ValidationInfo, model_validator
 from pydantic_core import ErrorDetails
@@ -57,7 +57,6 @@ from trinity_es.events.store.database.urls import file_of, file_url, masked
 
 __all__ = ["Config", "load_config"]
 
-_Files = TypeVar("_Files", bound=Section)
 
 RENAMED = {"explorer.places": "it is explorer.max_concurrency now"}
 """Keys of earlier releases, and what stands in their place."""
@@ -145,7 +144,8 @@ class Config(Section):
             url, beside = make_url(file_url(file)), Path(file).parent
         log_dir = self.system.log_dir or str(beside / "logs")
         key, shared, pulled = self.system.key_file, self.hosts.key_file, self.hosts.weights_dir
-        proxy_tls = _absolute_files(self.explorer.proxy_tls, folder)
+        tls = self.explorer.proxy_tls
+        proxy_tls = tls.model_copy(update={name: file and _absolute(file, folder) for name, file in tls})
         self.__dict__.update(  # the one place that writes to a frozen config: before anybody has it
             model=model,
             run_dir=_absolute(self.run_dir or str(beside), folder),
@@ -330,11 +330,6 @@ def _unreadable(files: Mapping[str, str]) -> list[str]:
     """Return what is wrong with the files that these keys name."""
     return [f"{key}: {path} can't be read: give a file that this user may read" for key, path in files.items()
             if path and not os.access(path, os.R_OK)]
-
-
-def _absolute_files(section: _Files, folder: Path) -> _Files:
-    """Return a section whose every key is a file, or empty, with absolute paths."""
-    return section.model_copy(update={k: v and _absolute(v, folder) for k, v in section})
 
 
 def _model_path(path: str, folder: Path) -> str:
