@@ -298,7 +298,8 @@ class HeadEnd:
 
     async def _folder(self, request: web.Request) -> web.Response:
         try:
-            admission = await self._admission(await request.json(), request)
+            said = await request.json()
+            admission = await self._admission({"fetch": said.get("fetch"), "build": said.get("build")}, request)
         except TimeoutError as e:
             raise web.HTTPServiceUnavailable from e
         if admission.refused:

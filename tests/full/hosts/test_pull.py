@@ -35,7 +35,7 @@ class Head(Heard):
 
     def _hello(self, said: Mapping[str, Any], where: str, answer: Callable[[Admission], None]) -> None:
         if "fetch" not in said:
-            answer(Admission(1, 1))
+            super()._hello(said, where, answer)
         else:
             self.asked.append(said["fetch"])
             answer(Admission(refused=self.refusal, folder=str(self.folder)))
@@ -301,6 +301,15 @@ def test_a_host_that_asks_for_what_there_is_not_gets_nothing(head: Head, asked: 
 
     with pytest.raises(ConnectionError, match="404"):
         asyncio.run(ask())
+
+
+def test_who_asks_for_files_joins_nothing_whatever_it_says(head: Head) -> None:
+    async def ask() -> None:
+        async with dialer(head).session() as session, session.post("/folders", json={"name": "b", "life": "1"}):
+            pass
+
+    asyncio.run(ask())
+    assert (head.hellos, head.asked) == ([], [None])
 
 
 def test_too_little_room_is_told_before_anything_comes(
