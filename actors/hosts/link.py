@@ -101,6 +101,7 @@ class _Pipe:
             try:
                 await self._ws.send_bytes(self._next())
                 while self._out:
+                    await asyncio.sleep(0)  # sending alone does not let anybody else work
                     await self._ws.send_bytes(self._next())
             except OSError as e:
                 return f"it can't be sent to: {e}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 import time
-from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -130,41 +130,34 @@ def until_it_ends(connection: socket.socket) -> bytes:
         heard += more
 
 
-@pytest.fixture
-def busy(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Heard, Any]]:
-    """A head with a host, which has to be heard after strangers as before."""
-    monkeypatch.setattr(link, "HELLO_SECONDS", 0.5)
-    head = Heard()
-    with joined(head) as host:
-        wait_until(lambda: len(host.ups) == 1, "the host is taken in", 10)
-        yield head, host
-        assert not head.gone
-        assert len(head.hellos) == 1
-        host.end.send("runner-0@b", "still there")
-        wait_until(lambda: bool(head.items), "the host is heard", 10)
-        assert len(host.ups) == 1
-
-
-@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"", bytes(36), b"\xff" * 4096],
-                         ids=["http", "nothing", "zeros", "ones"])
-def test_a_stranger_is_hung_up_on_and_harms_nobody(busy: tuple[Heard, Any], said: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", busy[0].port), 5) as connection:
-        connection.sendall(said)
-        until_it_ends(connection)
+REQUESTS = ("GET /join", "POST /folders", "GET /folders/0/0", "POST /check", "GET /nowhere")
 
 
 @pytest.mark.parametrize("said", [
-    b"", b"GET /join HTTP/1.1\r\nhost: head\r\n", b"\xff" * 4096,
-    *(f"{request} HTTP/1.1\r\nhost: head\r\nauthorization: Bearer \xff{KEY.decode()}\r\n\r\n".encode() for request in (
-        "GET /join", "POST /folders", "GET /folders/0/0", "POST /check", "PUT /bytes", "GET /clock", "GET /nowhere")),
-], ids=["nothing", "half", "ones", "join", "folders", "file", "check", "bytes", "clock", "nowhere"])
-def test_a_stranger_that_speaks_tls_gets_nothing(busy: tuple[Heard, Any], said: bytes) -> None:
+    [b"GET / HTTP/1.1\r\n\r\n", b"", bytes(36), b"\xff" * 4096],
+    [b"", b"GET /join HTTP/1.1\r\nhost: head\r\n", b"\xff" * 4096, *(
+        f"{request} HTTP/1.1\r\nhost: head\r\nauthorization: Bearer \xff{KEY.decode()}\r\n\r\n".encode()
+        for request in REQUESTS)],
+], ids=["plain", "in TLS"])
+def test_strangers_are_hung_up_on_get_nothing_and_harm_nobody(
+    said: list[bytes], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "HELLO_SECONDS", 2.0)
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    with socket.create_connection(("127.0.0.1", busy[0].port), 5) as plain, context.wrap_socket(plain) as connection:
-        connection.sendall(said)
-        heard = until_it_ends(connection)
-    assert heard[9:12] in (b"", b"400", b"401"), heard
+    head = Heard()
+    with joined(head) as host, ExitStack() as stack:
+        wait_until(lambda: len(host.ups) == 1, "the host is taken in", 10)
+        connections = [stack.enter_context(socket.create_connection(("127.0.0.1", head.port), 20)) for _ in said]
+        if request.node.callspec.id == "in TLS":
+            connections = [stack.enter_context(context.wrap_socket(connection)) for connection in connections]
+        for connection, what in zip(connections, said, strict=True):
+            connection.sendall(what)
+        for connection in connections:
+            assert until_it_ends(connection)[9:12] in (b"", b"400", b"401")
+        assert (head.gone, len(head.hellos), len(host.ups)) == ([], 1, 1)
+        host.end.send("runner-0@b", "still there")
+        wait_until(lambda: bool(head.items), "the host is heard", 10)
 
 
 def test_who_hangs_up_on_an_earlier_epoch_leaves_the_new_one_its_connection() -> None:
