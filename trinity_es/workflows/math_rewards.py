@@ -206,6 +206,12 @@ def _after_hashes(truth: Any) -> str:
     return _text(truth).rpartition("####")[2].strip()
 
 
+def _gold(truth: Any) -> str:
+    """Return what the truth's last \\boxed{} holds, else its answer."""
+    answer = _after_hashes(truth)
+    return answer if (boxed := boxed_answer(answer)) is None else boxed
+
+
 def _text(truth: Any) -> str:
     if truth is None:
         raise DataError("the row has no answer to compare with: set format.response_key to its key")
