@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_es.actors.coordinator.decisions import leases as decisions
-from trinity_es.actors.coordinator.decisions.leases import GRACE_SECONDS
+from trinity_es.actors.coordinator.decisions import lease_decisions as decisions
+from trinity_es.actors.coordinator.decisions.lease_decisions import GRACE_SECONDS
 from trinity_es.actors.lease_providers import MOST_BYTES, recordable
 from trinity_es.actors.messages import LeaseChange, LeaseReply
 from trinity_es.actors.runner.lease_reports import LeaseReports

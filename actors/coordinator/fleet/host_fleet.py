@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from trinity_es.actors.config.hosts import HostsConfig
-from trinity_es.actors.coordinator.decisions import hosts
+from trinity_es.actors.coordinator.decisions import host_decisions as hosts
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
 from trinity_es.actors.hosts.admission import Admission, Items
 from trinity_es.actors.hosts.certificate import Certificate
