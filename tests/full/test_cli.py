@@ -11,7 +11,6 @@ import sqlite3
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import StartupError
 from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.projections.batch import batch_result, fold
-from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.system import lifecycle
 
 COMMANDS = [
@@ -56,26 +54,6 @@ def told(*args: object) -> Any:
 
 
 # --- the answers ----------------------------------------------------------------------------------------------------
-def test_batches_lists_every_batch_with_what_came_of_it(log: Path) -> None:
-    text = cli("batches", "--log", log).stdout
-    assert re.search(r"^3 +train +finalized +2 +2 +1 +4 +0\.467 +28 +5 ", text, re.M), text
-
-
-def test_show_tells_each_task_from_dispatch_to_end(log: Path) -> None:
-    text = cli("show", "3", "--log", log).stdout
-    assert "rollout/reward/mean" in text
-    assert "trained in step 3" in text
-
-
-def test_show_names_the_row_of_a_taskset_that_each_task_is(path: Path) -> None:
-    tasks = [{"index": {"taskset": "legs", "index": 7}}, {"index": {"taskset": "gcd", "index": 12}}, {}]
-    write(path, [("batch/1", [ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[1] * 3, tasks=tasks)])])
-    assert [task["row"] for task in told("show", "1", "--log", path)["tasks"]] == ["legs 7", "gcd 12", ""]
-    text = cli("show", "1", "--log", path).stdout
-    assert re.search(r"task +row +state", text), text
-    assert re.search(r"1 +gcd 12 +pending", text), text
-
-
 def test_show_is_short_for_a_large_batch_unless_asked_for_all(path: Path) -> None:
     many = ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[1] * 100, tasks=[{}] * 100)
     write(path, [("batch/1", [many])])
@@ -83,56 +61,6 @@ def test_show_is_short_for_a_large_batch_unless_asked_for_all(path: Path) -> Non
     assert "60 more tasks" in short
     assert len(re.findall(r"\d+  pending", short)) == 40
     assert len(re.findall(r"\d+  pending", whole)) == 100
-
-
-def test_events_are_lines_in_order(log: Path) -> None:
-    with open_log(str(log)) as opened:
-        positions = [r.position for r in opened.events(3)]
-    lines = cli("events", "3", "--log", log).stdout.splitlines()
-    assert [int(line.split()[0]) for line in lines] == positions
-    documents = [json.loads(line) for line in cli("events", "--json", "--log", log).stdout.splitlines()]
-    assert [d["position"] for d in documents] == list(range(1, len(documents) + 1))
-    assert documents[2]["data"]["load_seconds"] == 12.5
-
-
-def test_events_can_be_chosen_by_place_type_and_number(log: Path) -> None:
-    def positions(*args: object) -> list[int]:
-        lines = cli("events", *args, "--json", "--log", log).stdout.splitlines()
-        return [json.loads(line)["position"] for line in lines]
-
-    everything = positions()
-    assert positions("--after", 5) == everything[5:]
-    assert positions("--limit", 2, "--after", 5) == everything[5:7]
-    assert len(positions("--type", "TaskFinished", "--type", "AttemptFailed")) == 4
-    wrong = cli("events", "--type", "TaskDone", "--log", log)
-    assert wrong.exit_code == 2
-    assert "TaskFinished" in wrong.output
-
-
-def test_replay_gives_the_state_and_says_that_the_result_is_the_stored_one(log: Path) -> None:
-    found = told("replay", "3", "--log", log)
-    assert found["result_equal"] is True
-    assert found["state"]["state"] == "finalized"
-    assert found["state"]["trained_step"] == 3
-    assert "bit for bit" in cli("replay", "3", "--log", log).stdout
-    assert "not ended" in cli("replay", "open", "--log", log).stdout
-
-
-def test_replay_at_a_time_gives_the_state_of_that_moment(log: Path) -> None:
-    with open_log(str(log)) as opened:
-        recorded = list(opened.events(3))
-    moment = recorded[-1].recorded_at + 0.001
-    for time_ in (datetime.fromtimestamp(moment), datetime.fromtimestamp(moment, UTC)):
-        assert told("replay", "3", "--at", time_.isoformat(), "--log", log)["state"]["state"] == "finalized"
-    began = datetime.fromtimestamp(recorded[0].recorded_at)
-    before = began - timedelta(hours=1)
-    texts = [before.isoformat()]
-    if before.date() == began.date():  # a time of day means the day of the batch, or the next, where it was there yet
-        texts.append(before.strftime("%H:%M:%S"))
-    for text in texts:
-        early = cli("replay", "3", "--at", text, "--log", log)
-        assert early.exit_code == 2
-        assert f"it was at position {recorded[0].position}, {began.isoformat()[:19]}" in early.stderr
 
 
 def test_replay_of_a_result_that_was_made_up_exits_1_and_says_what_differs(path: Path) -> None:
@@ -155,13 +83,6 @@ def test_replay_of_a_result_that_was_made_up_exits_1_and_says_what_differs(path:
     assert json.loads(cli("verify", "--json", "--log", path).stdout)["problems"]
 
 
-def test_verify_of_a_sound_log_exits_0(log: Path) -> None:
-    found = told("verify", "--log", log)
-    assert found["problems"] == []
-    assert found["batches"] == 4
-    assert cli("verify", "--log", log).stdout.startswith("sound")
-
-
 def test_verify_calls_no_log_sound_that_has_no_event(tmp_path: Path) -> None:
     write(tmp_path / "log.sqlite", [])  # as a copy of a live run's file is, whose events lie in the -wal beside it
     found = cli("verify", "--log", tmp_path / "log.sqlite")
@@ -173,30 +94,6 @@ def test_rebuild_makes_the_tables_again(log: Path) -> None:
     before = told("batches", "--log", log)
     assert told("rebuild", "--log", log)["events"] == 20
     assert told("batches", "--log", log) == before
-
-
-def test_status_of_a_dead_system_tells_what_the_log_knows_and_exits_1(log: Path) -> None:
-    done = cli("status", "--json", "--log", log)
-    assert done.exit_code == 1
-    found = json.loads(done.stdout)
-    assert found["up"] is False
-    assert [b["batch_id"] for b in found["batches"]] == ["open"]
-    assert found["runners"][0]["last_state"] == "ready"
-    assert "trinity-es up" in cli("status", "--log", log).stdout
-
-
-def test_why_without_a_batch_is_a_line_for_every_open_one(log: Path) -> None:
-    done = cli("why", "--log", log)
-    assert done.exit_code == 1
-    told, way = done.stdout.splitlines()
-    assert told.startswith("batch open is running,")
-    assert way.startswith("what to do: `trinity-es up CONFIG` goes on")
-    assert [b["batch_id"] for b in json.loads(cli("why", "--json", "--log", log).stdout)] == ["open"]
-
-
-def test_why_of_a_batch_that_has_ended_exits_0(log: Path) -> None:
-    assert "trained in step 3" in cli("why", "3", "--log", log).stdout
-    assert told("why", "4", "--log", log)["cause"] == "nothing"
 
 
 def test_down_where_nothing_runs_is_fine(log: Path) -> None:
@@ -234,35 +131,11 @@ def test_doctor_names_a_way_out_for_each_thing_that_is_missing(tmp_path: Path) -
 
 
 # --- wrong use ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("command", [["show"], ["events"], ["replay"], ["why"]], ids=lambda c: c[0])
-@pytest.mark.parametrize("batch", ["99", "nobody", "-", "0/lettres"])
-def test_an_unknown_batch_is_one_clear_line_and_exit_code_2(log: Path, command: list[str], batch: str) -> None:
-    done = cli(*command, "--log", log, "--", batch)
-    assert done.exit_code == 2
-    assert done.stderr.startswith(f"error: no batch {batch} in ")
-    assert done.stderr.count("\n") == 1
-    assert done.stdout == ""
-
-
-def test_a_step_without_the_rest_of_its_batch_s_name_is_told_the_rest(log: Path) -> None:
-    done = cli("why", "0", "--log", log)
-    assert done.exit_code == 2
-    assert "did you mean 0/letters?" in done.stderr
-
-
 def test_the_newest_run_may_lie_right_below_runs(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "trl").mkdir(parents=True)
     (tmp_path / "runs" / "trl" / "log.sqlite").write_bytes(log.read_bytes())
     assert "log: runs/trl/log.sqlite (the newest run here" in cli("status").stderr
-
-
-@pytest.mark.parametrize("at", ["nonsense", "2026-13-40", "12.5", "-3", "", "1e9", "999999"])
-def test_a_nonsense_moment_is_refused(log: Path, at: str) -> None:
-    done = cli("replay", "3", f"--at={at}", "--log", log)
-    assert done.exit_code == 2
-    assert "--at" in done.stderr
-    assert "Traceback" not in done.output
 
 
 @pytest.mark.parametrize("command", ON_A_LOG, ids=lambda c: c[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,40 +28,6 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("a-run") / "log.sqlite"
     write(path, history(open_payloads(str(path), durability="process").put(b"four experiences")))
     return path
-
-
-def test_show_takes_task_and_run_as_words_and_says_how_where_there_are_more(log: Path) -> None:
-    for words, options in ((["0"], ["--task", 0]), (["0", "1"], ["--task", 0, "--run", 1])):
-        done = cli("show", "3", *words, "--log", log)
-        assert done.exit_code == 0, done.output
-        assert done.stdout == cli("show", "3", *options, "--log", log).stdout
-    for words in (["3", "0", "1", "0"], ["3", "0", "--task", "0"]):
-        done = cli("show", *words, "--log", log)
-        assert done.exit_code == 2
-        assert "`show 3 7 1` or `show 3 --task 7 --run 1`" in re.sub(r"\s+", " ", done.stderr)
-
-
-def test_show_says_that_finished_tasks_are_settled_ones_failed_ones_too(log: Path) -> None:
-    line = r"rollout/finished_task_count \(failed ones too\) +2"
-    assert re.search(line, cli("show", "3", "--log", log).stdout)
-    assert re.search(line, cli("replay", "3", "--log", log).stdout)
-
-
-def test_an_error_is_what_was_raised_and_where_without_frames_before(path: Path) -> None:
-    frames = "".join(f'\n  File "/x/{name}.py", line 9, in run' for name in ("framework", "mine"))
-    failed = ev.AttemptFailed(
-        task=0, run_id_base=0, failed_runs=[0, 1], attempt=1, runner="runner-0", incarnation=1, kind="workflow",
-        message=f"KeyError: 'stok'\nTraceback (most recent call last):{frames}", retry=False)
-    batch = ev.BatchSubmitted(batch_id=1, batch_type="train", repeat_times=[2], tasks=[{}])
-    sent = ev.TasksDispatched(runner="runner-0", incarnation=1, units=[unit(0)], model_version=0)
-    lost = ev.RunnerFailed(runner="runner-0", incarnation=1, reason=failed.message)
-    started = ev.RunnerStarted(runner="runner-0", incarnation=1, pid=7, host="here", engine="scripted")
-    write(path, [("runner/runner-0", [started]), ("batch/1", [batch, sent])])
-    write(path, [("batch/1", [failed]), ("runner/runner-0", [lost])])  # later, so that its attempt took some time
-    for command in (["show", "1"], ["events"], ["batches", "--slowest", "1"], ["runners"], ["runners", "runner-0"]):
-        told = cli(*command, "--log", path).stdout
-        assert "KeyError: 'stok' (mine.py:9 in run)" in told, command
-        assert "framework" not in told, command
 
 
 def test_what_was_handed_in_after_the_tasks_that_are_shown_is_not_read(
@@ -105,14 +70,6 @@ def test_status_tells_how_far_a_run_is(path: Path, total: int | None, trained: b
     said = said.format(log=path)
     assert f"nothing is open: {said}\n" in done.stdout or done.stdout.endswith(f"{said}\n")
     assert "no batch is open: `trinity-es status` tells" in cli("why", "--log", path).stdout
-
-
-def test_a_batch_that_is_not_there_is_told_the_nearest(path: Path) -> None:
-    for n in (2, 5, 9):
-        write(path, [(f"batch/{n}", [ev.BatchSubmitted(batch_id=n, batch_type="train", repeat_times=[1], tasks=[{}])])])
-    assert "did you mean 5 or 9?" in cli("show", "7", "--log", path).stderr
-    assert "did you mean 9?" in cli("why", "12", "--log", path).stderr
-    assert "did you mean" not in cli("why", "nobody", "--log", path).stderr
 
 
 def test_a_log_in_the_folder_itself_is_found_where_it_is_the_only_one(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.handmade import cli, write
+from tests.helpers.handmade import write
 from tests.helpers.paths import ROOT
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId, batch_stream
@@ -34,13 +34,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_number_is_one_as_it_is_written(path: Path, typed: str, meant: BatchId | None) -> None:
     with open_log(str(path)) as log:
         assert batch_named(log, typed) == meant
-
-
-def test_a_number_with_zeros_before_it_is_not_found_and_the_number_is_named(path: Path) -> None:
-    done = cli("show", "007", "--log", path)
-    assert done.exit_code == 2
-    assert "no batch 007 in " in done.stderr
-    assert "did you mean 7" in done.stderr
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "ascii"])

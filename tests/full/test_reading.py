@@ -25,12 +25,9 @@ from trinity_es.cli.commands.events import _Chosen
 from trinity_es.dashboard.rendering import clock, moment
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import DataError, LogUnavailable
-from trinity_es.events.experience import EID, Experience
 from trinity_es.events.store.database.database import Database
 from trinity_es.events.store.log import EventLog, Write
-from trinity_es.events.store.payloads.payloads import open_payloads
 from trinity_es.events.store.records.recorded import Recorded
-from trinity_es.events.values import batch_stream
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.read_models import projectors
 from trinity_es.testing import wait_until
@@ -42,54 +39,14 @@ def told(*args: object, code: int = 0) -> Any:
     return json.loads(done.stdout)
 
 
-def experiences() -> bytes:
-    """Four of batch 3: tasks 0 and 1, runs 0 and 1."""
-    made = [
-        Experience(eid=EID(batch=3, task=task, run=run, suffix=f"{task}{run}"), tokens=[1, 2, 3, 4], prompt_length=2,
-                   logprobs=[-0.5, -1.0], reward=0.5, prompt_text="two and two?", response_text="four\n\x1b[2Jfive",
-                   info={"model_version": 4, "model_version_drift": 1})
-        for task in range(2) for run in range(2)
-    ]
-    made[0].advantages = [1.0, -1.0]
-    return Experience.serialize_many(made)
-
-
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("a-run") / "log.sqlite"
-    write(path, history(open_payloads(str(path), durability="process").put(experiences())))
-    stall = ev.StallDetected(waiting_on="runner-0 to come up", since=time.time() - 60)
-    write(path, [
-        ("weights", [ev.WeightsPublished(version=4, path="step-4"), ev.WeightsPublished(version=5, path="step-5")]),
-        ("runner/runner-1", [
-            ev.RunnerStarted(runner="runner-1", incarnation=1, pid=5, host="here", engine="vllm"),
-            ev.WeightsLoaded(runner="runner-1", incarnation=1, version=5, seconds=0.5),
-            ev.RunnerLost(runner="runner-1", incarnation=1, reason="signal 9"),
-        ]),
-        ("batch/open", [stall]),
-    ])
+    write(path, history("d" * 64))
     return path
 
 
 # --- batches --------------------------------------------------------------------------------------------------------
-def ids(log: Path, *args: object) -> list[Any]:
-    return [row["batch_id"] for row in told("batches", *args, "--log", log)]
-
-
-def test_batches_are_chosen_and_sorted(log: Path) -> None:
-    assert ids(log, "--state", "finalized") == ["0/letters", 3]
-    assert ids(log, "--type", "eval") == ["0/letters"]
-    assert ids(log, "--sort", "response_tokens", "--descending", "--limit", 2) == [3, "0/letters"]
-    with open_log(str(log)) as opened:
-        third = opened.batches()[2]
-    assert ids(log, "--since", third.first_position) == ["open", 4]
-    assert ids(log, "--since", datetime.fromtimestamp(third.submitted_at - 1e-6, UTC).isoformat()) == ["open", 4]
-    for option, wrong in (("--state", "done"), ("--type", "test"), ("--sort", "colour")):
-        done = cli("batches", option, wrong, "--log", log)
-        assert done.exit_code == 2
-        assert option in done.stderr
-
-
 def test_a_long_list_is_its_end_unless_all_is_asked_for(path: Path) -> None:
     with EventLog.open(str(path), create=True, durability="process", projectors=projectors()) as opened:
         opened.append([
@@ -102,32 +59,10 @@ def test_a_long_list_is_its_end_unless_all_is_asked_for(path: Path) -> None:
     assert "180 before them" in lines[-1]
     every = cli("batches", "--all", "--log", path).stdout.splitlines()
     assert [line.split()[0] for line in every] == ["id", *map(str, range(230))]
-    assert len(ids(path)) == 230
+    assert len(told("batches", "--log", path)) == 230
 
 
 # --- show -----------------------------------------------------------------------------------------------------------
-def test_a_task_is_told_from_its_submission_to_the_trainer(log: Path) -> None:
-    course = told("show", "3", "--task", 0, "--log", log)
-    whats = [t["what"] for t in course["turns"]]
-    assert whats[1].startswith("attempt 1, runs 0-1, sent to runner-0 #1 with weights 4")
-    assert whats[2].startswith("attempt 1 failed on runner-0 #1 after 0.50 s, attempted again, workflow: ")
-    assert whats[-1] == "the batch was trained in step 3"
-    assert [m["newest_version"] for m in course["runs_made"]] == [5, 5]
-    assert "sent to runner-1 #1 with weights 5" in cli("show", "3", "--task", 0, "--log", log).stdout
-
-
-def test_a_rollout_is_told_by_its_weights_and_its_text(log: Path) -> None:
-    found = told("show", "3/1/1/0/11", "--log", log)
-    assert [(w["version"], w["path"]) for w in found["weights"]] == [(4, "step-4"), (5, "step-5")]
-    assert found["weights"][1]["loaded_at"] is not None
-    [experience] = found["experiences"]
-    assert experience["uid"] == "3/1/1/0/11"
-    assert experience["logprobs"] == [-0.5, -1.0]
-    text = cli("show", "3", "--task", 1, "--run", 1, "--log", log).stdout
-    assert "  | four\n  | \\x1b[2Jfive" in text
-    assert "weights 4 to 5" in text
-
-
 def test_a_payload_that_is_gone_is_named(log: Path, path: Path) -> None:
     write(path, history("d" * 64))
     done = cli("show", "3", "--task", 1, "--run", 0, "--log", path)
@@ -138,42 +73,7 @@ def test_a_payload_that_is_gone_is_named(log: Path, path: Path) -> None:
     assert "was freed" in cli("show", "3", "--task", 1, "--run", 0, "--log", path).stdout
 
 
-@pytest.mark.parametrize(("args", "says"), [
-    (["3", "--task", 9], "there is no task 9"), (["3", "--task", 0, "--run", 7], "no completed run 7"),
-    (["3/0/0/0/zz"], "has no experience 3/0/0/0/zz"), (["8/0/0/0/zz"], "no batch 8 in"), (["3", "--run", 1], "--task"),
-])
-def test_what_is_not_there_is_one_clear_line(log: Path, args: list[object], says: str) -> None:
-    done = cli("show", *args, "--log", log)
-    assert done.exit_code == 2
-    assert says in done.stderr
-
-
 # --- events ---------------------------------------------------------------------------------------------------------
-def test_events_are_chosen_by_runner_time_and_from_the_end(log: Path) -> None:
-    def positions(*args: object) -> list[int]:
-        lines = cli("events", *args, "--json", "--log", log).stdout.splitlines()
-        return [json.loads(line)["position"] for line in lines]
-
-    everything = positions()
-    assert positions("--last", 3) == everything[-3:]
-    assert positions("--last", 2, "--type", "WeightsPublished") == everything[-6:-4]
-    with open_log(str(log)) as opened:
-        mine = [r for r in opened.events()
-                if r.stream == "runner/runner-1" or getattr(r.event, "runner", "") == "runner-1"]
-        late = opened.at(everything[-4])
-    assert positions("--runner", "runner-1") == [r.position for r in mine]
-    assert positions("--runner", "runner-1", "--last", 2) == [r.position for r in mine][-2:]
-    told = cli("events", "--runner", "runner-9", "--log", log)
-    assert (told.exit_code, "there are runner-0, runner-1" in told.stderr) == (2, True)
-    assert cli("events", "--runner", "runner-1", "--type", "BatchSubmitted", "--log", log).exit_code == 0  # none of it
-    assert late is not None
-    since = datetime.fromtimestamp(late.recorded_at, UTC).isoformat()
-    assert positions("--since", since) == everything[-4:]
-    finished = positions("--type", "TaskFinished")
-    assert positions("--type", "TaskFinished", "--last", 1) == finished[-1:]
-    assert positions("3", "--last", 1, "--type", "TaskFinished") == [p for p in finished if p in positions("3")][-1:]
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_what_comes_while_the_last_events_are_read_is_printed_once(
     path: Path, monkeypatch: pytest.MonkeyPatch, when: str
@@ -264,38 +164,7 @@ def test_who_reads_is_not_told_of_commits() -> None:
             database.read(lambda connection: None)
 
 
-def test_diff_of_two_moments_exits_1_where_something_changed(log: Path) -> None:
-    with open_log(str(log)) as opened:
-        positions = [r.position for r in opened.events(3)]
-    found = told("diff", "3", "--at", positions[1], "--at", positions[4], "--log", log, code=1)
-    assert found["events"] == 3
-    assert {"path": "units running", "before": 2, "after": 1} in found["changes"]
-    assert told("diff", "3", "--at", positions[-1], "--log", log)["changes"] == []
-    text = cli("diff", "3", "--at", positions[1], "--at", positions[4], "--log", log).stdout
-    assert "AttemptFailed" in text
-    assert cli("diff", "3", "--log", log).exit_code == 2
-    assert cli("diff", log, log, "--at", 3).exit_code == 2
-    assert told("diff", log, log)["common"] > 20
-
-
-def test_a_runner_is_told_life_by_life(log: Path) -> None:
-    assert re.search(r"runner-1 +lost +5 +1 +1 ", cli("runners", "--log", log).stdout)
-    assert "signal 9" in cli("runners", "runner-1", "--log", log).stdout
-    assert "there are runner-0, runner-1" in cli("runners", "nobody", "--log", log).stderr
-
-
 # --- watch ----------------------------------------------------------------------------------------------------------
-def test_watch_shows_what_goes_on(log: Path) -> None:
-    picture = told("watch", "--log", log)
-    assert [row["batch_id"] for row in picture["going_on"]] == ["open"]
-    assert [s["type"] for s in picture["stalls"]] == ["StallDetected"]
-    assert picture["deaths"]["runner-1"] == 1
-    assert picture["tokens_per_second"] > 0
-    text = cli("watch", "--once", "--log", log).stdout
-    assert re.search(r"^open +train +running +0/2 ", text, re.MULTILINE), text
-    assert "waits" in text or "waiting" in text or "moved" in text
-
-
 def test_watch_in_a_pipe_prints_a_picture_when_there_is_news(tmp_path: Path, path: Path) -> None:
     write(path, [("weights", [ev.WeightsPublished(version=1, path="x")])])
     command = [sys.executable, "-m", "trinity_es", "watch", "--every", "0.1", "--log", str(path)]
@@ -367,16 +236,6 @@ def test_a_prompt_that_was_tried_under_an_id_is_tried_when_the_id_is_used_again(
     assert (found["tasks"], found["sent"]) == (2, 0)
 
 
-def test_a_batch_and_its_namesake_are_told_apart(path: Path) -> None:
-    write(path, [(batch_stream(b), [ev.BatchSubmitted(batch_id=b, batch_type="train", repeat_times=[n])])
-                 for b, n in ((7, 1), ("7", 2))])
-    lines = cli("batches", "--log", path).stdout.splitlines()[1:]
-    assert [line.split()[0] for line in lines] == ["7", "'7'"]
-    for name, runs in (("7", 1), ("'7'", 2)):
-        assert told("show", name, "--log", path)["tasks"][0]["runs"] == runs
-        assert cli("show", name, "--log", path).stdout.startswith(f"batch {name}  train")
-
-
 def test_prompts_that_no_batch_ever_held_are_told_where_the_file_is_there(tmp_path: Path) -> None:
     path, file = tmp_path / "log.sqlite", tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"p{i}"}) + "\n" for i in range(5)))
@@ -406,13 +265,6 @@ def test_where_two_logs_part_is_marked_with_what_comes_before(log: Path, tmp_pat
     assert "ends here" in lines[4]
     assert re.match(rf"> +{head + 1} .*gone-on-with", lines[6])
     assert told("diff", log, fork, code=1)["after"][0] == []
-
-
-def test_export_needs_one_batch_for_a_page(log: Path, tmp_path: Path) -> None:
-    for batches in ([], ["3", "open"]):
-        done = cli("export", *batches, "--html", tmp_path / "page.html", "--log", log)
-        assert done.exit_code == 2
-        assert "a page shows one batch" in done.stderr
 
 
 def test_who_sorts_sees_the_first_of_them_and_not_the_last(path: Path) -> None:

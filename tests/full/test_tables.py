@@ -69,18 +69,6 @@ def test_names_are_in_the_order_of_their_numbers() -> None:
     assert sorted(names, key=natural) == ["2", "judge", "runner", "runner-1", "runner-2", "runner-2b", "runner-10"]
 
 
-def test_two_batches_to_diff_are_not_taken_for_logs_without_a_word(dead: str) -> None:
-    done = cli("diff", "4", "5", "--log", dead)
-    assert done.exit_code == 2
-    assert "/compare?id=4&id2=5" in done.stderr
-
-
-def test_a_time_that_is_none_is_named_as_it_was_typed(dead: str) -> None:
-    done = cli("replay", "4", "--at", "25:99", "--log", dead)
-    assert done.exit_code == 2
-    assert "'25:99'" in done.stderr
-
-
 def test_a_long_list_of_weights_says_how_many_it_leaves_out(path: Path) -> None:
     versions = range(1, runners_weights_usage.MOST + 8)
     write(path, [("weights", [ev.WeightsPublished(version=n, path="w") for n in versions])])

@@ -7,4 +7,4 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 """The repository."""
 GOLDEN = ROOT / "tests" / "golden"
-"""Logs and schemas of earlier releases."""
+"""Logs and schemas of earlier releases; what commands and pages say."""

@@ -19,6 +19,7 @@ from starlette.testclient import TestClient
 from benchmarks.sample_ground import HOSTILE
 from benchmarks.sample_log import make
 from tests.helpers.browser import Browser, serving
+from tests.helpers.handmade import write
 from trinity_es.dashboard.app import create_app
 from trinity_es.dashboard.export import batch_page
 from trinity_es.dashboard.page import batch_url, rollout_url, runner_url
@@ -210,3 +211,18 @@ def test_nothing_of_it_runs_in_a_browser(browser: Browser, url: str, tmp_path: P
     text = browser.driver.execute_script("return document.body.textContent")
     assert "<script>document.title='owned'</script>" in text
     assert browser.complaints() == []
+
+
+def test_words_of_hosts_and_adapters_are_never_markup(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>"
+    adapter = ev.AdapterPublished(adapter=evil, version=1, path=evil, rank=8, size=1, digest="d")
+    refused = ev.AdapterFailed(runner=f"r@{evil}", incarnation=1, adapter=evil, version=1, error=evil)
+    joined = ev.HostJoined(host=evil, epoch=1, life="x", address=evil, pid=1, places={evil: 3})
+    write(tmp_path / "log.sqlite", [
+        ("hosts", [joined, ev.HostLost(host=evil, epoch=1, reason=evil)]),
+        (f"runner/r@{evil}", [ev.RunnerStarted(runner=f"r@{evil}", incarnation=1, pid=1, host="h", engine="e")]),
+        *((event.own_stream(), [event]) for event in (adapter, refused)),
+    ])
+    with TestClient(create_app(str(tmp_path / "log.sqlite")), base_url="http://localhost") as made:
+        for path in ("/", "/runners", "/weights"):
+            assert "<script>alert" not in made.get(path).text

@@ -256,11 +256,6 @@ def test_every_id_has_an_address_of_its_own(path: Path, batch_id: BatchId) -> No
 
 
 # --- what comes from outside, and what goes wrong -------------------------------------------------------------------
-def test_what_is_not_there_is_404(ended: TestClient) -> None:
-    assert "no batch 'none'" in get(ended, "/batch?id=none", 404).text
-    assert "no page /nothing" in get(ended, "/nothing", 404).text
-
-
 def test_a_log_that_is_not_there_yet_is_a_page_and_comes_up(path: Path) -> None:
     with TestClient(create_app(str(path)), base_url="http://localhost") as client:
         assert "No log yet" in get(client, "/", 503).text

@@ -99,13 +99,11 @@ def test_a_rollout_shows_text_tokens_reward_advantage_and_where_it_comes_from(sa
     assert sum("masked out" in t for t in titles) == int((~e.action_mask).sum())
 
 
-def test_an_eval_a_freed_payload_and_a_run_that_is_not_there_say_so(sample: TestClient) -> None:
+def test_an_eval_and_a_freed_payload_say_so(sample: TestClient) -> None:
     assert "Experiences of evals are not kept" in seen(sample, "/rollout?id=30/letters&task=0&run=0")
     freed = seen(sample, "/rollout?id=1&task=0&run=0")
     assert "were freed" in freed
     assert "reward" in freed
-    assert "no batch '77'" in seen(sample, "/rollout?id=77&task=0&run=0", 404)
-    assert "there is none" in seen(sample, "/rollout?id=30&task=99&run=0", 404)
 
 
 def test_a_damaged_payload_is_told_in_words(tmp_path: Path) -> None:
@@ -198,7 +196,6 @@ def test_a_runner_shows_its_lives_what_they_cost_its_weights_and_what_it_ran(sam
                if r.event.incarnation == died.incarnation]  # type: ignore[attr-defined]  # each of these has one
     shown = [p.replace(",", "") for p in re.findall(r" ([\d,]+) \S+ \S+ (?:Runner[A-Z]\w+|WeightsFailed) ", one)]
     assert list(map(int, shown)) == its_own[::-1], "a life's page lists another's events, or in another order"
-    assert "no runner 'nobody'" in seen(sample, "/runner?name=nobody", 404)
 
 
 def test_weights_count_what_each_version_made_of_what_was_delivered(sample: TestClient, log: Log) -> None:
@@ -216,10 +213,9 @@ def test_weights_count_what_each_version_made_of_what_was_delivered(sample: Test
     assert "loaded it" in text
     page = sample.get("/weights").text
     assert re.search(rf'data-key="v{version}">.*?<td class="r strong">{made[version]}</td>', page, re.DOTALL)
-    assert "no version 999" in seen(sample, "/weights?version=999", 404)
 
 
-def test_two_moments_of_a_batch_and_two_batches_are_compared(sample: TestClient, log: Log) -> None:
+def test_two_moments_of_a_batch_are_compared(log: Log) -> None:
     row = log.batch_row(30)
     middle = (row.first_position + row.last_position) // 2
     now, then = side(log, 30), side(log, 30, middle)
@@ -227,13 +223,6 @@ def test_two_moments_of_a_batch_and_two_batches_are_compared(sample: TestClient,
     assert now.story.state == log.replay(30)
     assert then.story.state == log.replay(30, middle)
     assert differences(then, now)
-    text = seen(sample, f"/compare?id=30&at={middle}")
-    assert "They differ" in text
-    assert f"at position {middle:,}" in text
-    assert "They say the same" in seen(sample, "/compare?id=30&id2=30")
-    assert "was not submitted yet at 1" in seen(sample, "/compare?id=30&at=1")
-    assert "no position of the log" in seen(sample, "/compare?id=30&at=noon")
-    assert "no batch '99'" in seen(sample, "/compare?id=30&id2=99")
 
 
 def test_a_batch_is_compared_with_one_of_another_log(url: str, tmp_path: Path) -> None:

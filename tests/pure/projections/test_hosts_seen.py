@@ -6,10 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 
-from tests.helpers.handmade import cli, history, write
+from tests.helpers.handmade import write
 from tests.helpers.several_hosts import BROKE, several_hosts, write_several_hosts
 from tests.helpers.story import Story, configured, status
 from trinity_es.events import vocabulary as ev
@@ -19,7 +18,6 @@ from trinity_es.projections.hosts import left_reason, lost_reason, went_with_hos
 from trinity_es.projections.reading.host_list import host_list, read_hosts
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.tables.read_models import projectors
-from trinity_es.telemetry.prometheus import prometheus_text
 from trinity_es.text import summary
 
 
@@ -106,58 +104,6 @@ def test_what_is_run_again_counts_once_and_the_tables_are_those_of_a_rebuild(tmp
         assert {h: n for h, n in log.finished_elsewhere().items() if n} == {"d": 1}
         assert [row.finished for row in read_hosts(log)] == [0, 0, 0, 1]
         assert [p for p in log.verify() if "rm_host_work" in p] == []
-
-
-@pytest.mark.parametrize(("command", "lines"), [
-    (("hosts",), [r"b +2  joined .* 10\.0\.0\.2  2 gpus, 16 cores  1 of 1 ready +1 +8 +1 +1",
-                  r"d +1  draining .* its disk is replaced", r"c +1  left .* 0 +0 +4 +0  SIGTERM",
-                  "this is as the log has it"]),
-    (("runners",), [r"\(head\) +runner-0 ", r"b +runner-1@b +lost +0 +2 +1 +1 +1 ",
-                    r"host b: 1 death of a runner \(1 attempt, [\d.]+ s lost\), 2 deaths with the host \(2 attempts, ",
-                    "host c: nothing died"]),
-    (("status",), [r"host b       joined since .*, epoch 2, 10\.0\.0\.2, 2 gpus, 16 cores, 1 runner, 1 ready, 1 unit, "
-                   r"1 task finished\nrunner-0@b ", r"host d       draining since "]),
-    (("watch", "--once"), [r"d #1 +draining .* 1 of 1 +1  2 gpus, 16 cores  its disk is replaced", r"c #1 +left "]),
-    (("events",), [r"HostJoined +b #2 from 10\.0\.0\.2, pid 11, 2 gpus, 16 cores",
-                   r"HostDraining +d #1 gets no more units: its disk is replaced"]),
-])
-def test_commands_show_a_run_by_host(log: str, command: tuple[str, ...], lines: list[str]) -> None:
-    told = cli(*command, "--log", log).stdout
-    for line in lines:
-        assert re.search(line, told), f"{line}\n{told}"
-
-
-def test_a_host_that_is_gone_has_no_runners_in_status(log: str) -> None:
-    assert "runner-0@c" not in cli("status", "--log", log).stdout
-
-
-def test_the_json_of_hosts_has_the_head_the_hosts_and_their_lives(log: str) -> None:
-    found = orjson.loads(cli("hosts", "--json", "--log", log).stdout)
-    assert found["head"]["finished"] == 2
-    assert [h["host"] for h in found["hosts"]] == ["b", "c", "d"]
-    assert [(h["host"], h["epoch"]) for h in found["lives"]] == [("b", 1), ("c", 1), ("b", 2), ("d", 1)]
-
-
-def test_nothing_tells_of_hosts_where_there_is_one(tmp_path: Path) -> None:
-    write(tmp_path / "log.sqlite", history("0" * 64))
-    for command in (["runners"], ["status"], ["watch", "--once"], ["why"], ["events"]):
-        told = cli(*command, "--log", tmp_path / "log.sqlite").stdout
-        assert not re.search(r"\bhosts?\b|\(head\)", told), (command, told)
-    told = cli("hosts", "--log", tmp_path / "log.sqlite").stdout
-    assert "no other host takes part: `trinity-es join STORE_URL`" in told
-    with open_log(str(tmp_path / "log.sqlite")) as log:
-        assert "trinity_es_host" not in prometheus_text(log).decode()
-
-
-def test_prometheus_has_a_series_of_each_host(log: str) -> None:
-    with open_log(log) as opened:
-        told = prometheus_text(opened).decode()
-    for line in ('trinity_es_hosts{state="left"} 1.0', 'trinity_es_hosts{state="lost"} 0.0',
-                 "trinity_es_hosts_lost_total 1.0", 'trinity_es_host_tasks_finished_total{host="(head)"} 2.0',
-                 'trinity_es_host_tasks_finished_total{host="c"} 4.0',
-                 'trinity_es_host_runner_deaths_total{host="b"} 1.0', "trinity_es_runner_deaths_total 3.0",
-                 'trinity_es_host_runners{host="d",state="running"} 1.0'):
-        assert f"\n{line}\n" in told, line
 
 
 def test_only_what_the_coordinator_says_of_a_host_is_no_fault_of_the_runner() -> None:
