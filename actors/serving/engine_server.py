@@ -62,7 +62,7 @@ from trinity_es.actors.serving.request_limits import (
 )
 from trinity_es.actors.serving.request_record import REQUEST, RequestRecord
 from trinity_es.actors.serving.token_id_routes import Ask, token_id_routes
-from trinity_es.events.errors import EngineError, StartupError
+from trinity_es.events.errors import EngineError
 from trinity_es.events.experience import Experience
 
 if TYPE_CHECKING:
@@ -125,12 +125,7 @@ class EngineServer:
     async def start(self) -> str:
         """Serve; returns the URL. Raises StartupError where it can't."""
         server = await asyncio.to_thread(make_server, self.answer)  # its imports take most of a second
-        try:
-            listening = listen(self.address, self.port)
-        except OSError as e:
-            raise StartupError(
-                f"the HTTP server can't listen on {self.address}, port {self.port or '(any)'} ({e.strerror})"
-            ) from e
+        listening = listen(self.address, self.port)
         self._server, self._serving = server, await begin(server, listening)
         self.url = url_of(listening)
         return self.url

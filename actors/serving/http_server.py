@@ -103,15 +103,16 @@ def bearer(headers: Mapping[bytes, bytes]) -> bytes:
     return headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
 
 
-def listen(address: str, port: int) -> socket.socket:
-    """Return a socket on this address and port (0: a free one). Raises OSError."""
+def listen(address: str, port: int, who: str = "the HTTP server", remedy: str = "") -> socket.socket:
+    """Return a socket that listens on this address and port (0: a free one). Raises StartupError."""
     listening = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((address, port))
-    except OSError:
+        listening.listen(128)  # from here on the port is taken
+    except OSError as e:
         listening.close()
-        raise
+        raise StartupError(f"{who} can't listen on {address}, port {port or '(any)'} ({e.strerror}){remedy}") from e
     return listening
 
 

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from trinity_es.actors.addresses import is_loopback
 from trinity_es.actors.serving.http_server import limited_http, listen, server_class, tls_options, url_of
-from trinity_es.events.errors import ConfigError, StartupError
+from trinity_es.events.errors import ConfigError
 
 __all__ = ["Dashboard", "token_for"]
 
@@ -51,14 +51,7 @@ class Dashboard:
         if bool(cert) != bool(key):
             raise ConfigError("a certificate and its private key are given together: --cert FILE --key FILE")
         tls = tls_options(cert, key)
-        try:
-            self._listening = listen(address, port)
-            self._listening.listen(128)  # from here on the port is taken
-        except OSError as e:
-            raise StartupError(
-                f"the dashboard can't listen on {address}, port {port or '(any)'} ({e.strerror}): give another --port "
-                "or --address"
-            ) from e
+        self._listening = listen(address, port, "the dashboard", ": give another --port or --address")
         self.url = url_of(self._listening, bool(tls))
         """Where it is, without the token."""
         app = create_app(

@@ -46,7 +46,7 @@ from trinity_es.actors.serving.request_limits import ROUTES, dumped
 from trinity_es.actors.system_key import engine_token, read_key
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.config.config import Config
-from trinity_es.events.errors import EngineError, NotRunning, StartupError, TrinityError
+from trinity_es.events.errors import EngineError, NotRunning, TrinityError
 from trinity_es.events.experience import LARGEST_REWARD
 from trinity_es.serve.http import (
     conversation_keys,
@@ -109,13 +109,8 @@ class Proxy:
         explorer = self.config.explorer
         tls = tls_options(explorer.proxy_tls.cert, explorer.proxy_tls.key)
         self._http = http_client(connect=CONNECT_SECONDS, read=self._patience)
-        try:
-            listening = listen(explorer.listen_address, explorer.proxy_port)
-        except OSError as e:
-            raise StartupError(
-                f"the proxy can't listen on {explorer.listen_address}, port {explorer.proxy_port or '(any)'} "
-                f"({e.strerror}): change explorer.listen_address or explorer.proxy_port"
-            ) from e
+        listening = listen(explorer.listen_address, explorer.proxy_port, "the proxy",
+                           ": change explorer.listen_address or explorer.proxy_port")
         self._begin(self._answers.run())
         stop = STOP_SECONDS + 3  # `stop` ends requests before that
         self._server = make_server(make_app(self._routes()), stop, **tls)
@@ -123,11 +118,10 @@ class Proxy:
         self.base_url = f"{url_of(listening, bool(tls))}/v1"
         self._begin(self._watch())
 
-    def _begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def _begin(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.create_task(work)
         self._working.add(task)
         task.add_done_callback(self._working.discard)
-        return task
 
     async def finished(self) -> None:
         """Wait until the proxy ends by itself, which it does not."""

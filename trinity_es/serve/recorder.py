@@ -62,11 +62,9 @@ class CompletionRecorder:
             group = [await self._queue.get()]
             while len(group) < GROUP and not self._queue.empty():
                 group.append(self._queue.get_nowait())
-            error: Exception | None = None
-            try:
-                await asyncio.get_running_loop().run_in_executor(self._pool, self._write, [g for g, _ in group])
-            except Exception as e:
-                error = e
+            writing = asyncio.get_running_loop().run_in_executor(self._pool, self._write, [g for g, _ in group])
+            await asyncio.wait({writing})
+            error = writing.exception()
             for _, done in group:
                 if done.done():  # its client is gone
                     continue

@@ -130,8 +130,8 @@ class VLLMServer:
         closed = httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError
         for again in (True, False):
             try:
-                sent = self._client().request(method, path, json=body, params=params, extensions=up_to(most))
-                return await (sent if seconds is None else asyncio.wait_for(sent, seconds))
+                async with asyncio.timeout(seconds):
+                    return await self._client().request(method, path, json=body, params=params, extensions=up_to(most))
             except (httpx.HTTPError, TimeoutError) as e:
                 if not (again and isinstance(e, closed)):
                     raise ServerGone(f"{self.url} does not answer ({self.scrubbed(_said(e))})") from e
