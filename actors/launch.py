@@ -27,7 +27,7 @@ from typing import Any
 
 from trinity_es.actors.addresses import past_proxies
 from trinity_es.actors.config.config import LaunchedConfig
-from trinity_es.actors.guardian.actor import NAME, Guardian, import_ahead
+from trinity_es.actors.guardian.actor import NAME, Guardian, host_agent, import_ahead
 from trinity_es.actors.messages import Configure
 from trinity_es.actors.requests import Where, WhereReply
 from trinity_es.actors.system_key import read_key
@@ -60,6 +60,8 @@ def main(setup_path: str) -> int:
     setup = json.loads(Path(setup_path).read_text())
     # What the system writes is this user's alone. Runners, in which the user's own code runs, give it back.
     config = LaunchedConfig.model_validate({**setup["config"], "umask": os.umask(0o077)})
+    if config.host is not None or config.hosts.address:
+        host_agent()  # the actors are forked with it
     os.environ.update(past_proxies(os.environ, config.system.address))  # workflows and their programs, too
     log_defs = {"version": 1, "disable_existing_loggers": False, "root": {"level": 40, "handlers": []}}
     multiprocCommon.MultiProcAdmin.logDefs = log_defs  # Thespian forgets it, and its admin dies when its logger did

@@ -3,22 +3,19 @@
 It is the environment variable TRINITY_ES_KEY, or the content of a file that its owner alone can read. Forked processes
 are told where by the environment, never by a command line.
 
-The connection between hosts takes the keys of `hosts.key_file` where that is set. Those may change while it works.
+Hosts show the head the key of `hosts.key_file` where that is set. It may change while they work.
 """
 
 from __future__ import annotations
 
 import hmac
-import logging
 import os
 import secrets
 import stat
-import threading
-import time
 
 from trinity_es.events.errors import WrongKey
 
-__all__ = ["FILE_VARIABLE", "KEY_VARIABLE", "HostKeys", "engine_token", "key_place", "make_key", "read_key"]
+__all__ = ["FILE_VARIABLE", "KEY_VARIABLE", "engine_token", "host_key", "key_place", "make_key", "read_key"]
 
 KEY_VARIABLE = "TRINITY_ES_KEY"
 """Environment variable with the key itself; goes before any file."""
@@ -26,9 +23,6 @@ FILE_VARIABLE = "TRINITY_ES_KEY_FILE"
 """Environment variable of a system's own processes: the file that their key is in."""
 KEY_CHARACTERS = 32
 """A shorter key could be guessed."""
-READ_SECONDS = 1.0
-"""How long the keys between hosts are taken to be what they were when they were read."""
-_log = logging.getLogger(__name__)
 
 
 def make_key(path: str) -> None:
@@ -56,61 +50,23 @@ def read_key(path: str | None = None) -> bytes:
     Raises WrongKey where there is none, or where somebody else could know it.
     """
     path = os.environ.get(FILE_VARIABLE, "") if path is None else path
-    text = os.environ.get(KEY_VARIABLE) or _read(path, _OWN)
-    found = _keys(text, key_place(path))
-    if len(found) > 1:
-        raise WrongKey(
-            f"{key_place(path)} holds {len(found)} keys: a system has one for as long as it runs. Two, of which one is "
-            "to be taken away, are for the connection between hosts: name their file in hosts.key_file"
-        )
-    return found[0]
+    return _checked(os.environ.get(KEY_VARIABLE) or _read(path, _OWN), key_place(path))
 
 
-class HostKeys:
-    """The keys of the connection between hosts, the newest first: of `hosts.key_file`, a line for each.
-
-    The file is read again when they are asked for. While it can't be read, or holds no key, they are what they were.
-    Without a file it is the system's own key. May be called in any thread.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._path, self._lock = path, threading.Lock()
-        self._known: list[bytes] = []
-        self._read_at, self._said = float("-inf"), ""
-
-    def __call__(self) -> list[bytes]:
-        """Return the keys. Raises WrongKey where there never was one."""
-        with self._lock:
-            if time.monotonic() - self._read_at >= READ_SECONDS:
-                self._read_again()
-            return self._known
-
-    def _read_again(self) -> None:
-        try:
-            found = _keys(_read(self._path, _SHARED), f"the file {self._path}") if self._path else [read_key()]
-        except WrongKey as e:
-            if not self._known:
-                raise
-            if self._said != e.message:
-                _log.error("%s; the keys between hosts are what they were", e.message)
-            self._said, self._read_at = e.message, time.monotonic()
-            return
-        if self._known and found != self._known:
-            _log.info("the keys between hosts changed: there are %d now, where there were %d",
-                      len(found), len(self._known))
-        self._known, self._said, self._read_at = found, "", time.monotonic()
+def host_key(path: str) -> bytes:
+    """Return the key that head and hosts share: of `hosts.key_file`, without one the system's own. Raises WrongKey."""
+    return _checked(_read(path, _SHARED), f"the file {path}") if path else read_key()
 
 
-def _keys(text: str, place: str) -> list[bytes]:
-    """Return the keys in this text, a line for each. Raises WrongKey."""
-    found = [line.strip() for line in text.splitlines() if line.strip()] or [""]
-    for key in found:
-        if len(key) < KEY_CHARACTERS:
-            raise WrongKey(f"the key in {place} has {len(key)} characters: {KEY_CHARACTERS} or more are needed")
-        if not key.isprintable():  # zeros that a power loss left of a file, say, which anybody could guess
-            raise WrongKey(f"what is in {place} is no key: it has characters that can't be printed. "
-                           "`openssl rand -hex 32` makes one")
-    return [key.encode() for key in found]
+def _checked(text: str, place: str) -> bytes:
+    """Return the key that this text is. Raises WrongKey."""
+    key = text.strip()
+    if len(key) < KEY_CHARACTERS:
+        raise WrongKey(f"the key in {place} has {len(key)} characters: {KEY_CHARACTERS} or more are needed")
+    if not key.isprintable():  # two lines, or zeros that a power loss left of a file, which anybody could guess
+        raise WrongKey(f"what is in {place} is no key: it has characters that can't be printed. "
+                       "`openssl rand -hex 32` makes one")
+    return key.encode()
 
 
 _OWN = (

@@ -51,7 +51,6 @@ from thespian.system.transport.TCPTransport import (
 from thespian.system.utilis import thesplog
 
 from trinity_es.actors.frames import ANSWER, HEADER, KNOCK, MAX_FRAME, Frame, frame
-from trinity_es.actors.strangers import most_strangers
 from trinity_es.actors.system_key import read_key
 from trinity_es.events.processes import end_with_parent, open_files
 
@@ -79,6 +78,9 @@ MAX_UNTAKEN = 16
 """Maximum number of messages that wait for a peer which has taken none for `SILENT_SECONDS`."""
 SILENT_SECONDS = 5.0
 """How long a peer may take nothing before what comes on top is dropped."""
+
+MAX_STRANGERS = 256
+"""Maximum number of connections that have not shown a seal: of more, the oldest is dropped."""
 
 _ADDRESS = "Trinity-ES Address"
 """Capability of the admin: where to listen."""
@@ -139,7 +141,7 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian ha
         self._not_understood = frame(self._key, ANSWER, pickle.dumps(ackDataErrPacket))
         self._warned, self._refused = -WARN_SECONDS, 0
         files = open_files()  # of a trainer and of each command, too
-        self._max_strangers = most_strangers()
+        self._max_strangers = min(MAX_STRANGERS, max(8, files // 8))  # few enough that they don't take all files
         self._max_pending, self._max_idle = min(MAX_PENDING, files // 4), files // 4
         self._untaken: dict[Any, list[float]] = {}
         # what Thespian's own sets up

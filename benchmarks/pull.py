@@ -1,9 +1,9 @@
 """How fast does a host pull weights from the head? Against `cat` of the same file over a plain socket.
 
 Two processes of this machine, over loopback, from shared memory into shared memory. "plain": one reads the file and
-writes it to a socket, the other from the socket to a file. "sealed": a pull as a host makes it, of files that the head
-has not hashed before ("first") or has ("next"): each byte is hashed twice on either side, for the seal of its frame and
-for the digest of its file. In each round all are measured, in turn.
+writes it to a socket, the other from the socket to a file. Beside it a pull as a host makes it, in TLS, of files that
+the head has not hashed before ("first") or has ("next"): each byte is hashed by both sides for the digest of its file.
+In each round all are measured, in turn.
 
 `python -m benchmarks.pull [--json FILE] [--gib 1.0] [--rounds 5]`
 """
@@ -19,15 +19,18 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from benchmarks.compared import options_of, write_json
+from trinity_es.actors.hosts.admission import Admission
+from trinity_es.actors.hosts.certificate import Certificate
 from trinity_es.actors.hosts.folder_files import FolderName
 from trinity_es.actors.hosts.folder_puller import FolderPuller
-from trinity_es.actors.hosts.head_dialer import HeadDialer
-from trinity_es.actors.hosts.link import Admission, HeadEnd
+from trinity_es.actors.hosts.head_dialer import HeadDialer, HeadPlace
+from trinity_es.actors.hosts.link import HeadEnd
 
 KEY = b"k" * 40
 FILES = 4
@@ -41,9 +44,10 @@ def head(folder: str, pipe: Connection) -> None:
     def none(*args: Any) -> None:
         pass
 
-    end = HeadEnd(("127.0.0.1", 0), lambda: [KEY], 30.0, hello=hello, take=none, gone=none)
+    certificate = Certificate.made()
+    end = HeadEnd(("127.0.0.1", 0), lambda: KEY, certificate, 30.0, hello=hello, take=none, gone=none)
     plain = socket.create_server(("127.0.0.1", 0))
-    pipe.send((end.start().result(10), plain.getsockname()[1]))
+    pipe.send((HeadPlace(f"127.0.0.1:{end.start().result(10)}", certificate.digest), plain.getsockname()[1]))
     while True:
         to, _ = plain.accept()
         with to:
@@ -59,9 +63,8 @@ def cat(port: int, into: Path) -> None:
             file.write(data)
 
 
-def pull(port: int, into: Path) -> None:
-    dialer = HeadDialer(lambda: [KEY], lambda: ("127.0.0.1", port), 30.0)
-    puller = FolderPuller(into, {"name": "b", "build": "0"}, dialer)
+def pull(place: HeadPlace, into: Path) -> None:
+    puller = FolderPuller(into, HeadDialer("b", lambda: KEY, lambda: place, 30.0))
     asyncio.run(puller.pull(FolderName("weights", version=1), None, lambda text: None))
 
 
@@ -71,16 +74,18 @@ def measured(folder: Path, size: int, rounds: int) -> dict[str, list[float]]:
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=head, args=(str(folder), there), daemon=True)
     process.start()
-    sealed, plain = here.recv()
+    place, plain = here.recv()
     try:
         for _ in range(rounds):
             for file in folder.iterdir():
                 os.utime(file)  # as if it were new: the head hashes it again
-            for way, (work, port) in {"plain": (cat, plain), "first": (pull, sealed), "next": (pull, sealed)}.items():
+            ways: dict[str, Callable[[Path], None]] = {
+                "plain": partial(cat, plain), "first": partial(pull, place), "next": partial(pull, place)}
+            for way, work in ways.items():
                 into = Path(tempfile.mkdtemp(dir="/dev/shm"))
                 try:
                     began = time.monotonic()
-                    work(port, into)
+                    work(into)
                     found[way].append(size / 1e6 / (time.monotonic() - began))
                 finally:
                     shutil.rmtree(into)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from benchmarks.sample_ground import COMMIT, EVAL_EVERY, HOSTILE, WORDS, Entry, Ground, RunnerModel, TimedLog
-from trinity_es.actors.coordinator.decisions import batches as decisions
+from trinity_es.actors.coordinator.decisions import batch_decisions as decisions
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import EID, Experience
 from trinity_es.events.processes import process_start_time

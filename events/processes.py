@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import sys
 from pathlib import Path
 
 __all__ = [
@@ -33,14 +32,6 @@ def process_start_time(pid: int) -> str | None:
 
     A zombie has ended: where nobody reaps orphans (a container without an init) it stays in the table for ever.
     """
-    if sys.platform != "linux":  # where the kernel keeps the time of the start itself
-        import psutil
-
-        try:
-            process = psutil.Process(pid)
-            return None if process.status() == psutil.STATUS_ZOMBIE else f"{process.create_time()}@{_here()}"
-        except psutil.Error:
-            return None
     try:
         text = Path(f"/proc/{int(pid)}/stat").read_text(errors="replace")
     except (OSError, ValueError):
@@ -67,11 +58,10 @@ def process_lives(pid: int, started: object) -> bool:
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel end this process when the one that forked it ends, however it does (Linux)."""
-    if sys.platform == "linux":
-        import ctypes
+    """Have the kernel end this process when the one that forked it ends, however it does."""
+    import ctypes
 
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)  # it died before this process asked to be told
 

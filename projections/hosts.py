@@ -1,6 +1,7 @@
 """The hosts that take part besides the head's own, and the fold that leads there.
 
-Pure: no clock, no database, no actor. The coordinator decides on this state (`actors/coordinator/decisions/hosts.py`).
+Pure: no clock, no database, no actor. The coordinator decides on this state
+(`actors/coordinator/decisions/host_decisions.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What runs hold open outside of the system, and the fold of the stream `leases` that leads there.
 
 Pure: no clock, no database, no actor. The coordinator decides on this state
-(`actors/coordinator/decisions/leases.py`).
+(`actors/coordinator/decisions/lease_decisions.py`).
 """
 
 from __future__ import annotations

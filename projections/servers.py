@@ -1,7 +1,7 @@
 """The servers of others that are engines of the rollout model (`engine_type: http`), and the fold that leads there.
 
 Pure: no clock, no database, no actor. The coordinator decides on this state
-(`actors/coordinator/decisions/servers.py`).
+(`actors/coordinator/decisions/server_decisions.py`).
 """
 
 from __future__ import annotations

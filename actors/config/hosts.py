@@ -1,14 +1,14 @@
-"""The section `hosts` of the config: other hosts that take part in the run; and sections that name certificates."""
+"""The section `hosts` of the config: other hosts that take part in the run; and the one that names a certificate."""
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
 from trinity_es.actors.config.section import Seconds, Section
 
-__all__ = ["HostsConfig", "HostsTlsConfig", "TlsConfig"]
+__all__ = ["HostsConfig", "TlsConfig"]
 
 
 class TlsConfig(Section):
@@ -27,35 +27,35 @@ class TlsConfig(Section):
         return self
 
 
-class HostsTlsConfig(TlsConfig):
-    """TLS between hosts: without it tasks and prompts can be read on the wire. The certificate is the head's, for the
-    name or the address in `hosts.address`; it is read again for each connection."""
-
-    ca: str = Field(default="", json_schema_extra={"shown": "those of the operating system"})
-    """File with the certificate of the CA that hosts believe, PEM."""
-
-
 class HostsConfig(Section):
     """Other hosts that take part in the run (`trinity-es join`, docs/DEPLOY.md)."""
 
     address: str = ""
     """Where this host takes others in while its coordinator leads, as ADDRESS:PORT of a network of your own; empty: it
-    takes none. Needs a store in PostgreSQL. Without the key nobody is heard there; with `hosts.tls` nothing is read."""
+    takes none. Needs a store in PostgreSQL. It speaks TLS there, and hears nobody without the key."""
     listen: str = Field(default="", json_schema_extra={"shown": "hosts.address"})
     """Where it listens, as ADDRESS:PORT, if others reach it elsewhere: 0.0.0.0:7700 behind a service's name."""
     timeout: Seconds = 15.0
     """A host that was not heard of for so many seconds is lost: what its runners had is attempted again elsewhere."""
     key_file: str = Field(default="", json_schema_extra={"shown": "the system's key"})
-    """File with the keys of the connections between hosts, a line for each, the newest first; read again when it
-    changes, so keys are replaced in a run (docs/DEPLOY.md). Goes before TRINITY_ES_KEY."""
-    tls: HostsTlsConfig = Field(default_factory=HostsTlsConfig)
-    """The head's certificate: with one all that is said between hosts is encrypted, too."""
-
+    """File with the key that head and hosts share, read whenever a host connects: so it can be replaced in a run
+    (docs/DEPLOY.md). Goes before TRINITY_ES_KEY."""
     weights_dir: str = Field(default="", json_schema_extra={"shown": "/dev/shm"})
     """Folder in which a host keeps weights and adapters that it pulls from the head, as it can't read them where they
     were published: room for two versions. Each host may have another: `join --set hosts.weights_dir=...`."""
     engines_on_head: bool = True
     """Engines on the head, too; false: it only leads, and all engines are on hosts that join."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_certificates(cls, data: Any) -> Any:
+        """Leave out the certificates that configs in older logs do not name: the connection is in TLS without them."""
+        if not isinstance(data, dict) or "tls" not in data:
+            return data
+        tls = data["tls"]
+        if not isinstance(tls, dict) or any(tls.values()):
+            raise ValueError("has tls: hosts speak TLS by themselves, leave it out")
+        return {key: value for key, value in data.items() if key != "tls"}
 
     @model_validator(mode="after")
     def _has_a_port(self) -> Self:

@@ -57,8 +57,8 @@ class Section(BaseModel):
     """Base of all sections: unknown keys and wrong types refused, never changed."""
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True,
-        validate_by_name=True, validate_by_alias=True, protected_namespaces=(),
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, validate_by_name=True, validate_by_alias=True,
+        protected_namespaces=(),
     )
 
     @field_validator("*")

@@ -31,10 +31,10 @@ from trinity_es.actors.coordinator.delivery.outputs import Outputs, build_output
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineThread
 from trinity_es.actors.coordinator.delivery.retention import Retention
 from trinity_es.actors.coordinator.fleet.batch_stalls import Stalls
-from trinity_es.actors.coordinator.fleet.hosts import LOOK_SECONDS as HOSTS_SECONDS
-from trinity_es.actors.coordinator.fleet.hosts import FarProcess, HostFleet, far_lives, listening
+from trinity_es.actors.coordinator.fleet.host_fleet import LOOK_SECONDS as HOSTS_SECONDS
+from trinity_es.actors.coordinator.fleet.host_fleet import FarProcess, HostFleet, far_lives, listening, place_of_head
 from trinity_es.actors.coordinator.fleet.lease_releases import LeaseReleases
-from trinity_es.actors.coordinator.fleet.servers import LOOK_SECONDS
+from trinity_es.actors.coordinator.fleet.server_fleet import LOOK_SECONDS
 from trinity_es.actors.coordinator.handlers.wiring import Handlers
 from trinity_es.actors.coordinator.log_session import LogSession
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
@@ -122,9 +122,9 @@ class Coordinator(BaseActor):
         token = engine_token(read_key()) if config.auxiliary else ""
         self.models = OperatorModels(config.auxiliary, token)
         StoreWatch(config.store.url, lambda why: self.post(lambda: self.send(self.guardian, StoreGone(why))))
+        place, self.certificate = place_of_head(config.hosts)
         self.session = LogSession(
-            self, config.store,
-            {"pid": os.getpid(), "host": self.host, "admin": message.admin, "hosts": config.hosts.address},
+            self, config.store, {"pid": os.getpid(), "host": self.host, "admin": message.admin, **place},
             queue_capacity=config.buffer.queue.capacity,
             memory=Memory.of(config.store.url, config.memory) if config.memory else None,
             known=message.known, told=message.told,
@@ -178,10 +178,11 @@ class Coordinator(BaseActor):
     def take_hosts(self) -> None:
         """Begin to listen for other hosts, where the config says so."""
         settings = self.config.hosts
-        if not settings.address:
+        if self.certificate is None:
             return
         self.leader_lock = LeaderLock(self.config.store.url)
-        end = listening(settings, self.post, lambda: self.hosts if self.running else None, self.folders)
+        fleet = lambda: self.hosts if self.running else None  # noqa: E731
+        end = listening(settings, self.certificate, self.post, fleet, self.folders)
         self.hosts = HostFleet(
             settings, self.fleet.registry, end, epoch=self.opened().lease.epoch,
             handle=self._handle, died=lambda death: self._handle(death, None),

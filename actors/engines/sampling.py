@@ -101,7 +101,7 @@ def merged(base: Sampling, given: Mapping[str, Any], error: type[TrinityError], 
     return Sampling(**values)
 
 
-def checked_prompt(prompt: Any, error: type[TrinityError]) -> Any:
+def checked_prompt(prompt: Any, error: Callable[[str], Exception]) -> Any:
     """Return the prompt, a text or token ids, if it is one that an engine may be asked. Raises `error`."""
     if isinstance(prompt, str):
         if len(prompt) > MOST_CHARACTERS:

@@ -26,12 +26,11 @@ from trinity_es.actors.engines.devices import placed
 from trinity_es.actors.frames import PROTOCOL
 from trinity_es.actors.guardian.supervision import CHECK_SECONDS, ENDED, Child, Policy, Supervision
 from trinity_es.actors.guardian.text_logs import cut, printed_to
-from trinity_es.actors.hosts.host_agent import HostAgent
 from trinity_es.actors.orphaned import end_processes, owner_gone
 from trinity_es.actors.runner.actor import Runner, import_ahead
 from trinity_es.events.store.checks.log_end import Claim
 
-__all__ = ["NAME", "Guardian", "import_ahead"]
+__all__ = ["NAME", "Guardian", "host_agent", "import_ahead"]
 
 NAME = "trinity-es-guardian"
 """Its global name in the actor system."""
@@ -44,6 +43,13 @@ LEFT_SECONDS = 1.0
 """How long a runner that retired is left alone, so that its last words get out."""
 CENSUS_CHECKS = 10
 """Interval between two EndedRunners messages, in looks."""
+
+
+def host_agent() -> type[BaseActor]:
+    """Import what speaks between hosts, with aiohttp, which a run of one host does not need."""
+    from trinity_es.actors.hosts.host_agent import HostAgent
+
+    return HostAgent
 
 
 class Guardian(BaseActor):
@@ -101,7 +107,7 @@ class Guardian(BaseActor):
         self.cut: set[str] = set()
         for name, model, _ in slots:
             self.start_runner(name, model)
-        self.leader = Coordinator if host is None else HostAgent
+        self.leader = Coordinator if host is None else host_agent()
         self.start_coordinator()
         self.checks = 0
         self.after(CHECK_SECONDS, "check", self.check)

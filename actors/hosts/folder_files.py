@@ -8,22 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import fnmatch
-import functools
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, ParamSpec, TypeVar
 
-__all__ = ["FileFacts", "FolderName", "digests_of", "hash_rest", "in_thread", "listing"]
+__all__ = ["FileFacts", "FolderName", "digests_of", "listing"]
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-CHUNK = 16 * 1024 * 1024
-"""Maximum number of bytes that are hashed in one piece of work: between two of them it can be given up."""
 _TRAINER_S = ("optimizer*", "scheduler*", "rng_state*", "training_args*", "trainer_state*", "scaler*")
 """Names of what a trainer leaves beside weights, and no engine reads."""
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.gguf")
@@ -83,37 +76,14 @@ def listing(folder: Path) -> list[FileFacts]:
 
 async def digests_of(folder: Path, files: Sequence[FileFacts], room: Executor) -> list[str]:
     """Return the SHA-256 of each file, computed in threads of `room`. Raises OSError, also for one that is shorter."""
-    return list(await asyncio.gather(*(_digest(folder / file.name, file.size, room) for file in files)))
+    loop = asyncio.get_running_loop()
+    return list(await asyncio.gather(
+        *(loop.run_in_executor(room, _digest, folder / file.name, file.size) for file in files)))
 
 
-async def _digest(path: Path, size: int, room: Executor) -> str:
-    whole = hashlib.sha256()
+def _digest(path: Path, size: int) -> str:
     with path.open("rb") as file:
-        await hash_rest(file, size, whole, room)
-    return whole.hexdigest()
-
-
-async def hash_rest(file: BinaryIO, size: int, into: Any, room: Executor) -> None:
-    """Hash the next `size` bytes, in threads of `room`. Raises OSError where there are fewer."""
-    while size:
-        part = await in_thread(room, _hash_part, file, into, min(CHUNK, size))
-        if not part:
-            raise OSError(f"{file.name} ends {size} bytes early")
-        size -= part
-
-
-async def in_thread(room: Executor, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return what `work` does in a thread of `room`. Who is cancelled waits for its end: it may use a file of his."""
-    call = functools.partial(work, *args, **kwargs)
-    future = asyncio.get_running_loop().run_in_executor(room, call)
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        await asyncio.wait({future})
-        raise
-
-
-def _hash_part(file: BinaryIO, into: Any, most: int) -> int:
-    data = file.read(most)
-    into.update(data)
-    return len(data)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if (read := file.tell()) != size:
+            raise OSError(f"{path} has {read} bytes now, where it had {size}")
+        return digest

@@ -16,21 +16,26 @@ import shutil
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
-from trinity_es.actors.hosts.folder_files import FileFacts, FolderName, digests_of, hash_rest, in_thread, listing
-from trinity_es.actors.hosts.folder_sender import SILENT_SECONDS
-from trinity_es.actors.hosts.head_dialer import HeadDialer
-from trinity_es.actors.hosts.sealed_stream import NotOurs, Refused, SealedStream
+from aiohttp import ClientSession
+
+from trinity_es.actors.hosts.folder_files import FileFacts, FolderName, digests_of, listing
+from trinity_es.actors.hosts.head_dialer import READ_BYTES, HeadDialer, NotOurs, Refused, require_taken
 from trinity_es.events.errors import SyncError, WrongKey
+from trinity_es.events.software_version import VERSION
 from trinity_es.events.store.database.retry import Backoff
 
 __all__ = ["FolderPuller", "pulled_dir"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 SHARED_MEMORY = "/dev/shm"
 SPARE_BYTES = 64 * 2**20
@@ -78,9 +83,9 @@ class _Pull:
 class FolderPuller:
     """See the module. For one event loop."""
 
-    def __init__(self, folder: Path, hello: Mapping[str, Any], dialer: HeadDialer) -> None:
+    def __init__(self, folder: Path, dialer: HeadDialer) -> None:
         """For the dialer's `timeout` nothing may come until a pull has failed."""
-        self._folder, self._hello, self._dialer = folder, hello, dialer
+        self._folder, self._dialer = folder, dialer
         self._room = ThreadPoolExecutor(THREADS, thread_name_prefix="pull")
         self._equal: dict[Path, str] = {}
         """Digest of each file here that was compared with the head's."""
@@ -102,15 +107,14 @@ class FolderPuller:
         while True:
             before = pull.moved
             try:
-                return await self._once(pull)
+                async with self._dialer.session() as session:
+                    return await self._once(pull, session)
             except Refused as e:
                 raise SyncError(f"{name} can't be pulled from the head: {e.args[0]}", refused=True) from e
-            except (NotOurs, OSError, EOFError, TimeoutError) as e:
-                why = str(e) or "the head did not answer in time"
             except (SyncError, WrongKey):
                 raise
-            except Exception as e:  # of `find`: a database that does not answer
-                why = str(e)
+            except Exception as e:  # also of `find`: a database that does not answer
+                why = str(e) or "the head did not answer in time"
             if time.monotonic() - pull.moved > self._dialer.timeout:
                 raise SyncError(f"{name} can't be pulled from the head: {why}; what came so far is kept")
             if pull.moved > before:
@@ -120,7 +124,7 @@ class FolderPuller:
 
     async def forget_but(self, labels: Collection[str]) -> None:
         """Remove the weights and adapters that are here, but those of these labels."""
-        await asyncio.get_running_loop().run_in_executor(self._room, self._forget_but, labels)
+        await self._in_thread(self._forget_but, labels)
 
     def _forget_but(self, labels: Collection[str]) -> None:
         for found in [*self._folder.glob("*-*"), *self._folder.glob(".*-*.part")]:
@@ -128,40 +132,36 @@ class FolderPuller:
             if label.startswith(("weights-", "adapter-")) and label not in labels:
                 shutil.rmtree(found, ignore_errors=True)
 
-    # --- one connection ---------------------------------------------------------------------------------------------
-    async def _once(self, pull: _Pull) -> Path:
-        _, stream, _ = await self._dialer.connect({**self._hello, "fetch": asdict(pull.name)})
+    async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return what `work` does in a thread. Who is cancelled waits for its end: it may use a file of his."""
+        future = asyncio.ensure_future(asyncio.wrap_future(self._room.submit(work, *args, **kwargs)))
         try:
-            return await self._talk(pull, stream)
-        finally:
-            stream.close()
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait({future})
+            raise
 
-    async def _talk(self, pull: _Pull, stream: SealedStream) -> Path:
-        loop = asyncio.get_running_loop()
-        what, value = await _heard(stream)
-        own = await loop.run_in_executor(self._room, _listed, pull.own)
-        if what == "unreadable":
+    # --- one try ----------------------------------------------------------------------------------------------------
+    async def _once(self, pull: _Pull, session: ClientSession) -> Path:
+        async with session.post("/folders", json={"fetch": asdict(pull.name), "build": VERSION}) as answer:
+            said = require_taken(await answer.json())
+        own = await self._in_thread(_listed, pull.own)
+        if "unreadable" in said:
             if own and pull.own is not None:  # as on a file system that hosts share, and the head has not
                 return pull.own
             if (had := self._had.get(pull.name)) is not None and had.is_dir():
                 return had
             raise SyncError(
-                f"{pull.name} is not where it was published, for the head: {value}. Publish it on the head's host, or "
-                "on a file system that the head reads", refused=True,
+                f"{pull.name} is not where it was published, for the head: {said['unreadable']}. Publish it on the "
+                "head's host, or on a file system that the head reads", refused=True,
             )
-        files: list[FileFacts] = _checked(value)
+        files = [_file(*facts) for facts in said["files"]]
         if own == files and pull.own is not None:
             return pull.own
-        pull.does("its files are compared")
-        await stream.send([("digests", True)])
-        while (said := await _heard(stream))[0] == "wait":
-            pull.does("the head hashes its files")
-        if said[0] == "unreadable":
-            raise SyncError(f"{pull.name} can't be pulled from the head, which can't read it: {said[1]}")
-        digests: list[str] = said[1]
+        digests = await self._digests(pull, session, said["id"])
         if not pull.compared:
             pull.compared, pull.moved = True, time.monotonic()
-        if pull.own is not None and _alike(own, files):
+        if pull.own is not None and [(f.name, f.size) for f in own] == [(f.name, f.size) for f in files]:
             try:
                 if await digests_of(pull.own, files, self._room) == digests:
                     return pull.own
@@ -170,117 +170,100 @@ class FolderPuller:
         id = hashlib.sha256(repr([(f.name, f.size, d) for f, d in zip(files, digests, strict=True)]).encode())
         whole = self._folder / f"{pull.name.label}-{id.hexdigest()[:12]}"
         try:
-            self._had[pull.name] = await self._fill(pull, stream, files, digests, whole)
-            return whole
+            await self._fill(pull, session, f"/folders/{said['id']}", dict(zip(files, digests, strict=True)), whole)
         except _Local as e:
             raise SyncError(f"{pull.name} can't be pulled into {self._folder}: {e.args[0]}") from e
-
-    async def _fill(
-        self, pull: _Pull, stream: SealedStream, files: Sequence[FileFacts], digests: Sequence[str], whole: Path
-    ) -> Path:
-        """Have all files in `whole`, and return it. Raises _Local for what this host can't write."""
-        beside = whole.with_name(f".{whole.name}.part")
-        await in_thread(self._room, _make_own, self._folder)
-        lacks = await self._lacks(whole, files, digests)
-        if not lacks and whole.is_dir():
-            return whole
-        await in_thread(self._room, _prepared, whole, beside)
-        with _alone(beside):
-            await self._fill_alone(pull, stream, files, digests, beside)
-            await in_thread(self._room, _finished, beside, whole, {f.name for f in files})
-        for path in [p for p in self._equal if p.parent == beside]:
-            self._equal[whole / path.name] = self._equal.pop(path)
+        self._had[pull.name] = whole
         return whole
 
-    async def _fill_alone(
-        self, pull: _Pull, stream: SealedStream, files: Sequence[FileFacts], digests: Sequence[str], beside: Path
+    async def _digests(self, pull: _Pull, session: ClientSession, id: str) -> list[str]:
+        pull.does("its files are compared")
+        while True:
+            async with session.get(f"/folders/{id}/digests") as answer:
+                said = await answer.json()
+            if "unreadable" in said:
+                raise SyncError(f"{pull.name} can't be pulled from the head, which can't read it: {said['unreadable']}")
+            if "digests" in said:
+                digests: list[str] = said["digests"]
+                return digests
+            pull.does("the head hashes its files")
+
+    async def _fill(
+        self, pull: _Pull, session: ClientSession, url: str, files: dict[FileFacts, str], whole: Path
     ) -> None:
-        """Have all files in the folder where they gather. Raises as `_fill` does."""
-        lacks = await self._lacks(beside, files, digests)
-        need, size = sum(files[n].size - has for n, has, _ in lacks), sum(file.size for file in files)
-        if lacks:
-            free = shutil.disk_usage(self._folder).free
-            if need + SPARE_BYTES > free:
-                raise _Local(
-                    f"it takes {_shown(need)}, and {_shown(free)} are free: enlarge it, or set hosts.weights_dir of "
-                    "this host to another folder"
-                )
-            await stream.send([("send", [(number, has) for number, has, _ in lacks])])
-        for number, has, hashed in lacks:
-            path = beside / files[number].name
-            with _opened(path, has) as file:
-                left = files[number].size - has
-                while left:
-                    frame = await asyncio.wait_for(stream.read(), SILENT_SECONDS)
-                    part = await in_thread(self._room, _taken, stream, frame, file, hashed, left)
-                    left, need = left - part, need - part
-                    pull.moved = time.monotonic()
-                    pull.does(f"{_shown(size - need)} of {_shown(size)}")
-            if hashed.hexdigest() != digests[number]:
-                path.unlink(missing_ok=True)
-                said = f"{files[number].name} came with other bytes than the head's digest of it says"
-                if pull.twice:
-                    raise SyncError(f"{pull.name} can't be pulled from the head: {said}, twice: is its disk sound?")
-                pull.twice = True
-                raise NotOurs(said)
-            self._equal[path] = digests[number]
+        """Have all files, each with its digest, in `whole`. Raises _Local for what this host can't write."""
+        beside = whole.with_name(f".{whole.name}.part")
+        await self._in_thread(_make_own, self._folder)
+        if whole.is_dir() and not await self._in_thread(self._lacks, whole, files):
+            return
+        await self._in_thread(_prepared, whole, beside)
+        with _alone(beside):
+            lacks = await self._in_thread(self._lacks, beside, files)
+            need, size = sum(file.size - has for _, file, has, _ in lacks), sum(file.size for file in files)
+            if lacks and need + SPARE_BYTES > (free := shutil.disk_usage(self._folder).free):
+                raise _Local(f"it takes {_shown(need)}, and {_shown(free)} are free: enlarge it, or set "
+                             "hosts.weights_dir of this host to another folder")
+            for number, file, has, hashed in lacks:
+                path = beside / file.name
+                with _opened(path, has) as to:
+                    if has < file.size:
+                        async with session.get(f"{url}/{number}", headers={"Range": f"bytes={has}-"}) as answer:
+                            async for part in answer.content.iter_chunked(READ_BYTES):
+                                await self._in_thread(_take, to, hashed, part)
+                                need, pull.moved = need - len(part), time.monotonic()
+                                pull.does(f"{_shown(size - need)} of {_shown(size)}")
+                if hashed.hexdigest() != files[file]:
+                    path.unlink(missing_ok=True)
+                    said = f"{file.name} came with other bytes than the head's digest of it says"
+                    if pull.twice:
+                        raise SyncError(f"{pull.name} can't be pulled from the head: {said}, twice: is its disk sound?")
+                    pull.twice = True
+                    raise NotOurs(said)
+                self._equal[path] = files[file]
+            await self._in_thread(_finished, beside, whole, {file.name for file in files})
+        for file, digest in files.items():
+            self._equal.pop(beside / file.name, None)
+            self._equal[whole / file.name] = digest
 
-    async def _lacks(
-        self, folder: Path, files: Sequence[FileFacts], digests: Sequence[str]
-    ) -> list[tuple[int, int, Any]]:
-        """Return (its number, how many bytes are here, their hash) of each file that is not whole in this folder."""
+    def _lacks(self, folder: Path, files: dict[FileFacts, str]) -> list[tuple[int, FileFacts, int, Any]]:
+        """Return each file that is not whole in this folder: its number, how many bytes are here, and their hash."""
         lacks = []
-        for number, (file, digest) in enumerate(zip(files, digests, strict=True)):
-            has, hashed = await self._has(folder / file.name, file.size, digest)
-            if self._equal.get(folder / file.name) != digest:
-                lacks.append((number, has, hashed))
+        for number, (file, digest) in enumerate(files.items()):
+            path, hashed = folder / file.name, hashlib.sha256()
+            there = path.stat().st_size if path.is_file() else -1
+            if there == file.size and self._equal.get(path) == digest:
+                continue
+            self._equal.pop(path, None)
+            if 0 <= there <= file.size:
+                with path.open("rb") as opened:
+                    while part := opened.read(READ_BYTES):
+                        hashed.update(part)
+            if there == file.size and hashed.hexdigest() == digest:
+                self._equal[path] = digest
+            elif 0 < there < file.size:
+                lacks.append((number, file, there, hashed))
+            else:
+                lacks.append((number, file, 0, hashlib.sha256()))
         return lacks
-
-    async def _has(self, path: Path, size: int, digest: str) -> tuple[int, Any]:
-        """Return how many bytes of a file are here, and their hash: none of one that is whole and differs."""
-        hashed = hashlib.sha256()
-        try:
-            there = path.stat().st_size
-        except OSError:
-            there = -1
-        if there == size and self._equal.get(path) == digest:
-            return size, hashed
-        self._equal.pop(path, None)
-        if 0 < there <= size:
-            with path.open("rb") as file:
-                await hash_rest(file, there, hashed, self._room)
-        if there == size and hashed.hexdigest() == digest:
-            self._equal[path] = digest
-            return size, hashed
-        return (there, hashed) if 0 < there < size else (0, hashlib.sha256())
 
 
 class _Local(Exception):
     """What is wrong on this host, in words."""
 
 
-async def _heard(stream: SealedStream) -> tuple[str, Any]:
-    said = await asyncio.wait_for(stream.receive(), SILENT_SECONDS)
-    if len(said) != 1:
-        raise NotOurs(f"it says {len(said)} things at once")
-    return said[0]
-
-
-def _checked(files: Sequence[FileFacts]) -> list[FileFacts]:
-    """Return the files that the head names, each in the folder itself. Raises NotOurs."""
-    for file in files:
-        if Path(file.name).name != file.name or file.name in ("", ".", ".."):
-            raise NotOurs(f"the head names a file {file.name!r}")
-    return list(files)
+@contextmanager
+def _here() -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        raise _Local(str(e)) from e
 
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Keep other processes out of a folder: each would cut off what the other wrote. Raises _Local where one is in."""
-    try:
+    with _here():
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as e:
-        raise _Local(str(e)) from e
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -293,6 +276,14 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def _file(name: str, size: int, identity: Sequence[int]) -> FileFacts:
+    """Return a file that the head names, which lies in the folder itself. Raises NotOurs."""
+    if Path(name).name != name or name in ("", ".", ".."):
+        raise NotOurs(f"the head names a file {name!r}")
+    inode, changed, moved = identity
+    return FileFacts(name, size, (inode, changed, moved))
+
+
 def _listed(own: Path | None) -> list[FileFacts]:
     try:
         return [] if own is None else listing(own)
@@ -300,67 +291,49 @@ def _listed(own: Path | None) -> list[FileFacts]:
         return []
 
 
-def _alike(own: Sequence[FileFacts], files: Sequence[FileFacts]) -> bool:
-    return [(f.name, f.size) for f in own] == [(f.name, f.size) for f in files]
-
-
+@_here()
 def _make_own(folder: Path) -> None:
     """Make this folder, for this user alone. Raises _Local where another has it: its name can be guessed."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.lstat().st_uid != os.geteuid():
-            raise _Local("it belongs to another user, who could change what is in it")
-        folder.chmod(0o700)
-    except OSError as e:
-        raise _Local(str(e)) from e
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.lstat().st_uid != os.geteuid():
+        raise _Local("it belongs to another user, who could change what is in it")
+    folder.chmod(0o700)
 
 
+@_here()
 def _prepared(whole: Path, beside: Path) -> None:
     """Make the folder that files come into: of what has its name already, and is not whole any more. Raises _Local."""
-    try:
-        if whole.is_dir():
-            shutil.rmtree(beside, ignore_errors=True)
-            whole.rename(beside)
-        beside.mkdir(mode=0o700, exist_ok=True)
-    except OSError as e:
-        raise _Local(str(e)) from e
+    if whole.is_dir():
+        shutil.rmtree(beside, ignore_errors=True)
+        whole.rename(beside)
+    beside.mkdir(mode=0o700, exist_ok=True)
 
 
-def _opened(path: Path, has: int) -> Any:
-    """Open a file to go on with it after `has` bytes."""
-    try:
-        file = path.open("r+b" if has else "wb", buffering=0)
-        file.seek(has)
-        file.truncate()
-    except OSError as e:
-        raise _Local(str(e)) from e
+@_here()
+def _opened(path: Path, has: int) -> FileIO:
+    """Open a file to go on with it after `has` bytes. Raises _Local."""
+    file = path.open("r+b" if has else "wb", buffering=0)
+    file.seek(has)
+    file.truncate()
     return file
 
 
-def _taken(stream: SealedStream, frame: tuple[bytes, bytes], file: Any, hashed: Any, most: int) -> int:
-    """Write what is in a frame; returns how many bytes. Raises NotOurs, _Local."""
-    data = stream.opened(frame)
-    if not data or len(data) > most:
-        raise NotOurs(f"a frame has {len(data)} bytes, where 1 to {most} are to come")
+@_here()
+def _take(file: FileIO, hashed: Any, data: bytes) -> None:
+    """Write and hash what came. Raises _Local."""
     left = memoryview(data)
-    try:
-        while left:
-            left = left[file.write(left):]
-    except OSError as e:
-        raise _Local(str(e)) from e
+    while left:
+        left = left[file.write(left):]
     hashed.update(data)
-    return len(data)
+
+
+@_here()
+def _finished(beside: Path, whole: Path, names: Collection[str]) -> None:
+    for found in beside.iterdir():
+        if found.name not in names:
+            found.unlink()
+    beside.rename(whole)
 
 
 def _shown(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"
-
-
-def _finished(beside: Path, whole: Path, names: Collection[str]) -> None:
-    try:
-        for found in beside.iterdir():
-            if found.name not in names:
-                found.unlink()
-        beside.rename(whole)
-    except OSError as e:
-        raise _Local(str(e)) from e

@@ -1,40 +1,34 @@
-"""The head's end of a pull: sends the files of a folder to a host, over a connection of their own.
+"""The head's end of a pull: gives the files of a folder to hosts, over HTTP.
 
-    head -> host   ("files", names, sizes and identities)
-    host -> head   ("digests", True): it has not the same files; or it ends the connection
-    head -> host   ("wait", None) each second, then ("digests", one SHA-256 a file)
-    host -> head   ("send", (number of the file, from which byte on) of each that it lacks)
-    head -> host   their bytes, in frames
+    POST /folders               the name of what is wanted -> an id, and names, sizes and identities of its files
+    GET /folders/ID/digests     -> one SHA-256 a file; nothing yet while they are computed: asked again
+    GET /folders/ID/NUMBER      -> the bytes of a file, from where Range says
 
-Files are read, hashed and sealed in threads; of each host one frame is in memory besides the one that is on its way.
-A host that takes nothing for a while is hung up on; it comes again, for the rest.
+Digests are computed once for all hosts, and again when a file changed, which is another id.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from pathlib import Path
-from typing import Any, BinaryIO
+
+from aiohttp import web
 
 from trinity_es.actors.hosts.folder_files import FileFacts, digests_of, listing
-from trinity_es.actors.hosts.sealed_stream import NotOurs, SealedStream
 
-__all__ = ["FRAME_BYTES", "SILENT_SECONDS", "FolderSender"]
+__all__ = ["FolderSender"]
 
-FRAME_BYTES = 1024 * 1024
-"""Maximum size of a frame of a file."""
-SILENT_SECONDS = 30.0
-"""How long a frame may take, and a host to say what it wants next where it hashes nothing meanwhile."""
-WAIT_SECONDS = 1.0
-"""Interval between two signs of life while files are hashed."""
-ASK_SECONDS = 3600.0
-"""How long a host may take to hash its own files before it asks for others."""
+READ_BYTES = 2**20
+"""How much of a file is read at once, in bytes."""
+WAIT_SECONDS = 2.0
+"""How long a host waits for digests before it asks again."""
 REMEMBERED = 64
-"""Maximum number of folders whose digests are kept."""
+"""Maximum number of folders that are known by their ids."""
 THREADS = 4
 
 
@@ -43,91 +37,60 @@ class FolderSender:
 
     def __init__(self) -> None:
         self._room = ThreadPoolExecutor(THREADS, thread_name_prefix="folders")
-        self._digests: OrderedDict[tuple[str, tuple[FileFacts, ...]], asyncio.Task[list[str]]] = OrderedDict()
+        self._known: OrderedDict[str, tuple[Path, Sequence[FileFacts]]] = OrderedDict()
+        self._digests: dict[str, asyncio.Task[list[str]]] = {}
 
-    async def send(self, stream: SealedStream, folder: Path) -> None:
-        """Send what a host wants of a folder. Raises OSError, EOFError, NotOurs, TimeoutError, ValueError."""
+    def routes(self) -> list[web.RouteDef]:
+        """Return the routes of folders that were `listed`."""
+        return [web.get("/folders/{id}/digests", self._digests_of), web.get(r"/folders/{id}/{number:\d+}", self._file)]
+
+    async def listed(self, folder: Path) -> web.Response:
+        """Answer with what is in a folder."""
         try:
-            try:
-                files = await asyncio.get_running_loop().run_in_executor(self._room, listing, folder)
-            except OSError as e:
-                await stream.send([("unreadable", e.strerror or str(e))])
-                return
-            await stream.send([("files", files)])
-            if await _asked(stream, "digests") is None:
-                return
-            found = self._digests_of(folder, files)
-            while not (await asyncio.wait({found}, timeout=WAIT_SECONDS))[0]:
-                await asyncio.wait_for(stream.send([("wait", None)]), SILENT_SECONDS)
-            try:
-                digests = found.result()
-            except OSError as e:
-                await stream.send([("unreadable", str(e))])
-                return
-            await stream.send([("digests", digests)])
-            for number, start in _found(await _asked(stream, "send") or [], files):
-                with (folder / files[number].name).open("rb") as file:
-                    file.seek(start)
-                    await self._send_rest(stream, file, files[number].size - start)
-            with contextlib.suppress(EOFError, ConnectionResetError):  # it ends the connection when it has all
-                await asyncio.wait_for(stream.receive(), SILENT_SECONDS)
-        finally:
-            stream.close()
+            files = await asyncio.get_running_loop().run_in_executor(self._room, listing, folder)
+        except OSError as e:
+            return web.json_response({"unreadable": e.strerror or str(e)})
+        id = hashlib.sha256(repr((folder, files)).encode()).hexdigest()[:32]
+        self._known[id] = folder, files
+        self._known.move_to_end(id)
+        if len(self._known) > REMEMBERED:
+            gone, _ = self._known.popitem(last=False)
+            self._digests.pop(gone, None)
+        return web.json_response({"id": id, "files": [astuple(file) for file in files]})
 
-    def _digests_of(self, folder: Path, files: Sequence[FileFacts]) -> asyncio.Task[list[str]]:
-        """Return the digests of these files: once for all hosts, and again when one of them changed."""
-        key = str(folder), tuple(files)
-        known = self._digests.get(key)
-        if known is None or (known.done() and (known.cancelled() or known.exception() is not None)):
-            known = self._digests[key] = asyncio.ensure_future(digests_of(folder, files, self._room))
-            while len(self._digests) > REMEMBERED:
-                self._digests.popitem(last=False)
-        return known
-
-    async def _send_rest(self, stream: SealedStream, file: BinaryIO, size: int) -> None:
-        """Send the next `size` bytes. While one frame is on its way, the next is read and sealed."""
-        loop = asyncio.get_running_loop()
-
-        def made(left: int) -> asyncio.Future[bytes]:
-            return loop.run_in_executor(self._room, _frame, stream, file, min(FRAME_BYTES, left))
-
-        coming = made(size) if size else None
+    def _found(self, request: web.Request) -> tuple[Path, Sequence[FileFacts]]:
         try:
-            while coming is not None:
-                frame = await asyncio.shield(coming)
-                size -= min(FRAME_BYTES, size)
-                coming = made(size) if size else None
-                await asyncio.wait_for(stream.write(frame), SILENT_SECONDS)
-        finally:
-            if coming is not None:  # it reads from a file that would be closed
-                await asyncio.wait({coming})
-                coming.cancelled() or coming.exception()
+            return self._known[request.match_info["id"]]
+        except KeyError as e:  # of a head that led before, or long ago: the host asks for the folder again
+            raise web.HTTPNotFound from e
 
+    async def _digests_of(self, request: web.Request) -> web.Response:
+        id, (folder, files) = request.match_info["id"], self._found(request)
+        task = self._digests.get(id)
+        if task is None:
+            task = self._digests[id] = asyncio.ensure_future(digests_of(folder, files, self._room))
+        if not (await asyncio.wait({task}, timeout=WAIT_SECONDS))[0]:
+            return web.json_response({})
+        try:
+            return web.json_response({"digests": task.result()})
+        except OSError as e:
+            self._digests.pop(id, None)
+            return web.json_response({"unreadable": str(e)})
 
-def _frame(stream: SealedStream, file: BinaryIO, size: int) -> bytes:
-    data = file.read(size)
-    if len(data) < size:
-        raise OSError(f"{file.name} was cut off while it was sent")
-    return stream.seal(data)
-
-
-def _found(asked: Any, files: Sequence[FileFacts]) -> list[tuple[int, int]]:
-    """Return (number of a file, from which byte on) as a host asks for them. Raises NotOurs for what there is not."""
-    try:
-        found = [(int(number), int(start)) for number, start in asked]
-        if all(0 <= number < len(files) and 0 <= start <= files[number].size for number, start in found):
-            return found
-    except (TypeError, ValueError):
-        pass
-    raise NotOurs(f"it asks for {str(asked)[:100]!r}, which there is not")
-
-
-async def _asked(stream: SealedStream, what: str) -> Any:
-    """Return what the host asks for, which is to be this; None: it wants no more, and ended the connection."""
-    try:
-        said = await asyncio.wait_for(stream.receive(), ASK_SECONDS)
-    except (asyncio.IncompleteReadError, ConnectionResetError):
-        return None
-    if len(said) != 1 or said[0][0] != what:
-        raise NotOurs(f"it says {[name for name, _ in said]}, where {what!r} is expected")
-    return said[0][1]
+    async def _file(self, request: web.Request) -> web.StreamResponse:
+        folder, files = self._found(request)
+        number, start = int(request.match_info["number"]), request.http_range.start or 0
+        if number >= len(files) or start > files[number].size:
+            raise web.HTTPNotFound
+        # Not web.FileResponse: in TLS asyncio reads 16 KiB at once for it, each in a thread.
+        response, left, loop = web.StreamResponse(status=206), files[number].size - start, asyncio.get_running_loop()
+        response.content_length = left
+        with (folder / files[number].name).open("rb") as file:
+            file.seek(start)
+            await response.prepare(request)
+            while left and (data := await loop.run_in_executor(self._room, file.read, min(READ_BYTES, left))):
+                await response.write(data)
+                left -= len(data)
+        if left and request.transport is not None:
+            request.transport.abort()  # it was cut off meanwhile: the host asks again
+        return response

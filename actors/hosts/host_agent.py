@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trinity_es.actors import messages, requests
 from trinity_es.actors.base import BaseActor
 from trinity_es.actors.engines.devices import counted
+from trinity_es.actors.hosts.admission import Items
 from trinity_es.actors.hosts.folder_puller import FolderPuller, pulled_dir
-from trinity_es.actors.hosts.head_dialer import HeadDialer
-from trinity_es.actors.hosts.link import HostEnd, Items
+from trinity_es.actors.hosts.head_dialer import HeadDialer, HeadPlace
+from trinity_es.actors.hosts.link import HostEnd
 from trinity_es.actors.hosts.pulled_loads import PulledLoads
-from trinity_es.actors.system_key import HostKeys
+from trinity_es.actors.system_key import host_key
 from trinity_es.events.software_version import VERSION
 from trinity_es.events.store.log import EventLog
 
@@ -53,9 +55,10 @@ class HostAgent(BaseActor):
         self.shows = Path(config.system.log_dir) / "connected"
         self.show(False)
         me = {"name": config.host.name, "life": config.host.life, "pid": message.admin["pid"], "build": VERSION}
-        dialer = HeadDialer(HostKeys(config.hosts.key_file), self.find_head, config.hosts.timeout, config.hosts.tls)
+        key = partial(host_key, config.hosts.key_file)
+        dialer = HeadDialer(config.host.name, key, self.find_head, config.hosts.timeout)
         self.loads = PulledLoads(
-            FolderPuller(pulled_dir(config.hosts.weights_dir, config.store.url, config.system.log_dir), me, dialer),
+            FolderPuller(pulled_dir(config.hosts.weights_dir, config.store.url, config.system.log_dir), dialer),
             to_runner=self.to_runner, to_head=lambda name, told: self.end_.send(name, told), post=self.post,
             log=self.log,
         )
@@ -69,13 +72,11 @@ class HostAgent(BaseActor):
         self.beat()
         self.end_.start()
 
-    def find_head(self) -> tuple[str, int] | None:
+    def find_head(self) -> HeadPlace | None:
         """Return where the head takes hosts in; in a thread. Raises what the log does."""
         with EventLog.open(self.config.store.url, read_only=True, patience=FIND_SECONDS) as log:
             lease = log.read_lease("coordinator")
-        where = str((lease.owner or {}).get("hosts") or "") if lease is not None else ""
-        host, _, port = where.rpartition(":")
-        return (host.strip("[]"), int(port)) if host else None
+        return HeadPlace.of(lease.owner) if lease is not None else None
 
     def beat(self) -> None:
         """Tell the guardian that this process lives."""

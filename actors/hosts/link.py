@@ -1,5 +1,8 @@
 """The two ends of the connection between a host and the head, each an event loop in a thread of its own.
 
+The head is an HTTPS server (`certificate.py`), the host holds a WebSocket to it (`head_dialer.py`). Whoever shows no
+token of the key is answered by 401 and heard no further. Messages are pickles: who has the key may run code anyway.
+
 Nothing here blocks its actor: what is to be sent is put into a queue, what comes is handed to a callable, which the
 actor makes one of `post`. What was under way when a connection broke is lost: runners and coordinator say again what
 was not acknowledged, as they do where either of them was started anew.
@@ -8,28 +11,32 @@ was not acknowledged, as they do where either of them was started anew.
 from __future__ import annotations
 
 import asyncio
-import errno
+import hmac
+import io
+import json
 import logging
+import pickle
+import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.config.hosts import HostsTlsConfig
+from aiohttp import ClientWebSocketResponse, WSMsgType, web
+
+from trinity_es.actors.frames import MAX_FRAME
+from trinity_es.actors.hosts.admission import Admission, Items
+from trinity_es.actors.hosts.certificate import Certificate
 from trinity_es.actors.hosts.folder_sender import FolderSender
-from trinity_es.actors.hosts.head_dialer import HELLO_SECONDS, NO_TLS, HeadDialer, Keys
-from trinity_es.actors.hosts.sealed_stream import Answer, NotOurs, Refused, SealedStream, accept
-from trinity_es.actors.hosts.tls import begin_at_head
-from trinity_es.actors.strangers import most_strangers
+from trinity_es.actors.hosts.head_dialer import HELLO_SECONDS, NAME_HEADER, HeadDialer, Refused, bearer, require_taken
 from trinity_es.events.errors import WrongKey
 from trinity_es.events.store.database.retry import Backoff
 
-__all__ = ["Admission", "HeadEnd", "HostEnd", "Items", "LoopThread"]
+__all__ = ["HeadEnd", "HostEnd", "LoopThread"]
 
 BEAT_SECONDS = 1.0
 """Interval between two frames, where there is nothing to say."""
@@ -37,68 +44,54 @@ REDIAL_SECONDS = 0.2, 5.0
 """Pause before the head is looked for again, or listens again: the first, and the longest."""
 MAX_WAITING = 20_000
 """Maximum number of messages that wait for a host which takes none; then its connection is ended."""
-FRAME_MESSAGES = 32
-"""Maximum number of messages in a frame: each is some 256 KiB at most."""
+FRAME_BYTES = 128 * 1024
+"""A frame takes no further message beyond this size: on a slow link a large one would be a silence."""
 SILENCE = 1 / 3, 3.0
 """A connection on which nothing was heard for this share of the timeout, or so many seconds where that is more, is made
 anew: a link that is back is of use at once, where TCP waits as long again as the link was away."""
-KEY_SECONDS = 2.0
-"""Interval between two looks at whether the key of a connection was taken away."""
 WARN_SECONDS = 10.0
 """Interval between two warnings of strangers."""
-NO_ROOM = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
-"""What accept() fails with where the process, or the machine, has no room for a connection."""
 _log = logging.getLogger(__name__)
-
-Items = list[tuple[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """What the head says to a host: its epoch there and the coordinator's, or why it is not taken."""
-
-    epoch: int = 0
-    coordinator_epoch: int = 0
-    refused: str = ""
-    for_good: bool = False
-    folder: str = ""
-    """It does not join: it gets the files of this folder of the head's."""
 
 
 class _Pipe:
     """One connection at work: a queue out, a beat, and who hears what comes."""
 
     def __init__(
-        self, stream: SealedStream, take: Callable[[Items], None], timeout: float, key: bytes, keys: Keys
+        self, ws: web.WebSocketResponse | ClientWebSocketResponse, connection: Any, take: Callable[[Items], None],
+        timeout: float,
     ) -> None:
-        """`key`: that of the connection, which ends when it is none of `keys` any more."""
-        self.stream, self._take = stream, take
+        """Take `connection`, the socket of `ws`, too."""
+        self._ws, self._socket, self._take = ws, connection, take
         self._timeout = min(timeout, max(SILENCE[0] * timeout, SILENCE[1]))
-        self._key, self._keys = key, keys
-        self._out: deque[tuple[str, Any]] = deque()
+        self._out: deque[bytes] = deque()
         self._wake, self._full = asyncio.Event(), asyncio.Event()
         self.heard = time.monotonic()
         """When something last came."""
 
-    def put(self, items: Sequence[tuple[str, Any]]) -> None:
-        """In the event loop: have these sent, in this order."""
-        self._out.extend(items)
+    def put(self, name: str, message: Any) -> None:
+        """In the event loop: have this sent, to or from the process of this name."""
+        self._out.append(pickle.dumps((name, message), protocol=5))
         self._wake.set()
         if len(self._out) > MAX_WAITING:
             self._full.set()
 
     async def run(self) -> str:
         """Work until the connection ends; returns why."""
-        tasks = [asyncio.ensure_future(part()) for part in
-                 (self._send, self._receive, self._watch, self._fill, self._keyed)]
+        tasks = [asyncio.ensure_future(part()) for part in (self._send, self._receive, self._watch, self._fill)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             return next(iter(done)).result()
         finally:
             for task in tasks:
                 task.cancel()
-            self.stream.close()
+            self.close()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def close(self) -> None:
+        """End the connection at once; what was not sent is dropped."""
+        with suppress(OSError):  # it is closed
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     async def _send(self) -> str:
         while True:
@@ -106,26 +99,30 @@ class _Pipe:
                 await asyncio.wait_for(self._wake.wait(), BEAT_SECONDS)
             self._wake.clear()
             try:
-                await self.stream.send(self._next())
+                await self._ws.send_bytes(self._next())
                 while self._out:
-                    await self.stream.send(self._next())
-            except (OSError, ValueError) as e:
+                    await asyncio.sleep(0)  # sending alone does not let anybody else work
+                    await self._ws.send_bytes(self._next())
+            except OSError as e:
                 return f"it can't be sent to: {e}"
 
-    def _next(self) -> Items:
-        return [self._out.popleft() for _ in range(min(FRAME_MESSAGES, len(self._out)))]
+    def _next(self) -> bytes:
+        frame = bytearray()
+        while self._out and len(frame) < FRAME_BYTES:
+            frame += self._out.popleft()
+        return bytes(frame)
 
     async def _receive(self) -> str:
         while True:
+            message = await self._ws.receive()
+            if message.type is not WSMsgType.BINARY:
+                error = self._ws.exception()
+                return f"the connection broke: {error}" if error else "it ended the connection"
+            self.heard = time.monotonic()
             try:
-                items = await self.stream.receive(self._hears)
-            except asyncio.IncompleteReadError:
-                return "it ended the connection"
-            except OSError as e:
-                return f"the connection broke: {e}"
-            except Exception as e:  # a frame of ours that can't be unpickled here
+                items = list(_items(message.data))
+            except Exception as e:  # a message of ours that can't be unpickled here
                 return f"it says what is not understood here: {type(e).__name__}"
-            self._hears()  # a frame without a payload, too
             if items:
                 self._take(items)
 
@@ -138,15 +135,12 @@ class _Pipe:
             await asyncio.sleep(min(BEAT_SECONDS, self._timeout - silent))
         return f"nothing was heard of it for {self._timeout:.0f} s"
 
-    def _hears(self) -> None:
-        self.heard = time.monotonic()
 
-    async def _keyed(self) -> str:
-        while True:
-            await asyncio.sleep(KEY_SECONDS)
-            with suppress(WrongKey):
-                if self._key not in await asyncio.to_thread(self._keys):
-                    return "its key was taken away"
+def _items(frame: bytes) -> Iterator[tuple[str, Any]]:
+    """Yield the messages of a frame, each with a name: to whom, or from whom."""
+    file = io.BytesIO(frame)
+    while file.tell() < len(frame):
+        yield pickle.load(file)
 
 
 class LoopThread:
@@ -194,35 +188,41 @@ class HeadEnd:
     """
 
     def __init__(
-        self, address: tuple[str, int], keys: Keys, timeout: float, *,
+        self, address: tuple[str, int], key: Callable[[], bytes], certificate: Certificate, timeout: float, *,
         hello: Callable[[Mapping[str, Any], str, Callable[[Admission], None]], None],
         take: Callable[[str, int, Items], None], gone: Callable[[str, int, str, float], None],
-        tls: HostsTlsConfig = NO_TLS, facts: Callable[[], Mapping[str, Any]] = dict,
+        facts: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        """`facts()`, which may block: what is told to a host that asks and does not join."""
-        self._facts = facts
-        self._address, self._keys, self._timeout, self._tls = address, keys, timeout, tls
-        self._hello, self._take, self._gone = hello, take, gone
+        """`key` is asked for at each request; it may read a file, and raise WrongKey. `facts()`, which may block: what
+        is told to a host that asks and does not join."""
+        self._address, self._key, self._certificate, self._timeout = address, key, certificate, timeout
+        self._hello, self._take, self._gone, self._facts = hello, take, gone, facts
         self._pipes: dict[str, tuple[int, _Pipe]] = {}
+        self._folders = FolderSender()
         self._thread = LoopThread("hosts")
         self._server: asyncio.Server | None = None
-        self._meetings: set[asyncio.Task[None]] = set()
-        self._strangers: dict[asyncio.StreamWriter, None] = {}
-        """Those who have not shown the key, the oldest first."""
-        self._max_strangers = most_strangers()
-        self._thread.loop.set_exception_handler(self._failed)
-        self._folders = FolderSender()
-        self._refused, self._warned, self._full_warned = 0, float("-inf"), float("-inf")
+        self._refused, self._warned = 0, float("-inf")
 
     def start(self) -> Future[int]:
         """Begin to listen, again and again until it can: a port may still be a predecessor's. Gives the port."""
         return asyncio.run_coroutine_threadsafe(self._listen(), self._thread.loop)
 
     async def _listen(self) -> int:
+        app = web.Application(middlewares=[self._admit])
+        app.add_routes([
+            web.get("/join", self._join), web.post("/check", self._check), web.post("/folders", self._folder),
+            *self._folders.routes(),
+        ])
+        self._runner = web.AppRunner(app, access_log=None, keepalive_timeout=HELLO_SECONDS)
+        await self._runner.setup()
+        assert self._runner.server is not None
         pauses = Backoff(*REDIAL_SECONDS)
         while True:
             try:
-                self._server = await asyncio.start_server(self._begin, *self._address, limit=1 << 20)
+                self._server = await asyncio.get_running_loop().create_server(
+                    self._runner.server, *self._address, ssl=self._certificate.context,
+                    ssl_handshake_timeout=HELLO_SECONDS,
+                )
             except OSError as e:
                 _log.error("can't listen for hosts at %s:%d: %s", *self._address, e)
                 await asyncio.sleep(pauses.next(0.0))
@@ -235,7 +235,7 @@ class HeadEnd:
         def put() -> None:
             found = self._pipes.get(host)
             if found is not None:
-                found[1].put([(to, message)])
+                found[1].put(to, message)
 
         self._thread.call(put)
 
@@ -248,115 +248,106 @@ class HeadEnd:
         def end() -> None:
             found = self._pipes.get(host)
             if found is not None and found[0] == epoch:
-                found[1].stream.close()
+                found[1].close()
 
         self._thread.call(end)
 
     def stop(self) -> None:
         """Hear nobody any more."""
         def close() -> None:
-            if self._server is not None:
+            if self._server is not None and self._runner.server is not None:
                 self._server.close()
+                for connection in self._runner.server.connections:
+                    if connection.transport is not None:
+                        connection.transport.abort()
 
         self._thread.call(close)
         self._thread.stop()
 
-    def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # A task of ours: asyncio's own of Python 3.11 complains aloud where it is cancelled.
-        task = asyncio.ensure_future(self._met(reader, writer))
-        self._meetings.add(task)
-        task.add_done_callback(self._meetings.discard)
-        self._strangers[writer] = None
-        if len(self._strangers) > self._max_strangers:  # one of us says who it is before it is old
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
-            self._warn(oldest, "too many connections that don't show the key")
-            oldest.transport.abort()
+    # --- requests ---------------------------------------------------------------------------------------------------
+    @web.middleware
+    async def _admit(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Refuse whoever does not show the key."""
+        try:
+            token = bearer(await asyncio.to_thread(self._key), self._certificate.digest)
+        except WrongKey as e:
+            self._warn(request, e.message)
+            raise web.HTTPServiceUnavailable from e
+        shown = request.headers.get("Authorization", "")
+        if not hmac.compare_digest(shown.encode(errors="surrogateescape"), token.encode()):
+            name = request.headers.get(NAME_HEADER, "")[:64]
+            self._warn(request, "it shows no key" if not shown else f"it has another key, and calls itself {name!r}: "
+                       "give that host the head's (hosts.key_file, or TRINITY_ES_KEY)")
+            raise web.HTTPUnauthorized
+        return await handler(request)
 
-    async def _met(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            said, answer = await asyncio.wait_for(self._hear(reader, writer), HELLO_SECONDS)
-        except (NotOurs, OSError, EOFError, TimeoutError, WrongKey) as e:
-            if not isinstance(e, asyncio.IncompleteReadError) or e.partial:  # else a probe of a launcher's
-                self._warn(writer, str(e) or "it said nothing in time")
-            writer.transport.abort()
-            return
-        finally:
-            self._strangers.pop(writer, None)
+    async def _admission(self, said: Mapping[str, Any], request: web.Request) -> Admission:
+        """Return what `hello` decides. Raises TimeoutError while the log can't be written."""
         asked: asyncio.Future[Admission] = asyncio.get_running_loop().create_future()
-        self._hello(said, _address_of(writer), lambda found: self._thread.call(lambda: _settle(asked, found)))
+        self._hello(said, request.remote or "", lambda found: self._thread.call(lambda: _settle(asked, found)))
+        return await asyncio.wait_for(asked, self._timeout)
+
+    async def _check(self, request: web.Request) -> web.Response:
         try:
-            admission = await asyncio.wait_for(asked, self._timeout)
-            if said.get("check"):
-                known = await asyncio.to_thread(self._facts)
-                with suppress(OSError):
-                    await answer.take(refused=admission.refused, facts=dict(known))
-                    answer.stream().close()
-                return
+            admission = await self._admission({**await request.json(), "check": True}, request)
+        except TimeoutError as e:
+            raise web.HTTPServiceUnavailable from e
+        return web.json_response(
+            {"would_refuse": admission.refused, "facts": dict(await asyncio.to_thread(self._facts))})
+
+    async def _folder(self, request: web.Request) -> web.Response:
+        try:
+            said = await request.json()
+            admission = await self._admission({"fetch": said.get("fetch"), "build": said.get("build")}, request)
+        except TimeoutError as e:
+            raise web.HTTPServiceUnavailable from e
+        if admission.refused:
+            return web.json_response({"refused": admission.refused, "for_good": admission.for_good})
+        return await self._folders.listed(Path(admission.folder))
+
+    async def _join(self, request: web.Request) -> web.WebSocketResponse:
+        connection = request.get_extra_info("socket")  # now: asyncio tells it of none that was closed meanwhile
+        ws = web.WebSocketResponse(max_msg_size=MAX_FRAME, compress=False, timeout=HELLO_SECONDS)
+        await ws.prepare(request)
+        with suppress(OSError):  # a TimeoutError, where it says nothing or the log can't be written now
+            said = await _first(ws, HELLO_SECONDS)
+            admission = await self._admission(said, request)
             if admission.refused:
                 _log.warning("host %s is not taken in: %s", said.get("name"), admission.refused)
-                with suppress(OSError):
-                    await answer.refuse(admission.refused, for_good=admission.for_good)
-                return
-        except TimeoutError:  # the log can't be written now
-            writer.transport.abort()
-            return
-        if admission.folder:
-            await self._send_folder(str(said.get("name")), answer, Path(admission.folder))
-            return
-        host, epoch = str(said["name"]), admission.epoch
-        pipe = _Pipe(answer.stream(), lambda items: self._take(host, epoch, items), self._timeout, answer.key,
-                     self._keys)
+                await ws.send_json({"refused": admission.refused, "for_good": admission.for_good})
+            else:
+                await self._joined(ws, connection, str(said["name"]), admission)
+        return ws
+
+    async def _joined(self, ws: web.WebSocketResponse, connection: Any, host: str, admission: Admission) -> None:
+        epoch = admission.epoch
+        pipe = _Pipe(ws, connection, lambda items: self._take(host, epoch, items), self._timeout)
         before = self._pipes.get(host)
         if before is not None and before[0] > epoch:  # this epoch was over before it was told so
-            pipe.stream.close()
             return
         self._pipes[host] = epoch, pipe
         if before is not None:
-            before[1].stream.close()
+            before[1].close()
         try:
-            await answer.take(epoch=epoch, coordinator_epoch=admission.coordinator_epoch)
+            await ws.send_json({"epoch": epoch, "coordinator_epoch": admission.coordinator_epoch})
             self._take(host, epoch, [])  # it is connected
             why = await pipe.run()
         except OSError as e:
             why = f"it can't be answered: {e}"
-        except Exception as e:  # a message that can't be pickled
-            why = f"what it is sent or says can't be dealt with: {type(e).__name__}: {e}"
-            _log.exception("the connection to host %s #%d is ended", host, epoch)
-        pipe.stream.close()
         now = self._pipes.get(host)
         if now == (epoch, pipe):
             del self._pipes[host]
         if now is None or now[0] != epoch or now[1] is pipe:  # else another connection of this epoch took its place
             self._gone(host, epoch, why, pipe.heard)
 
-    async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[Mapping[str, Any], Any]:
-        await begin_at_head(reader, writer, self._tls)
-        return await accept(reader, writer, await asyncio.to_thread(self._keys))
-
-    async def _send_folder(self, host: str, answer: Answer, folder: Path) -> None:
-        """Send a folder to a host, over this connection of its own."""
-        try:
-            await answer.take()
-            await self._folders.send(answer.stream(), folder)
-        except Exception as e:  # it comes again, and says why to its people
-            _log.warning("host %s did not get all of %s: %s", host, folder, str(e) or type(e).__name__)
-
-    def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Say now and then that no file is left to accept a connection with; asyncio says it for each that waits."""
-        error = context.get("exception")
-        if not (isinstance(error, OSError) and error.errno in NO_ROOM):
-            loop.default_exception_handler(context)
-        elif time.monotonic() - self._full_warned >= WARN_SECONDS:
-            self._full_warned = time.monotonic()
-            _log.error("can't take in hosts now: %s", error.strerror)
-
-    def _warn(self, writer: asyncio.StreamWriter, why: str) -> None:
+    def _warn(self, request: web.Request, why: str) -> None:
         self._refused += 1
         if time.monotonic() - self._warned >= WARN_SECONDS:
             self._warned = time.monotonic()
-            _log.warning("refused who wanted to join from %s: %s (%d refused so far)",
-                         _address_of(writer), why, self._refused)
+            _log.warning("refused who wanted to join from %s: %s (%d refused so far)", request.remote, why,
+                         self._refused)
 
 
 class HostEnd:
@@ -383,7 +374,7 @@ class HostEnd:
         """Send to the head, from the process of this name; from any thread. Dropped where there is no connection."""
         def put() -> None:
             if self._pipe is not None:
-                self._pipe.put([(name, message)])
+                self._pipe.put(name, message)
 
         self._thread.call(put)
 
@@ -401,27 +392,32 @@ class HostEnd:
                 if for_good:
                     self._refused(why)
                     return
-            except (NotOurs, OSError, EOFError, TimeoutError) as e:
+            except Exception as e:  # also of `find`: a database that does not answer
                 why = str(e) or "the head did not answer in time"
-            except Exception as e:  # of `find`: a database that does not answer
-                why = str(e)
             self._pipe = None
             self._down(why)
             await asyncio.sleep(pauses.next(0.5))
 
     async def _once(self, pauses: Backoff) -> str:
-        said, stream, key = await self._dialer.connect(self._hello)
-        self._pipe = _Pipe(stream, self._take, self._dialer.timeout, key, self._dialer.keys)
-        pauses.reset()
-        self._up(int(said["epoch"]), int(said["coordinator_epoch"]))
-        return await self._pipe.run()
+        async with self._dialer.session() as session, session.ws_connect("/join", max_msg_size=MAX_FRAME) as ws:
+            connection = ws.get_extra_info("socket")
+            await ws.send_json(self._hello)
+            said = require_taken(await _first(ws, HELLO_SECONDS + self._dialer.timeout))
+            self._pipe = _Pipe(ws, connection, self._take, self._dialer.timeout)
+            pauses.reset()
+            self._up(int(said["epoch"]), int(said["coordinator_epoch"]))
+            return await self._pipe.run()
+
+
+async def _first(ws: web.WebSocketResponse | ClientWebSocketResponse, seconds: float) -> dict[str, Any]:
+    """Return the first word of the other side. Raises ConnectionError, TimeoutError."""
+    message = await ws.receive(seconds)
+    if message.type is not WSMsgType.TEXT:
+        raise ConnectionError("the other side ended the connection")
+    said: dict[str, Any] = json.loads(message.data)
+    return said
 
 
 def _settle(asked: asyncio.Future[Admission], found: Admission) -> None:
     if not asked.done():
         asked.set_result(found)
-
-
-def _address_of(writer: asyncio.StreamWriter) -> str:
-    peer = writer.get_extra_info("peername")
-    return str(peer[0]) if peer else "a peer that is gone"

@@ -4,7 +4,7 @@ A `Lease` is a context manager of a workflow's. Entering it, the run tells that 
 chose, waits until that is in the log, and only then has the provider (`actors/lease_providers.py`) make the thing, in
 the workflow's own process. Leaving it, the run has the provider release it. Whatever keeps it from that, the run's end
 tells (`RunLeases.close`), or the runner's: the coordinator then has it released
-(`actors/coordinator/fleet/leases.py`).
+(`actors/coordinator/fleet/lease_fleet.py`).
 
 Without a system (`recorder` is None) nothing is recorded, and all else is the same.
 """

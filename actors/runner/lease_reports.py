@@ -19,27 +19,22 @@ import orjson
 from trinity_es.actors.lease_providers import recordable
 from trinity_es.actors.message_sizes import grouped, shortened
 from trinity_es.actors.messages import LeaseChange, LeaseReply, LeaseReport, UnitAssignment
+from trinity_es.actors.runner.outbox import NumberedGroups
 from trinity_es.events.errors import WorkflowError
 from trinity_es.events.secrets import SecretFile, masked_text
 from trinity_es.events.store.checks.log_end import Mark
 
 __all__ = ["LeaseReports", "UnitLeases"]
 
-RESEND_SECONDS = 5.0
-"""How long a group may stay unacknowledged before it is sent again."""
 
-
-class LeaseReports:
-    """The groups of one life of a runner (see the module). Pure, with the time as an argument."""
+class LeaseReports(NumberedGroups[LeaseReport]):
+    """See the module. Pure, with the time as an argument."""
 
     def __init__(self, name: str, incarnation: int) -> None:
-        self.name, self.incarnation = name, incarnation
-        self._number = 0
+        super().__init__(name, incarnation)
         self._waiting: list[LeaseChange] = []
         self._futures: dict[str, Future[None]] = {}
         """Of leases that are taken and not in the log yet."""
-        self._unacked: dict[int, LeaseReport] = {}
-        self._sent: dict[int, float] = {}
 
     def put(self, change: LeaseChange, recorded: Future[None]) -> None:
         """Have a change sent with the next group; `recorded` is done when a lease that is taken is in the log."""
@@ -61,7 +56,7 @@ class LeaseReports:
             return [c for c in changes if (c.lease, c.what) != (lease, "taken")]
 
         self._waiting = wanted(self._waiting)
-        self._unacked = {n: replace(group, changes=wanted(group.changes)) for n, group in self._unacked.items()}
+        self.unacked = {n: replace(group, changes=wanted(group.changes)) for n, group in self.unacked.items()}
         self._futures.pop(lease).set_exception(WorkflowError("the lease was left before it was in the log"))
 
     def gathered(self, known: Mark | None, now: float) -> list[LeaseReport]:
@@ -72,25 +67,15 @@ class LeaseReports:
         self._waiting = []
         groups = []
         for part in parts:
-            self._number += 1
-            group = LeaseReport(self.name, self.incarnation, self._number, part, known)
-            self._unacked[self._number], self._sent[self._number] = group, now
-            groups.append(group)
+            self.number += 1
+            groups.append(self.keep(LeaseReport(self.name, self.incarnation, self.number, part, known), now))
         return groups
-
-    def due(self, now: float, *, anew: bool = False) -> list[LeaseReport]:
-        """Return the groups to send again: those that stayed unacknowledged, all of them (`anew`) to a new coordinator.
-        """
-        numbers = [n for n in self._unacked if anew or now - self._sent[n] > RESEND_SECONDS]
-        self._sent.update(dict.fromkeys(numbers, now))
-        return [self._unacked[n] for n in numbers]
 
     def acknowledge(self, reply: LeaseReply) -> None:
         """Forget a group that is in the log, and tell who waits. One that is named twice is fine."""
-        group = self._unacked.pop(reply.number, None)
+        group = self.drop(reply.number)
         if group is None:
             return
-        del self._sent[reply.number]
         for change in group.changes:
             future = self._futures.pop(change.lease, None) if change.what == "taken" else None
             if future is None:

@@ -84,15 +84,15 @@ Send = Callable[[Any], Coroutine[Any, Any, None]]
 @dataclass(slots=True)
 class _Session:
     model: Model
-    working: set[_Playing] = field(default_factory=set)
+    working: set[_Exchange] = field(default_factory=set)
     kept: bool = True
     """The model keeps the answers."""
     over: bool = False
     """Its run is over."""
 
     def abort(self) -> None:
-        for playing in list(self.working):
-            playing.loop.call_soon_threadsafe(playing.abort)
+        for exchange in list(self.working):
+            exchange.loop.call_soon_threadsafe(exchange.abort)
 
 
 class EngineServer:
@@ -174,7 +174,7 @@ class EngineServer:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         found = _SESSION.fullmatch(scope["path"])
         named, path = found.groups() if found else (None, scope["path"])
-        responding = _Responding(send, path, framed=_WANTED in headers)
+        exchange = _Exchange(receive, send, path, framed=_WANTED in headers)
         self.load += 1
         try:
             if scope["path"] == "/health":
@@ -184,9 +184,9 @@ class EngineServer:
             if path in self.exact and request.method == "POST":
                 await self._give_exactly(request, self.exact[path], send)
             else:
-                await self._answered(request, session, path, responding)
+                await self._answered(request, session, path, exchange)
         except Exception as e:
-            await responding.failed(e)
+            await exchange.failed(e)
         finally:
             self.load -= 1
 
@@ -203,7 +203,7 @@ class EngineServer:
             )
         return session
 
-    async def _answered(self, request: Request, session: _Session, path: str, responding: _Responding) -> None:
+    async def _answered(self, request: Request, session: _Session, path: str, exchange: _Exchange) -> None:
         if not allowed(request.method, path):
             raise no_route(request.method, path, _METHODS)
         session.model.failed = None
@@ -211,7 +211,7 @@ class EngineServer:
         body, longest, unsaid, adapter = dict[str, Any](), None, dict[str, Any](), ""
         if request.method == "POST":
             body, longest, unsaid = completed(path, checked(path, raw), session.model.defaults, ids=session.kept)
-            if session.kept or responding.framed:
+            if session.kept or exchange.framed:
                 check_recorded(path, body, len(raw))
             adapter = session.model.sampling.adapter
             named = body.get("model")
@@ -226,11 +226,10 @@ class EngineServer:
             raw = dumped(body)
         record = RequestRecord(
             model=session.model, body=body, longest=longest, unsaid=unsaid, failed_with=partial(self._fail, session),
-            kept=session.kept, wanted=session.kept or responding.framed, chat=path in CHATS, adapter=adapter,
+            kept=session.kept, wanted=session.kept or exchange.framed, chat=path in CHATS, adapter=adapter,
         )
         if session.kept:
             record.number = session.model.numbered()
-        responding.record, responding.version = record, self.engine.model_version
         headers = [(k, v) for k, v in request.scope["headers"] if k not in _NOT_PASSED_ON]
         headers.append((b"content-length", str(len(raw)).encode()))
         if key := os.environ.get("VLLM_API_KEY"):  # vLLM's server asks for it by itself
@@ -240,15 +239,13 @@ class EngineServer:
         if session.over:
             raise ApiError(_RUN_GONE, status=503)
         REQUEST.set(record)  # a request has a task of its own, and so a context
-        playing = _Playing(request.receive, raw, responding)
-        session.working.add(playing)
+        session.working.add(exchange)
         self._playing += 1
         try:
-            await playing.play(application, scope)
+            await exchange.play(application, scope, raw, record)
         finally:
-            session.working.discard(playing)
+            session.working.discard(exchange)
             self._playing -= 1
-        await responding.end()
 
     async def _give_exactly(self, request: Request, ask: Ask, send: Send) -> None:
         from starlette.responses import Response
@@ -282,26 +279,36 @@ _WANTED = WANTED.encode()
 _METHODS = {path: method for method, path in ROUTES}
 
 
-class _Playing:
-    """An application that answers a request, in the task that the request came in.
+class _Exchange:
+    """A request, and what an application sends for it, in the task that it came in.
 
-    Where the client goes away, or `abort` is called, it is told that the client is gone: vLLM's server ends a request
-    for that, and for nothing else. One that goes on for longer than LEAVING_SECONDS is cancelled.
+    What the engine generated is kept as experiences before the end of the answer goes out. The status waits for the
+    first part of the body, so that an engine that fails before has its own. If the client goes away, or `abort` is
+    called, the application is told that the client is gone: vLLM's server ends a request for that, and for nothing
+    else. One that goes on for longer than LEAVING_SECONDS is cancelled.
     """
 
-    def __init__(self, receive: Receive, body: bytes, responding: _Responding) -> None:
-        self._receive, self._responding = receive, responding
-        self._body: bytes | None = body
+    def __init__(self, receive: Receive, send: Send, path: str, framed: bool) -> None:
+        self._receive, self._send, self.framed = receive, Framed(send) if framed else send, framed
+        self._task, self.loop = asyncio.current_task(), asyncio.get_running_loop()
+        self._body: bytes | None = None
+        self._record: RequestRecord | None = None
+        self._version, self._message, self._place = 0, "", StreamPlace(path)
+        self._several = path == RESPONSES
+        """The engine may be asked again after an answer."""
+        self._start: Any = None
+        self._held: Any = None
+        """The newest part of an answer after which the engine may be asked again."""
+        self._begun = self._ended = self._stored = self._left = self._aborted = self._late = False
         self._listening: set[asyncio.Task[Any]] = set()
-        self._task = asyncio.current_task()
-        self._left = self._aborted = self._late = False
         self._timer: asyncio.TimerHandle | None = None
-        self.loop = asyncio.get_running_loop()
 
-    async def play(self, application: Any, scope: Scope) -> None:
-        """Have the request answered. Raises ApiError where it was aborted or its client left."""
+    async def play(self, application: Any, scope: Scope, body: bytes, record: RequestRecord) -> None:
+        """Have the request answered. Raises ApiError if it was aborted or its client left, EngineError if nothing was
+        answered."""
+        self._body, self._record, self._version = body, record, record.model.engine.model_version
         try:
-            await application(scope, self.receive, self._responding.send)
+            await application(scope, self.receive, self.send)
         except asyncio.CancelledError:
             assert self._task is not None
             if not self._late or self._task.uncancel():
@@ -316,6 +323,8 @@ class _Playing:
             raise ApiError(_RUN_GONE, status=503)
         if self._left:
             raise Gone("the request was aborted: its client is gone", status=503)
+        if not self._begun:
+            raise record.failed or EngineError("the engine's server gave no answer")
 
     async def receive(self) -> Any:
         """Return the body, and then that the client is gone, when it is: ASGI's `receive`."""
@@ -347,7 +356,7 @@ class _Playing:
 
     def _leave(self) -> None:
         if not self._left:
-            self._left = self._responding.dropped = True
+            self._left = True
             self._timer = self.loop.call_later(LEAVING_SECONDS, self._cancel)
 
     def _cancel(self) -> None:
@@ -355,46 +364,24 @@ class _Playing:
         self._late = True
         self._task.cancel()
 
-
-class _Responding:
-    """What an application sends for one request, on its way to the client: kept as experiences before its end goes out.
-
-    The status waits for the first part of the body, so that an engine that fails before has its own.
-    """
-
-    def __init__(self, send: Send, path: str, framed: bool) -> None:
-        self._send = Framed(send) if framed else send
-        self.framed = framed
-        self.record: RequestRecord | None = None
-        """The request that is answered from here on."""
-        self.version, self._message, self._place = 0, "", StreamPlace(path)
-        self.dropped = False
-        """Nothing is sent on any more that the application sends."""
-        self._several = path == RESPONSES
-        """The engine may be asked again after an answer."""
-        self._start: Any = None
-        self._held: Any = None
-        """The newest part of an answer after which the engine may be asked again."""
-        self._begun = self._ended = self._stored = False
-
     async def send(self, message: Any) -> None:
         """Send on what the application sends: ASGI's `send`."""
-        assert self.record is not None
+        assert self._record is not None
         if message["type"] == "http.response.start":
             self._start = message
             return
-        if self._ended or self.dropped:
+        if self._ended or self._left:
             return
-        failed = self.record.failed
+        failed = self._record.failed
         if not self._begun and failed is not None:
             raise failed
         ends = not message.get("more_body", False)
         self._message = self._message or id_in(message.get("body", b""))
-        whole = self.record.complete() and (ends or not self._several)
+        whole = self._record.complete() and (ends or not self._several)
         found = self._kept_now() if whole and not self._stored and self._start["status"] == 200 else None
-        frame = Framed.recorded(self.record, found, self._message) if found is not None and self.framed else None
+        frame = Framed.recorded(self._record, found, self._message) if found is not None and self.framed else None
         if not self._begun:
-            version = (b"x-model-version", str(self.version).encode())
+            version = (b"x-model-version", str(self._version).encode())
             await self._send({**self._start, "headers": [*self._start.get("headers", ()), version]})
             self._begun = True  # not before: who is cancelled while it waits for the client has sent nothing
         if frame is not None and isinstance(self._send, Framed):
@@ -411,29 +398,23 @@ class _Responding:
 
     def _kept_now(self) -> list[Experience] | None:
         """Keep what was generated, before the client knows that it is complete. Raises EngineError where it can't."""
-        assert self.record is not None
+        assert self._record is not None
         self._stored = True
-        if not self.record.wanted:
+        if not self._record.wanted:
             return None
         try:
-            return self.record.experiences()
+            return self._record.experiences()
         except Exception as e:  # an application makes another error of what `send` raises
             failed = e if isinstance(e, EngineError) else EngineError(f"the answer can't be kept: {e}")
-            self.record.fail(failed)
+            self._record.fail(failed)
             raise failed from e
-
-    async def end(self) -> None:
-        """Take the end of the application; raises what the engine failed with where nothing was answered."""
-        if not self._begun:
-            failed = self.record.failed if self.record is not None else None
-            raise failed or EngineError("the engine's server gave no answer")
 
     async def failed(self, error: Exception) -> None:
         """Answer with an error: its status where nothing was sent, else as a stream's last event.
 
         The rest of another answer is not sent, for which uvicorn closes the connection: its client sees that it broke.
         """
-        error = (self.record.failed if self.record is not None else None) or error
+        error = (self._record.failed if self._record is not None else None) or error
         refused = refusal(error)
         if refused.status == 500 and not isinstance(error, EngineError):
             _log.error("a request failed", exc_info=error)

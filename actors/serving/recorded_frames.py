@@ -1,10 +1,10 @@
 """An answer and what is recorded of it, on one connection: from an engine's server to the proxy of mode `serve`.
 
-The proxy asks for it by a header. The body is frames then: a kind (a byte), a length (8 bytes), and so many bytes.
+The proxy asks for it by a header, which the answer has, too. Its body is frames then: a kind (a byte), a length (8
+bytes), and so many bytes.
 
 | kind | |
 |---|---|
-| `s` | the response's status and headers, as JSON: comes first |
 | `r` | a `Record`: comes before the end of the answer, where there is something to record |
 | `b` | a part of the response's body |
 """
@@ -52,15 +52,14 @@ class Framed:
     """An ASGI `send` that puts what it sends into frames."""
 
     def __init__(self, send: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
-        self._send, self._begun = send, False
+        self._send = send
 
     async def __call__(self, message: Any) -> None:
         if message["type"] == "http.response.start":
-            headers = [(k.decode("latin-1"), v.decode("latin-1")) for k, v in message.get("headers", ())]
-            await self._out(b"s", orjson.dumps({"status": message["status"], "headers": headers}))
-            return
-        last = not message.get("more_body", False)
-        await self._out(b"b", message.get("body", b""), last)
+            headers = [(k, v) for k, v in message.get("headers", ()) if k.lower() != b"content-length"]
+            await self._send({**message, "headers": [*headers, (WANTED.encode(), b"1")]})
+        else:
+            await self._send({**message, "body": _frame(b"b", message.get("body", b""))})
 
     @staticmethod
     def recorded(record: RequestRecord, experiences: list[Experience], message: str) -> bytes:
@@ -78,15 +77,11 @@ class Framed:
         return len(told).to_bytes(8, "big") + told + payload
 
     async def record(self, data: bytes) -> None:
-        await self._out(b"r", data)
+        await self._send({"type": "http.response.body", "body": _frame(b"r", data), "more_body": True})
 
-    async def _out(self, kind: bytes, data: bytes, last: bool = False) -> None:
-        if not self._begun:
-            await self._send({"type": "http.response.start", "status": 200,
-                              "headers": [(b"content-type", b"application/octet-stream")]})
-            self._begun = True  # not before: who is cancelled while it waits for the client has sent nothing
-        frame = kind + len(data).to_bytes(8, "big") + data
-        await self._send({"type": "http.response.body", "body": frame, "more_body": not last})
+
+def _frame(kind: bytes, data: bytes) -> bytes:
+    return kind + len(data).to_bytes(8, "big") + data
 
 
 async def frames(parts: AsyncIterable[bytes]) -> AsyncGenerator[tuple[str, bytes]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import orjson
@@ -15,7 +16,6 @@ import orjson
 from trinity_es.actors.engines.sampling import MOST_ANSWERS, MOST_PROMPTS, MOST_TOKENS, brief, checked_prompt
 from trinity_es.actors.engines.schema_limits import oversized
 from trinity_es.actors.serving.errors import ApiError, json_object
-from trinity_es.events.errors import DataError
 from trinity_es.events.json_values import NotPlain, plain
 
 __all__ = [
@@ -82,10 +82,7 @@ def checked(path: str, raw: bytes) -> dict[str, Any]:
     prompts = prompts if path == COMPLETIONS else None
     for name, prompt in (("prompt", prompts), ("token_ids", body.get("token_ids"))):
         if isinstance(prompt, str | list):
-            try:
-                checked_prompt(prompt, DataError)
-            except DataError as e:
-                raise ApiError(str(e), param=name, code="invalid_value") from e
+            checked_prompt(prompt, partial(ApiError, param=name, code="invalid_value"))
     return body
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from trinity_es.actors.coordinator.decisions import batches
+from trinity_es.actors.coordinator.decisions import batch_decisions as batches
 from trinity_es.actors.messages import UnitOutcome
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.batch import BatchState, evolve, fold

@@ -37,6 +37,10 @@ async def posted(server: EngineServer, body: Any, path: str = "/v1/chat/completi
         return await http.post(server.url + path, **given)
 
 
+async def connected(server: EngineServer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+
+
 async def until(true: Any, what: str) -> None:
     deadline = asyncio.get_running_loop().time() + 20
     while not true():

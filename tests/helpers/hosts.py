@@ -140,15 +140,15 @@ def ready(client: RolloutClient, host: str, timeout: float = 90) -> None:
 
 
 class KeyFile:
-    """The file with the keys between hosts, as each host has a copy."""
+    """The file with the key between hosts, as each host has a copy."""
 
-    def __init__(self, path: Path, *keys: str) -> None:
+    def __init__(self, path: Path, key: str) -> None:
         self.path = path
-        self.holds(*keys)
+        self.holds(key)
 
-    def holds(self, *keys: str) -> None:
+    def holds(self, key: str) -> None:
         self.path.touch(0o600)
-        self.path.write_text("\n".join(keys) + "\n")
+        self.path.write_text(f"{key}\n")
 
 
 @contextmanager

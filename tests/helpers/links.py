@@ -6,12 +6,16 @@ import contextlib
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from trinity_es.actors.config.hosts import HostsTlsConfig
-from trinity_es.actors.hosts.head_dialer import NO_TLS, HeadDialer
-from trinity_es.actors.hosts.link import Admission, HeadEnd, HostEnd
+from trinity_es.actors.hosts.admission import Admission
+from trinity_es.actors.hosts.certificate import Certificate
+from trinity_es.actors.hosts.head_dialer import HeadDialer, HeadPlace
+from trinity_es.actors.hosts.link import HeadEnd, HostEnd
+
+__all__ = ["HELLO", "KEY", "OTHER", "Heard", "Network", "Told", "dialer", "joined", "network"]
 
 KEY, OTHER = b"k" * 40, b"o" * 40
 HELLO = {"name": "b", "life": "1", "pid": 7, "build": "0", "places": {}}
@@ -31,6 +35,8 @@ class Network:
         """Which way nothing is even taken any more, so that who sends has to wait."""
         self.spoils = ""
         """Which way a bit of the next large piece is changed."""
+        self.rate = float("inf")
+        """How many bytes a second get through a connection."""
         self._to = to
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listening.getsockname()[1]
@@ -98,6 +104,7 @@ class Network:
                         self.spoils, data = "", data[:-1] + bytes([data[-1] ^ 1])
                     self.passed[way] += data
                     other.sendall(data)
+                    time.sleep(len(data) / self.rate)
 
 
 @contextlib.contextmanager
@@ -113,16 +120,16 @@ def network(to: int) -> Iterator[Network]:
 class Heard:
     """A head that takes everybody in, or says why not, and what it heard."""
 
-    def __init__(self, keys: list[bytes], timeout: float = 5.0, tls: HostsTlsConfig = NO_TLS) -> None:
+    def __init__(self, key: bytes = KEY, timeout: float = 5.0, **more: Any) -> None:
         self.hellos: list[Mapping[str, Any]] = []
         self.items: list[tuple[str, Any]] = []
         self.gone: list[tuple[str, float]] = []
         """Why a connection ended, and when its host was last heard."""
-        self.keys, self.refuses = keys, Admission(1, 1)
+        self.key, self.refuses, self.certificate = key, Admission(1, 1), Certificate.made()
         self.end = HeadEnd(
-            ("127.0.0.1", 0), lambda: self.keys, timeout, hello=self._hello,
+            ("127.0.0.1", 0), lambda: self.key, self.certificate, timeout, hello=self._hello,
             take=lambda host, epoch, items: self.items.extend(items),
-            gone=lambda host, epoch, why, heard: self.gone.append((why, heard)), tls=tls,
+            gone=lambda host, epoch, why, heard: self.gone.append((why, heard)), **more,
         )
         self.port = self.end.start().result(10)
 
@@ -131,19 +138,23 @@ class Heard:
         answer(self.refuses)
 
 
+def dialer(head: Heard, port: int | None = None, key: Callable[[], bytes] = lambda: KEY, timeout: float = 5.0,
+           name: str = "b") -> HeadDialer:
+    """Give the way to a head, over the network that listens at `port`."""
+    return HeadDialer(
+        name, key, lambda: HeadPlace(f"127.0.0.1:{port or head.port}", head.certificate.digest), timeout)
+
+
 class Told:
     """A host, and what it was told."""
 
-    def __init__(
-        self, port: int, keys: list[bytes] | None = None, timeout: float = 5.0, tls: HostsTlsConfig = NO_TLS,
-    ) -> None:
+    def __init__(self, way: HeadDialer) -> None:
         self.ups: list[tuple[int, int]] = []
         self.items: list[tuple[str, Any]] = []
         self.downs: list[str] = []
         self.refused: list[str] = []
         self.end = HostEnd(
-            HELLO, HeadDialer(lambda: keys or [KEY], lambda: ("127.0.0.1", port), timeout, tls),
-            up=lambda *epochs: self.ups.append(epochs),
+            HELLO, way, up=lambda *epochs: self.ups.append(epochs),
             take=self.items.extend, down=self.downs.append, refused=self.refused.append,
         )
         self.end.start()
@@ -151,7 +162,7 @@ class Told:
 
 @contextlib.contextmanager
 def joined(head: Heard, port: int | None = None, **args: Any) -> Iterator[Told]:
-    host = Told(port or head.port, **args)
+    host = Told(dialer(head, port, **args))
     try:
         yield host
     finally:

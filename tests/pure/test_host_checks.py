@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 
 from tests.helpers.handmade import cli
-from trinity_es.actors.hosts.check import HeadSays, ask_head, digest_of, facts
-from trinity_es.actors.hosts.sealed_stream import NotOurs, accept
+from tests.helpers.links import OTHER, Heard, dialer
+from trinity_es.actors.hosts.admission import Admission
+from trinity_es.actors.hosts.check import digest_of, facts
+from trinity_es.actors.hosts.head_dialer import HeadPlace, NotOurs
 from trinity_es.cli import host_checks
-from trinity_es.cli.host_checks import compared, folder_finding
+from trinity_es.cli.host_checks import HeadSays, ask_head, compared, folder_finding
 from trinity_es.config.config import Config
 
-KEY = b"a key of these tests, long enough"
 MINE: dict[str, Any] = {"build": "1", "python": "3.11.7", "packages": {"vllm": "0.9", "torch": "2.7"}}
 
 
 def verdicts(theirs: Mapping[str, Any], *, vllm: bool = True) -> dict[str, str]:
-    return {f.what: f.verdict for f in compared(HeadSays(refused="", facts={**MINE, **theirs}), MINE, vllm)}
+    return {f.what: f.verdict for f in compared(HeadSays(would_refuse="", facts={**MINE, **theirs}), MINE, vllm)}
 
 
 def test_the_same_as_the_head_is_well() -> None:
@@ -57,33 +58,20 @@ def test_a_model_is_compared_by_its_config_and_the_sizes_of_its_weights(tmp_path
     assert digest_of(str(tmp_path)) != first
 
 
-async def asked(key: bytes, said: Mapping[str, Any]) -> HeadSays:
-    """Ask a head that is no more than its door."""
-    async def met(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            hello, answer = await accept(reader, writer, [KEY])
-        except NotOurs:
-            writer.transport.abort()
-            return
-        assert hello["check"] is True
-        await answer.take(**said)
-        answer.stream().close()
-
-    server = await asyncio.start_server(met, "127.0.0.1", 0, limit=1 << 20)
-    async with server:
-        return await ask_head(server.sockets[0].getsockname()[:2], key, {"name": "b"}, 5.0)
+def test_the_head_says_what_it_is_and_whether_it_would_take_the_host_in() -> None:
+    head = Heard(facts=lambda: {"build": "7"})
+    head.refuses = Admission(refused="taken already")
+    says = asyncio.run(ask_head(dialer(head), {"name": "b"}))
+    head.end.stop()
+    assert head.hellos == [{"name": "b", "check": True}]
+    assert (says.would_refuse, says.facts["build"]) == ("taken already", "7")
 
 
-def test_the_head_says_what_runs_there_and_whether_it_takes_the_host() -> None:
-    says = asyncio.run(asked(KEY, {"refused": "taken already", "facts": {"build": "7"}}))
-    assert (says.refused, says.facts["build"]) == ("taken already", "7")
-
-
-def test_a_head_with_another_key_and_one_that_knows_no_checks_are_told() -> None:
+def test_a_head_with_another_key_is_told() -> None:
+    head = Heard()
     with pytest.raises(NotOurs, match="another key"):
-        asyncio.run(asked(b"another key, long enough for one", {"refused": "", "facts": {}}))
-    with pytest.raises(NotOurs, match="runs another trinity-es"):
-        asyncio.run(asked(KEY, {"epoch": 1, "coordinator_epoch": 1}))
+        asyncio.run(ask_head(dialer(head, key=lambda: OTHER), {"name": "b"}))
+    head.end.stop()
 
 
 def test_what_can_t_be_a_store_or_a_name_is_told_at_once(tmp_path: Path) -> None:
@@ -99,7 +87,7 @@ def test_what_can_t_be_a_store_or_a_name_is_told_at_once(tmp_path: Path) -> None
 
 def test_the_key_is_looked_for_where_join_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRINITY_ES_KEY", raising=False)
-    monkeypatch.setattr(host_checks, "find_head", lambda url: "127.0.0.1:9")
+    monkeypatch.setattr(host_checks, "find_head", lambda url: HeadPlace("127.0.0.1:9", bytes(32)))
     store = {"url": f"sqlite:///{tmp_path}/log.sqlite"}
     config = Config.from_dict({"store": store, "system": {"log_dir": str(tmp_path)}})
     [found] = host_checks._head("postgresql://me@db/run", "b", config, "")

@@ -78,7 +78,7 @@ WALLS: dict[str, tuple[str, str | None]] = {
     ),
     "actors/runner": (
         "actors actors/config actors/engines actors/engines/* actors/rollout actors/rollout/* actors/serving",
-        "actors.coordinator.decisions.batches",
+        "actors.coordinator.decisions.batch_decisions",
     ),
     "actors/guardian": ("actors actors/engines actors/coordinator actors/hosts actors/runner", "actors.rollout.model"),
     "trinity_es": ("", "config.config"),

@@ -225,7 +225,7 @@ def test_a_worker_s_model_waits_for_nothing_on_a_loop_that_it_has_not() -> None:
     """Each method that blocks is answered by the runner's model there."""
     blocking = {name for name, value in vars(Model).items() if hasattr(value, "__wrapped__")}
     assert blocking >= {"chat", "generate", "convert_messages_to_experience"}
-    assert blocking - vars(_RemoteModel).keys() == set()
+    assert blocking | {"convert_messages_to_experience_async"} <= vars(_RemoteModel).keys()
 
 
 # --- after the run ----------------------------------------------------------------------------------------------------

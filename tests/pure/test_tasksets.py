@@ -229,7 +229,8 @@ def test_p33_a_parquet_file_and_a_dataset_directory_are_read_as_jsonl_is(tmp_pat
         for of in ("jsonl", kind))
     cursor = Cursor()
     for n in (4, 3, 9, 4):
-        assert (read := columns.read(cursor, n)) == lines.read(cursor, n)
+        read = columns.read(cursor, n)
+        assert read == lines.read(cursor, n)
         cursor = read[1]
     assert cursor == Cursor(2, 0)
 

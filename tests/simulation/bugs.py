@@ -12,7 +12,7 @@ from unittest import mock
 
 import trinity_es.actors.coordinator.live_state
 from tests.simulation.store import Store
-from trinity_es.actors.coordinator.decisions import batches
+from trinity_es.actors.coordinator.decisions import batch_decisions as batches
 from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.handlers.router import CommandRouter
 from trinity_es.actors.runner.actor import Runner

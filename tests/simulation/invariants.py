@@ -17,7 +17,7 @@ from tests.simulation.doubles import SimCoordinator, SimRunner
 from tests.simulation.engine import reward
 from tests.simulation.trainer import BatchPlan
 from tests.simulation.world import Process, Violation, World
-from trinity_es.actors.coordinator.decisions.batches import loads
+from trinity_es.actors.coordinator.decisions.batch_decisions import loads
 from trinity_es.actors.messages import UnitOutcome
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogUnavailable

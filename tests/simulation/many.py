@@ -25,7 +25,7 @@ from tests.simulation.world import Process, Violation, World
 from trinity_es.actors import messages, requests
 from trinity_es.actors.coordinator.actor import Coordinator
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone
-from trinity_es.actors.coordinator.fleet.hosts import FarProcess
+from trinity_es.actors.coordinator.fleet.host_fleet import FarProcess
 from trinity_es.events.vocabulary import PayloadRef
 
 

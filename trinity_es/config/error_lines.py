@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import functools
+import inspect
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -14,6 +18,7 @@ from pydantic_core import ErrorDetails
 
 from trinity_es.actors.error_lines import Path_, dotted, error_path, quoted, sentence, written
 from trinity_es.events.errors import ConfigError, TrinityError
+from trinity_es.events.event_docs import documented_fields
 
 __all__ = ["config_error", "explain", "key_table"]
 
@@ -99,10 +104,22 @@ def key_table(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str, 
         key = prefix + (info.alias or name)
         inner, in_list = _inner_model(info.annotation)
         if inner is None or in_list:
-            rows.append((key, _type(info), _default(info), " ".join((info.description or "").split())))
+            rows.append((key, _type(info), _default(info), _documented(model, name)))
         if inner is not None:
             rows += key_table(inner, f"{key}[]." if in_list else f"{key}.")
     return rows
+
+
+def _documented(model: type[BaseModel], name: str) -> str:
+    ours = [cls for cls in model.__mro__ if cls.__module__.startswith("trinity_es.")]
+    return next(filter(None, (_docs(inspect.getfile(cls)).get(cls.__name__, {}).get(name) for cls in ours)), "")
+
+
+@functools.cache
+def _docs(file: str) -> dict[str, dict[str, str]]:
+    """Return the strings under fields, which Python itself throws away, by class."""
+    classes = [node for node in ast.parse(Path(file).read_text()).body if isinstance(node, ast.ClassDef)]
+    return {node.name: {name: doc for name, _, doc in documented_fields(node)} for node in classes}
 
 
 def _inner_model(annotation: Any) -> tuple[type[BaseModel] | None, bool]:

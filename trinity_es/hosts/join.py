@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -25,9 +26,9 @@ from trinity_es.actors.config.config import HostIdentity
 from trinity_es.actors.engines.devices import lacking, visible
 from trinity_es.actors.hosts.folder_files import FolderName
 from trinity_es.actors.hosts.folder_puller import FolderPuller, pulled_dir
-from trinity_es.actors.hosts.head_dialer import HeadDialer
+from trinity_es.actors.hosts.head_dialer import HeadDialer, HeadPlace
 from trinity_es.actors.messages import HostLeaves
-from trinity_es.actors.system_key import KEY_VARIABLE, HostKeys
+from trinity_es.actors.system_key import KEY_VARIABLE, host_key
 from trinity_es.client.connection import Connection, system_gone
 from trinity_es.config.config import Config
 from trinity_es.config.interpolation import escaped
@@ -36,7 +37,6 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError, LogError, NotRunning, SyncError, TrinityError, WrongKey
 from trinity_es.events.processes import process_lives
 from trinity_es.events.secrets import masked_keys
-from trinity_es.events.software_version import VERSION
 from trinity_es.events.store.database.retry import Backoff
 from trinity_es.events.store.database.urls import masked, parse_url
 from trinity_es.events.store.log import EventLog
@@ -69,7 +69,7 @@ def host_name(given: str | None) -> str:
     return name
 
 
-def find_head(url: str) -> str:
+def find_head(url: str) -> HeadPlace:
     """Return where the head of this store takes hosts in.
 
     Raises ConfigError where none can be: a store of one host, a head that takes none. NotRunning while nobody leads;
@@ -85,12 +85,13 @@ def find_head(url: str) -> str:
     owner = (lease.owner or {}) if lease is not None else {}
     if not owner:
         raise NotRunning(f"nobody leads the run of {masked(url)} now: start its head with `trinity-es up` or `run`")
-    if not owner.get("hosts"):
+    place = HeadPlace.of(owner)
+    if place is None:
         raise ConfigError(
             f"the head of {masked(url)} (pid {owner.get('pid')} on {owner.get('host')}) takes no hosts: set "
             "hosts.address in its config to an address of its own and a port, as in 10.0.0.1:7700, and start it anew"
         )
-    return str(owner["hosts"])
+    return place
 
 
 def config_of(
@@ -203,7 +204,7 @@ class HostRun:
     def _config(self, places: Mapping[str, str] = MappingProxyType({})) -> Config:
         return config_of(self._url, self._name, self._overrides, self._log_dir, self._key_file, places)
 
-    def _with_models(self, head: str, config: Config) -> Config:
+    def _with_models(self, head: HeadPlace, config: Config) -> Config:
         """Return the config with a place on this host for each model whose folder is not here: pulled from the head.
 
         One that the head has not either stays as it is: its engine says why it can't start.
@@ -223,14 +224,12 @@ class HostRun:
                 self._tell(e.message)
         return self._config(places) if places else config
 
-    def _pulled(self, head: str, config: Config, name: FolderName) -> Path:
-        address, _, port = head.rpartition(":")
+    def _pulled(self, head: HeadPlace, config: Config, name: FolderName) -> Path:
         folder = self._log_dir / "models"
         if config.hosts.weights_dir:  # where several hosts may have theirs, also of other machines
             folder = Path(config.hosts.weights_dir) / f"models-{socket.gethostname()}-{self._name}"
-        keys = HostKeys(config.hosts.key_file or ("" if os.environ.get(KEY_VARIABLE) else key_file(config)))
-        dialer = HeadDialer(keys, lambda: (address.strip("[]"), int(port)), config.hosts.timeout, config.hosts.tls)
-        puller = FolderPuller(folder, {"name": self._name, "build": VERSION}, dialer)
+        key = partial(host_key, config.hosts.key_file or ("" if os.environ.get(KEY_VARIABLE) else key_file(config)))
+        puller = FolderPuller(folder, HeadDialer(self._name, key, lambda: head, config.hosts.timeout))
         return asyncio.run(self._unless_it_leaves(puller.pull(name, None, lambda text: None)))
 
     async def _unless_it_leaves(self, pull: Coroutine[Any, Any, Path]) -> Path:

@@ -20,8 +20,6 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import orjson
-
 from trinity_es.actors.commands import CountAnswers, DeliverAnswers, GetRoutes, RewardAnswers
 from trinity_es.actors.commands.fields import NAME_LENGTH
 from trinity_es.actors.engines.http.client import http_client, up_to
@@ -276,7 +274,8 @@ class Proxy:
     async def _read(self, request: Request) -> Response:
         async def ask(engine: Backend) -> Response:
             response = await self._http.get(engine.endpoint + request.url.path, headers=self._headers)
-            _require_answered(response.status_code, response.content)
+            if _failed(response.status_code):
+                raise EngineFailed(message_of(response.content))
             return _response(response.content, response.status_code, {"content-type": "application/json"})
 
         return await self._on_an_engine(ask, [])
@@ -302,8 +301,12 @@ class Proxy:
             response = await self._http.send(sent, stream=True)
             streaming = False
             try:
-                answer = frames(response.aiter_raw())
-                status, kept = await _begun(answer)
+                answer, status = frames(response.aiter_raw()), response.status_code
+                if WANTED not in response.headers:
+                    raise EngineFailed("its server answered in another way than a runner's")
+                if _failed(status):
+                    raise EngineFailed(message_of(b"".join([part async for kind, part in answer if kind == "b"])))
+                kept = {name: value for name, value in response.headers.items() if name in _PASSED_ON}
                 if status < 400:
                     self.engines.remember(later, engine)
                 if kept.get("content-type", "").startswith("text/event-stream") and status == 200:
@@ -412,23 +415,9 @@ class Proxy:
             yield place.last_event(refused(e))
 
 
-async def _begun(answer: AsyncGenerator[tuple[str, bytes]]) -> tuple[int, dict[str, str]]:
-    """Return an answer's status, and those of its headers that go on. Raises EngineFailed where the engine failed."""
-    try:
-        kind, data = await anext(answer)  # with a default it is a SystemError where there is none
-        head = orjson.loads(data) if kind == "s" else {}
-        status, headers = int(head["status"]), {k: v for k, v in head["headers"] if k in _PASSED_ON}
-    except (StopAsyncIteration, LookupError, TypeError, ValueError) as e:
-        raise EngineFailed("its server answered in another way than a runner's") from e
-    if status >= 500 or status == 401:
-        _require_answered(status, b"".join([part async for kind, part in answer if kind == "b"]))
-    return status, headers
-
-
-def _require_answered(status: int, body: bytes) -> None:
-    """Raise EngineFailed for an answer that another engine may give instead."""
-    if status >= 500 or status == 401:
-        raise EngineFailed(message_of(body))
+def _failed(status: int) -> bool:
+    """Return True for the status of an answer that another engine may give instead."""
+    return status >= 500 or status == 401
 
 
 _PASSED_ON = frozenset({"content-type", "cache-control", "x-model-version"})

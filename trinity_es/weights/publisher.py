@@ -91,7 +91,8 @@ class Publisher:
             adapter=name, version=version, path=str(folder), rank=found.rank, size=found.size, digest=found.digest,
             timeout=timeout,
         )
-        return dict(self._ask(command, timeout))
+        synced = self._ask(command, timeout)
+        return dict(synced)
 
     def remove_adapter(self, name: str) -> None:
         """See RolloutClient.remove_adapter."""

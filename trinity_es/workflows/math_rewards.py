@@ -187,13 +187,6 @@ def _last_answer(text: str) -> str | None:
     return numbers[-1] if numbers else None
 
 
-def _gold(truth: Any) -> str:
-    """Return the truth's own last \\boxed{}, else the answer in it."""
-    answer = _after_hashes(truth)
-    boxed = boxed_answer(answer)
-    return answer if boxed is None else boxed
-
-
 def _same(answer: str | None, truth: str) -> bool:
     """Return True if two contents of a \\boxed{} are the same."""
     if answer is None or answer.strip() == truth.strip():
@@ -211,6 +204,12 @@ def _tagged(text: str) -> Any:
 def _after_hashes(truth: Any) -> str:
     """Return the answer in a truth of GSM8K's form, another one as it is."""
     return _text(truth).rpartition("####")[2].strip()
+
+
+def _gold(truth: Any) -> str:
+    """Return what the truth's last \\boxed{} holds, else its answer."""
+    answer = _after_hashes(truth)
+    return answer if (boxed := boxed_answer(answer)) is None else boxed
 
 
 def _text(truth: Any) -> str:

@@ -6,11 +6,12 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from trinity_es.actors.coordinator.decisions import batches, runners
-from trinity_es.actors.coordinator.fleet.adapters import AdapterLoading
+from trinity_es.actors.coordinator.decisions import batch_decisions as batches
+from trinity_es.actors.coordinator.decisions import runner_decisions as runners
+from trinity_es.actors.coordinator.fleet.adapter_loading import AdapterLoading
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
-from trinity_es.actors.coordinator.fleet.weights import WeightLoading
+from trinity_es.actors.coordinator.fleet.weight_loading import WeightLoading
 from trinity_es.actors.message_sizes import unpack_results
 from trinity_es.actors.messages import EndedRunners, Heartbeat, OutcomeReport, RunnerDied, RunnerStatus, UnitOutcome
 from trinity_es.actors.reports import clean_text

@@ -18,7 +18,7 @@ from trinity_es.actors.commands import (
     SubmitBatch,
 )
 from trinity_es.actors.config.config import LaunchedConfig
-from trinity_es.actors.coordinator.decisions import batches
+from trinity_es.actors.coordinator.decisions import batch_decisions as batches
 from trinity_es.actors.coordinator.delivery.outputs import Outputs
 from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone, PipelineJob, PipelineThread
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher

@@ -16,10 +16,10 @@ from trinity_es.actors.commands import (
     SyncedWeights,
     SyncWeights,
 )
-from trinity_es.actors.coordinator.fleet.adapters import AdapterLoading
+from trinity_es.actors.coordinator.fleet.adapter_loading import AdapterLoading
 from trinity_es.actors.coordinator.fleet.awaited import Awaited
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
-from trinity_es.actors.coordinator.fleet.weights import WeightLoading
+from trinity_es.actors.coordinator.fleet.weight_loading import WeightLoading
 from trinity_es.actors.coordinator.handlers.router import Handled, handled
 from trinity_es.actors.coordinator.ports import Responder, TimerHost
 from trinity_es.events import vocabulary as ev

@@ -12,12 +12,12 @@ from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineThrea
 from trinity_es.actors.coordinator.delivery.retention import Retention
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import DynamicTimeout
-from trinity_es.actors.coordinator.fleet.hosts import HostFleet
-from trinity_es.actors.coordinator.fleet.leases import LeaseFleet, Releases
+from trinity_es.actors.coordinator.fleet.host_fleet import HostFleet
+from trinity_es.actors.coordinator.fleet.lease_fleet import LeaseFleet, Releases
 from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
-from trinity_es.actors.coordinator.fleet.servers import ServerFleet
-from trinity_es.actors.coordinator.fleet.weights import Rolling, WeightLoading
+from trinity_es.actors.coordinator.fleet.server_fleet import ServerFleet
+from trinity_es.actors.coordinator.fleet.weight_loading import Rolling, WeightLoading
 from trinity_es.actors.coordinator.handlers.batches import BatchHandlers
 from trinity_es.actors.coordinator.handlers.experiences import ExperienceQueue
 from trinity_es.actors.coordinator.handlers.loads import LoadHandlers

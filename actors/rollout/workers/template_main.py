@@ -199,8 +199,7 @@ def _unseeded() -> list[Any]:
 
 
 def _name(name: str) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def main() -> None:

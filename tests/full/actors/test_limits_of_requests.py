@@ -12,7 +12,7 @@ import orjson
 import psutil
 import pytest
 
-from tests.helpers.endpoint import HELLO, TOKEN, Recorder, posted, serving
+from tests.helpers.endpoint import HELLO, TOKEN, Recorder, connected, posted, serving
 from trinity_es.actors.engines.http.remote import RemoteEngine
 from trinity_es.actors.engines.sampling import MOST_PROMPTS, MOST_TOKENS
 from trinity_es.actors.engines.schema_limits import oversized
@@ -224,7 +224,7 @@ async def test_a_body_without_the_token_is_not_read() -> None:
 async def test_a_body_that_does_not_end_is_answered_and_its_connection_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "BODY_SECONDS", 0.5)
     async with serving(Recorder()) as server:
-        reader, writer = await _connected(server.url)
+        reader, writer = await connected(server)
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKEN}\r\n"
         writer.write(f"{head}transfer-encoding: chunked\r\n\r\n".encode())
 
@@ -250,8 +250,3 @@ async def test_an_endpoint_ends_as_soon_as_it_is_told_to(monkeypatch: pytest.Mon
     async with serving(Recorder()) as server:
         assert (await posted(server, {"messages": HELLO})).status_code == 200
         await asyncio.wait_for(server.stop(), 30)
-
-
-async def _connected(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    host, _, port = url.removeprefix("http://").rpartition(":")
-    return await asyncio.open_connection(host, int(port))

@@ -27,7 +27,7 @@ from trinity_es.actors.coordinator.delivery.pipeline_thread import PipelineDone
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
-from trinity_es.actors.coordinator.fleet.weights import Rolling, WeightLoading
+from trinity_es.actors.coordinator.fleet.weight_loading import Rolling, WeightLoading
 from trinity_es.actors.coordinator.handlers.serve_answers import AnswerHandlers, rewarded
 from trinity_es.actors.coordinator.handlers.serve_routes import RouteHandlers
 from trinity_es.actors.coordinator.live_state import LiveState

@@ -14,9 +14,8 @@ import httpx
 import orjson
 import pytest
 
-from tests.helpers.endpoint import CHAT, TOKEN, Recorder, posted, serving, until
+from tests.helpers.endpoint import CHAT, TOKEN, Recorder, connected, posted, serving, until
 from trinity_es.actors.rollout.model import Model
-from trinity_es.actors.serving.engine_server import EngineServer
 from trinity_es.actors.serving.http_server import most_connections
 from trinity_es.events.store.database.disk import is_out_of_files
 
@@ -25,10 +24,6 @@ def asked(path: str, body: object = CHAT) -> bytes:
     raw = orjson.dumps(body)
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {TOKEN}\r\ncontent-length: {len(raw)}\r\n\r\n"
     return head.encode() + raw
-
-
-async def connected(server: EngineServer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    return await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
 
 
 async def test_a_client_that_goes_in_the_middle_of_its_body_is_no_error(caplog: pytest.LogCaptureFixture) -> None:

@@ -31,10 +31,6 @@ def frame(kind: bytes, data: bytes) -> bytes:
     return kind + len(data).to_bytes(8, "big") + data
 
 
-def start(kind: str = "application/json") -> bytes:
-    return frame(b"s", orjson.dumps({"status": 200, "headers": [["content-type", kind]]}))
-
-
 def record(told: bytes | None = None) -> bytes:
     if told is None:
         told = orjson.dumps({"message": "m", "versions": [0], "prompt_tokens": 1, "response_tokens": 1, "choices": []})
@@ -42,7 +38,16 @@ def record(told: bytes | None = None) -> bytes:
 
 
 BODY = frame(b"b", b'{"id":"m"}')
-WHOLE = start() + record() + BODY
+WHOLE = record() + BODY
+FRAMED = {"x-trinity-record": "1"}
+
+
+def stream(body: bytes) -> httpx.Response:
+    return httpx.Response(200, headers={**FRAMED, "content-type": "text/event-stream"}, content=parts(body))
+
+
+async def parts(body: bytes) -> AsyncGenerator[bytes]:
+    yield body
 
 
 @pytest.fixture
@@ -53,15 +58,15 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Proxy:
     return made
 
 
-async def asked(proxy: Proxy, *answers: bytes, engine: Any = None) -> tuple[httpx.Response, list[Any]]:
+async def asked(
+    proxy: Proxy, *answers: bytes | httpx.Response, engine: Any = None
+) -> tuple[httpx.Response, list[Any]]:
     """Return what a client gets where the first engine answers so, and the next one so, ...; and what was recorded."""
     left = list(answers)
 
     async def answering(request: httpx.Request) -> httpx.Response:
-        async def parts() -> AsyncGenerator[bytes]:
-            yield left.pop(0)
-
-        return httpx.Response(200, content=parts())
+        answer = left.pop(0)
+        return httpx.Response(200, headers=FRAMED, content=parts(answer)) if isinstance(answer, bytes) else answer
 
     proxy._http = httpx.AsyncClient(transport=httpx.MockTransport(engine or answering))
     proxy._attempts, proxy._patience = len(answers), 5.0
@@ -77,13 +82,13 @@ async def asked(proxy: Proxy, *answers: bytes, engine: Any = None) -> tuple[http
 
 
 @pytest.mark.parametrize("odd", {
-    "nothing": b"", "no_frames": b"hello", "half_a_start": start()[:-3], "no_start": BODY,
-    "a_start_that_is_no_json": frame(b"s", b"{") + BODY, "a_start_without_status": frame(b"s", b"{}") + BODY,
-    "no_body": start(), "no_body_after_its_record": start() + record(), "half_a_body": WHOLE[:-3],
-    "an_empty_stream": start("text/event-stream"), "half_a_stream": start("text/event-stream") + BODY[:-3],
+    "nothing": lambda: b"", "no_frames": lambda: b"hello", "no_runner": lambda: httpx.Response(200, content=BODY),
+    "an_error": lambda: httpx.Response(500, headers=FRAMED, content=parts(BODY)),
+    "no_body_after_its_record": record, "half_a_body": lambda: WHOLE[:-3],
+    "an_empty_stream": lambda: stream(b""), "half_a_stream": lambda: stream(BODY[:-3]),
 }.items(), ids=lambda odd: odd[0])
-async def test_p36_where_an_engine_answers_oddly_another_is_asked(proxy: Proxy, odd: tuple[str, bytes]) -> None:
-    answer, recorded = await asked(proxy, odd[1], WHOLE)
+async def test_p36_where_an_engine_answers_oddly_another_is_asked(proxy: Proxy, odd: tuple[str, Any]) -> None:
+    answer, recorded = await asked(proxy, odd[1](), WHOLE)
     assert (answer.status_code, answer.json()) == (200, {"id": "m"})
     assert len(recorded) == 1, "what is asked again is recorded once"
 
@@ -108,9 +113,9 @@ async def test_a_request_that_lost_two_engines_is_given_to_no_third(
 
 @pytest.mark.parametrize("told", [b"{{{", b"[]", b'{"message": "m", "versions": [], "choices": []}'])
 async def test_p36_what_is_no_record_is_the_engines_failure(proxy: Proxy, told: bytes) -> None:
-    answer, recorded = await asked(proxy, start() + record(told) + BODY)
+    answer, recorded = await asked(proxy, record(told) + BODY)
     assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_failed")
-    answer, recorded = await asked(proxy, start("text/event-stream") + BODY + record(told) + BODY)
+    answer, recorded = await asked(proxy, stream(BODY + record(told) + BODY))
     assert answer.status_code == 200
     assert json.loads(answer.text.partition("data: ")[2])["error"]["code"] == "engine_failed"
     assert recorded == []
@@ -130,11 +135,12 @@ async def test_p36_a_client_that_goes_in_the_middle_of_its_body_is_counted(proxy
 
 
 async def test_p36_each_request_is_answered_failed_or_open(proxy: Proxy) -> None:
-    stream = start("text/event-stream") + BODY + record() + BODY
-    for answer in (WHOLE, stream, start("text/event-stream") + BODY + record(b"[]") + BODY, start() + record(b"[]")):
+    for answer in (WHOLE, stream(BODY + record() + BODY), stream(BODY + record(b"[]") + BODY), record(b"[]")):
         await asked(proxy, answer)
     assert (proxy.requests, proxy.answered, proxy.failed) == (4, 2, 2)
-    opened = httpx.AsyncClient(transport=httpx.MockTransport(lambda request: httpx.Response(200, content=never_ends())))
+    headers = {**FRAMED, "content-type": "text/event-stream"}
+    endless = httpx.MockTransport(lambda request: httpx.Response(200, headers=headers, content=never_ends()))
+    opened = httpx.AsyncClient(transport=endless)
     async with opened as proxy._http:
         bodies, gone = [{"type": "http.request", "body": orjson.dumps({**CHAT, "stream": True})}], asyncio.Event()
 
@@ -148,13 +154,12 @@ async def test_p36_each_request_is_answered_failed_or_open(proxy: Proxy) -> None
                 assert proxy.requests - proxy.answered - proxy.failed == 1
                 gone.set()
 
-        headers = [(b"authorization", f"Bearer {proxy.api_key}".encode())]
-        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers,
-                 "query_string": b""}
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"",
+                 "headers": [(b"authorization", f"Bearer {proxy.api_key}".encode())]}
         await asyncio.wait_for(make_app(proxy._routes())(scope, receive, send), 20)
     assert (proxy.requests, proxy.answered, proxy.failed) == (5, 2, 3)
 
 
 async def never_ends() -> AsyncGenerator[bytes]:
-    yield start("text/event-stream") + BODY
+    yield BODY
     await asyncio.Event().wait()

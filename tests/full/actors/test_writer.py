@@ -74,6 +74,17 @@ class Bench:
         write = Write(stream="a", expected_version=number, events=[BatchTrained(step=number)])
         return UnitOfWork(writes=[write], then=[lambda: self.done.append(number)])
 
+    def held(self) -> threading.Event:
+        """Append nothing before this is set: what comes after the first turn is one group."""
+        gate, append = threading.Event(), self.flaky.append
+
+        def held(writes: Sequence[Write], **options: Any) -> Committed:
+            assert gate.wait(20)
+            return append(writes, **options)
+
+        self.flaky.append = held  # type: ignore[method-assign]
+        return gate
+
     def loop(self, until: Callable[[], bool]) -> None:
         while not until():
             self.calls.get(timeout=20)()
@@ -185,15 +196,7 @@ def test_a_writer_that_is_stopped_writes_what_is_queued(bench: Bench) -> None:
 
 def test_a_group_keeps_the_order_of_the_decisions_across_streams(bench: Bench) -> None:
     """What was decided first stands first in the log, also where one commit holds several turns of several streams."""
-    gate = threading.Event()
-    append = bench.flaky.append
-
-    def slow(writes: Sequence[Write], **options: Any) -> Committed:
-        assert gate.wait(20)
-        return append(writes, **options)
-
-    bench.flaky.append = slow  # type: ignore[method-assign]  # so that what comes next is one group
-    writer = bench.start()
+    gate, writer = bench.held(), bench.start()
     order = ["a", "b", "a", "c", "b", "a"]
     versions = dict.fromkeys(order, 0)
     writer.submit(UnitOfWork(writes=[Write(stream="first", expected_version=0, events=[BatchTrained(step=0)])]))
@@ -208,15 +211,7 @@ def test_a_group_keeps_the_order_of_the_decisions_across_streams(bench: Bench) -
 
 
 def test_what_the_log_can_not_hold_fails_its_own_turn_and_undoes_those_behind_it(bench: Bench) -> None:
-    gate = threading.Event()
-    append = bench.flaky.append
-
-    def slow(writes: Sequence[Write], **options: Any) -> Committed:
-        assert gate.wait(20)
-        return append(writes, **options)
-
-    bench.flaky.append = slow  # type: ignore[method-assign]  # so that what comes next is one group
-    writer = bench.start()
+    gate, writer = bench.held(), bench.start()
     writer.submit(bench.turn())
     wait_until(lambda: not writer._queue, "the first turn to be in the writer's hands")
     bad = UnitOfWork(writes=[Write(stream="a\0", expected_version=0, events=[BatchTrained(step=9)])])

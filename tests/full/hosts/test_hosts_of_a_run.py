@@ -268,16 +268,6 @@ def test_a_host_is_drained_by_a_person_and_its_join_ends(start_head: StartHead) 
     assert head.events(ev.AttemptFailed, ev.HostLost) == []
 
 
-def test_a_host_that_was_never_taken_in_ends_at_once(start_head: StartHead) -> None:
-    head = start_head(free_port())  # where nobody listens
-    with host_joins(head.url, "b", head.folder, "--drain", "200") as b:
-        wait_until(lambda: "is up" in b.said.read_text(), "the host's system", 60)
-        assert "host.log" in b.said.read_text()
-        assert b.drain() == 0
-        assert b.left() == []
-    assert head.events(ev.HostJoined, ev.HostLost) == []
-
-
 def test_what_a_host_has_that_ends_before_its_tasks_do_is_attempted_elsewhere(start_head: StartHead) -> None:
     head = start_head()
     with host_joins(head.url, "b", head.folder, "--drain", "0") as b:

@@ -6,46 +6,39 @@ import asyncio
 import os
 import shutil
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.links import Network, network
-from trinity_es.actors.hosts import folder_puller, folder_sender, sealed_stream
+from tests.helpers.links import OTHER, Heard, Network, dialer, joined, network
+from trinity_es.actors.hosts import folder_puller, folder_sender
+from trinity_es.actors.hosts.admission import Admission
 from trinity_es.actors.hosts.folder_files import FileFacts, FolderName, listing
 from trinity_es.actors.hosts.folder_puller import FolderPuller
-from trinity_es.actors.hosts.head_dialer import HeadDialer
-from trinity_es.actors.hosts.link import Admission, HeadEnd, HostEnd
+from trinity_es.actors.hosts.head_dialer import NotOurs
 from trinity_es.events.errors import SyncError
 from trinity_es.testing import wait_until
 
-KEY = b"k" * 40
 MIB = 2**20
 WEIGHTS = FolderName("weights", version=3)
 
 
-class Head:
+class Head(Heard):
     """A head that gives a folder to whoever has the key, and takes hosts in."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.asked = folder, list[Any]()
-        self.items: list[tuple[str, Any]] = []
-        self.refuses = ""
-        self.end = HeadEnd(
-            ("127.0.0.1", 0), lambda: [KEY], 5.0, hello=self._hello,
-            take=lambda host, epoch, items: self.items.extend(items), gone=lambda host, epoch, why, heard: None,
-        )
-        self.port = self.end.start().result(10)
+        super().__init__()
+        self.folder, self.asked, self.refusal = folder, list[Any](), ""
 
     def _hello(self, said: Mapping[str, Any], where: str, answer: Callable[[Admission], None]) -> None:
         if "fetch" not in said:
-            answer(Admission(1, 1))
+            super()._hello(said, where, answer)
         else:
             self.asked.append(said["fetch"])
-            answer(Admission(refused=self.refuses, folder=str(self.folder)))
+            answer(Admission(refused=self.refusal, folder=str(self.folder)))
 
 
 @pytest.fixture
@@ -72,10 +65,9 @@ def published(head: Head) -> dict[str, bytes]:
 class Host:
     """A host that pulls."""
 
-    def __init__(self, folder: Path, port: int, patience: float = 5.0, key: bytes = KEY) -> None:
+    def __init__(self, folder: Path, head: Head, port: int | None = None, **way: Any) -> None:
         self.folder, self.told = folder, list[str]()
-        me = {"name": "b", "build": "0"}
-        self.puller = FolderPuller(folder, me, HeadDialer(lambda: [key], lambda: ("127.0.0.1", port), patience))
+        self.puller = FolderPuller(folder, dialer(head, port, **way))
 
     def pull(self, own: Path | None = None) -> Path:
         return asyncio.run(self.pulling(own))
@@ -88,7 +80,7 @@ def test_a_folder_comes_equal_and_without_what_a_trainer_keeps_beside_weights(
     head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder_puller, "TELL_SECONDS", 0.0)  # it takes less
-    host = Host(tmp_path / "host", head.port)
+    host = Host(tmp_path / "host", head)
     place = host.pull()
     assert place.parent == host.folder
     assert content(place) == published(head)
@@ -102,13 +94,13 @@ def test_files_that_head_and_host_share_are_used_as_they_are_and_not_even_read(
     head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder_sender, "digests_of", None)
-    host = Host(tmp_path / "host", head.port)
+    host = Host(tmp_path / "host", head)
     assert host.pull(head.folder) == head.folder
     assert not host.folder.exists()
 
 
 def test_an_equal_copy_is_used_as_it_is_and_one_that_differs_in_a_bit_is_not(head: Head, tmp_path: Path) -> None:
-    host = Host(tmp_path / "host", head.port)
+    host = Host(tmp_path / "host", head)
     copy = tmp_path / "copy"
     shutil.copytree(head.folder, copy)
     assert host.pull(copy) == copy
@@ -124,13 +116,13 @@ def test_an_equal_copy_is_used_as_it_is_and_one_that_differs_in_a_bit_is_not(hea
 @contextmanager
 def pulled_slowly(head: Head, tmp_path: Path) -> Iterator[tuple[Host, Network]]:
     with network(head.port) as between:
-        yield Host(tmp_path / "host", between.port), between
+        yield Host(tmp_path / "host", head, between.port), between
 
 
 def test_two_processes_never_write_one_file(head: Head, tmp_path: Path) -> None:
     """Two hosts with one folder: the second would cut off what the first has written."""
     with pulled_slowly(head, tmp_path) as (first, between):
-        second = Host(first.folder, head.port)
+        second = Host(first.folder, head)
         said: list[str] = []
 
         def come_too() -> None:
@@ -185,7 +177,7 @@ def test_another_life_goes_on_with_what_an_earlier_one_pulled(head: Head, tmp_pa
         with (part / "a.safetensors").open("r+b") as file:  # and its memory was not sound
             file.seek(MIB)
             file.write(b"another")
-        again = Host(host.folder, between.port)
+        again = Host(host.folder, head, between.port)
         place = again.pull()
         assert content(place) == published(head)
         sent = len(between.passed["to host"]) - before
@@ -201,7 +193,6 @@ def test_a_bit_that_changes_on_the_wire_is_noticed_and_the_rest_goes_on(head: He
         place = host.pull()
         spoiled.join()
         assert content(place) == published(head)
-        assert any("seal" in told for told in host.told)
         assert len(head.asked) == 2
 
 
@@ -209,19 +200,17 @@ def test_files_that_are_not_what_the_head_said_are_never_used(
     head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where the head's disk gives other bytes the second time."""
-    read = folder_sender._frame
+    async def others(folder: Path, files: Sequence[FileFacts], room: Any) -> list[str]:
+        return ["0" * 64] * len(files)
 
-    def rotten(stream: sealed_stream.SealedStream, file: Any, size: int) -> bytes:
-        data = bytearray(file.read(size))
-        data[0] ^= data[0] < 255
-        return stream.seal(bytes(data))
-
-    host = Host(tmp_path / "host", head.port)
-    monkeypatch.setattr(folder_sender, "_frame", rotten)
+    host = Host(tmp_path / "host", head)
+    right = folder_sender.digests_of
+    monkeypatch.setattr(folder_sender, "digests_of", others)
     with pytest.raises(SyncError, match=r"came with other bytes than the head's digest .* twice"):
         host.pull()
     assert not [path for path in host.folder.iterdir() if not path.name.startswith(".")]
-    monkeypatch.setattr(folder_sender, "_frame", read)
+    monkeypatch.setattr(folder_sender, "digests_of", right)
+    os.utime(head.folder / "a.safetensors")  # the head hashes it again
     assert content(host.pull()) == published(head)
 
 
@@ -238,24 +227,24 @@ def test_files_that_change_while_they_are_pulled_come_as_they_are_now(head: Head
 
 
 def test_a_copy_is_looked_at_again_by_another_life_and_made_good(head: Head, tmp_path: Path) -> None:
-    host = Host(tmp_path / "host", head.port)
+    host = Host(tmp_path / "host", head)
     place = host.pull()
     assert host.pull() == place
     with (place / "a.safetensors").open("r+b") as file:
         file.write(b"another")
-    again = Host(host.folder, head.port)
+    again = Host(host.folder, head)
     assert again.pull() == place
     assert content(place) == published(head)
 
 
 def test_what_is_refused_says_why_and_is_not_asked_for_again(head: Head, tmp_path: Path) -> None:
-    host = Host(tmp_path / "host", head.port)
-    head.refuses = "version 3 of the weights is not the current one: version 4 is"
+    host = Host(tmp_path / "host", head)
+    head.refusal = "version 3 of the weights is not the current one: version 4 is"
     with pytest.raises(SyncError, match=r"version 3 can't be pulled from the head: .*version 4 is") as refused:
         host.pull()
     assert refused.value.details["refused"]
     assert len(head.asked) == 1
-    head.refuses, head.folder = "", tmp_path / "nowhere"
+    head.refusal, head.folder = "", tmp_path / "nowhere"
     with pytest.raises(SyncError, match="not where it was published, for the head: No such file"):
         host.pull()
     own = tmp_path / "shared by hosts"
@@ -270,7 +259,7 @@ def test_a_head_that_can_t_read_or_fails_each_time_is_an_error_with_its_reason(
     async def broken(*args: Any) -> list[str]:
         raise OSError(5, "Input/output error")
 
-    host = Host(tmp_path / "host", head.port, patience=1.0)
+    host = Host(tmp_path / "host", head, timeout=1.0)
     monkeypatch.setattr(folder_sender, "digests_of", broken)
     with pytest.raises(SyncError, match=r"which can't read it: .*Input/output error"):
         host.pull()
@@ -281,14 +270,14 @@ def test_a_head_that_can_t_read_or_fails_each_time_is_an_error_with_its_reason(
 
 
 def test_a_version_that_was_pulled_is_there_when_the_head_s_is_not(head: Head, tmp_path: Path) -> None:
-    host = Host(tmp_path / "host", head.port)
+    host = Host(tmp_path / "host", head)
     place = host.pull()
     shutil.rmtree(head.folder)
     assert host.pull() == place
 
 
 def test_who_has_not_the_key_gets_nothing(head: Head, tmp_path: Path) -> None:
-    host = Host(tmp_path / "host", head.port, patience=0.3, key=b"o" * 40)
+    host = Host(tmp_path / "host", head, timeout=0.3, key=lambda: OTHER)
     with pytest.raises(SyncError, match="another key"):
         host.pull()
     assert head.asked == []
@@ -297,24 +286,30 @@ def test_who_has_not_the_key_gets_nothing(head: Head, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../a", "/etc/passwd", "..", "a/b", ""])
 def test_a_head_s_file_lies_in_the_folder_and_nowhere_else(name: str) -> None:
-    with pytest.raises(sealed_stream.NotOurs, match="names a file"):
-        folder_puller._checked([FileFacts(name, 1, (1, 1, 1))])
+    with pytest.raises(NotOurs, match="names a file"):
+        folder_puller._file(name, 1, (1, 1, 1))
 
 
-@pytest.mark.parametrize("asked", [[(4, 0)], [(-1, 0)], [(2, 101)], [(0, -1)], [("/etc/passwd", 0)], 7])
-def test_a_host_that_asks_for_what_there_is_not_is_hung_up_on(head: Head, asked: Any) -> None:
+@pytest.mark.parametrize("asked", ["4", "-1", "..%2f..%2fetc%2fpasswd", "config.json"])
+def test_a_host_that_asks_for_what_there_is_not_gets_nothing(head: Head, asked: str) -> None:
     async def ask() -> None:
-        dialer = HeadDialer(lambda: [KEY], lambda: ("127.0.0.1", head.port), 5.0)
-        _, stream, _ = await dialer.connect({"fetch": {}})
-        await stream.receive()
-        await stream.send([("digests", True)])
-        while (await stream.receive())[0][0] == "wait":
+        async with dialer(head).session() as session:
+            async with session.post("/folders", json={"fetch": {}}) as answer:
+                id = (await answer.json())["id"]
+            async with session.get(f"/folders/{id}/{asked}"):
+                pass
+
+    with pytest.raises(ConnectionError, match="404"):
+        asyncio.run(ask())
+
+
+def test_who_asks_for_files_joins_nothing_whatever_it_says(head: Head) -> None:
+    async def ask() -> None:
+        async with dialer(head).session() as session, session.post("/folders", json={"name": "b", "life": "1"}):
             pass
-        await stream.send([("send", asked)])
-        with pytest.raises((EOFError, OSError)):
-            await asyncio.wait_for(stream.read(), 10)
 
     asyncio.run(ask())
+    assert (head.hellos, head.asked) == ([], [None])
 
 
 def test_too_little_room_is_told_before_anything_comes(
@@ -322,20 +317,13 @@ def test_too_little_room_is_told_before_anything_comes(
 ) -> None:
     monkeypatch.setattr(folder_puller, "SPARE_BYTES", 2**60)
     with pytest.raises(SyncError, match=r"it takes 27.0 MiB, and .* are free: .*hosts.weights_dir"):
-        Host(tmp_path / "host", head.port).pull()
+        Host(tmp_path / "host", head).pull()
 
 
 def test_a_host_that_takes_nothing_keeps_neither_messages_nor_other_hosts_waiting(head: Head, tmp_path: Path) -> None:
     (head.folder / "a.safetensors").write_bytes(os.urandom(64 * MIB))
-    ups: list[Any] = []
-    control = HostEnd(
-        {"name": "b"}, HeadDialer(lambda: [KEY], lambda: ("127.0.0.1", head.port), 5.0),
-        up=lambda *epochs: ups.append(epochs),
-        take=lambda items: None, down=lambda why: None, refused=lambda why: None,
-    )
-    control.start()
-    try:
-        wait_until(lambda: ups, "the host's own connection", 10)
+    with joined(head) as control:
+        wait_until(lambda: bool(control.ups), "the host's own connection", 10)
         with pulled_slowly(head, tmp_path) as (slow, between):
             def stall() -> None:
                 between.stalled = "to host"
@@ -346,8 +334,8 @@ def test_a_host_that_takes_nothing_keeps_neither_messages_nor_other_hosts_waitin
                 stuck = asyncio.ensure_future(slow.pulling())
                 await asyncio.to_thread(stalled.join)
                 for n in range(100):
-                    control.send("runner-0@b", n)
-                place = await asyncio.wait_for(Host(tmp_path / "other", head.port).pulling(), 30)
+                    control.end.send("runner-0@b", n)
+                place = await asyncio.wait_for(Host(tmp_path / "other", head).pulling(), 30)
                 assert content(place) == published(head)
                 assert not stuck.done()
                 stuck.cancel()
@@ -356,12 +344,10 @@ def test_a_host_that_takes_nothing_keeps_neither_messages_nor_other_hosts_waitin
 
             asyncio.run(both())
             wait_until(lambda: len(head.items) >= 100, "the messages of the host", 10)
-    finally:
-        control.stop()
 
 
 def test_what_is_not_used_any_more_is_removed(head: Head, tmp_path: Path) -> None:
-    host = Host(tmp_path / "host", head.port)
+    host = Host(tmp_path / "host", head)
 
     async def pulled(name: FolderName) -> Path:
         return await host.puller.pull(name, None, host.told.append)

@@ -16,6 +16,7 @@ import trinity_es
 from tests.helpers.handmade import cli
 from tests.helpers.hosts import KEY, Head, free_port, host_joins, ready
 from tests.helpers.systems import end, scripted
+from trinity_es.actors.hosts.head_dialer import HeadPlace
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.reading.host_list import HostRow, read_hosts
@@ -149,8 +150,9 @@ def test_another_key_a_taken_name_and_a_port_that_is_shut_are_told(
         assert "the same key on head and hosts" in key["way_out"]
     with closing(socket.create_server(("127.0.0.1", 0))) as shut, monkeypatch.context() as elsewhere:
         port = shut.getsockname()[1]
-        elsewhere.setattr("trinity_es.cli.host_checks.find_head", lambda url: f"127.0.0.1:{port}")
+        elsewhere.setattr("trinity_es.cli.host_checks.find_head", lambda url: HeadPlace(f"127.0.0.1:{port}", bytes(32)))
         elsewhere.setattr("trinity_es.cli.host_checks.PATIENCE", 0.5)
+        elsewhere.setattr("trinity_es.cli.host_checks.ANSWER_SECONDS", 1.0)
         [silent] = checked(head)["head"]
         assert silent["verdict"] == "missing"
         shut.close()

@@ -13,7 +13,7 @@ from trinity_es.actors.coordinator.fleet.awaited import Awaited
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
-from trinity_es.actors.coordinator.fleet.weights import WeightLoading
+from trinity_es.actors.coordinator.fleet.weight_loading import WeightLoading
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.messages import AdaptersLoadResult, LoadAdapters, RunnerDied, RunnerStatus
 from trinity_es.events import vocabulary as ev

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.adapters import MODULES, SHAPES, make_adapter, published, tensors_of
-from trinity_es.actors.coordinator.decisions import adapters as decisions
+from trinity_es.actors.coordinator.decisions import adapter_decisions as decisions
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord
 from trinity_es.actors.coordinator.handlers.serve_routes import _route
 from trinity_es.actors.engines.adapters import checked_adapter

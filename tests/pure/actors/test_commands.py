@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import FrozenInstanceError, dataclass, fields
+from dataclasses import FrozenInstanceError, dataclass, fields, replace
 from typing import Any
 
 import pytest
@@ -124,6 +124,7 @@ WRONG: list[tuple[str, str, Any, str]] = [
     ("pause", "batches", [1.5], r"batches\[0\] is wrong: batch_id is 1.5"),
     ("sync_weights", "method", None, "method must be text, not nothing"),
     ("join_weight_group", "port", 65_536, "port must be less than 65536, not 65536"),
+    ("routes", "knows", 2**63, "knows must be less than 9223372036854775808"),
 ]
 
 
@@ -156,6 +157,11 @@ def test_a_user_s_classes_do_not_travel() -> None:
     endless.append(endless)
     with pytest.raises(DataError, match=r"pause: batches\[0\] is wrong"):
         encode(commands.PauseBatches(batches=endless))
+    cursor = commands.Cursor(taskset="t", epoch=-1, offset=0)
+    with pytest.raises(DataError, match=r"submit: cursor\[0\]\.epoch must be greater than or equal to 0, not -1"):
+        encode(commands.SubmitBatch(batch_id=1, tasks=TASKS, batch_type="train", min_wait_num=None, cursor=[cursor]))
+    with pytest.raises(DataError, match=r"record_answers: answers\[0\]\.model_version must be less than"):
+        encode(commands.RecordAnswers(answers=[replace(ANSWER, model_version=2**70)]))
     with pytest.raises(DataError, match="reason must be text, not Own"):
         encode(commands.AbortBatch(batch_id=1, reason=Own(object()), keep_partial_results=False))  # type: ignore[arg-type]  # as above
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.helpers.bdd import Given, given
 from tests.helpers.decided import SUBMIT, dispatched, finished, outcome, submitted, unit
-from trinity_es.actors.coordinator.decisions import batches
-from trinity_es.actors.coordinator.decisions.batches import Capacity
+from trinity_es.actors.coordinator.decisions import batch_decisions as batches
+from trinity_es.actors.coordinator.decisions.batch_decisions import Capacity
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import BatchAlreadyActive, BatchNotFound, BatchTypeMismatch, DataError
 from trinity_es.events.values import BatchLifecycleState

@@ -11,8 +11,8 @@ import pytest
 
 from tests.helpers.adapters import published
 from trinity_es.actors.config.hosts import HostsConfig
-from trinity_es.actors.coordinator.decisions.hosts import Hello, Refusal, drained, folder_of, hello, lost
-from trinity_es.actors.coordinator.fleet.hosts import FarProcess, HostFleet, far_lives
+from trinity_es.actors.coordinator.decisions.host_decisions import Hello, Refusal, drained, folder_of, hello, lost
+from trinity_es.actors.coordinator.fleet.host_fleet import FarProcess, HostFleet, far_lives
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.units_in_flight import UnitsInFlight
 from trinity_es.actors.hosts.link import Admission

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.helpers.live_log import LiveLog
-from trinity_es.actors.coordinator.decisions import batches
+from trinity_es.actors.coordinator.decisions import batch_decisions as batches
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
-from trinity_es.actors.coordinator.fleet.weights import WeightLoading
+from trinity_es.actors.coordinator.fleet.weight_loading import WeightLoading
 from trinity_es.actors.messages import OutcomeReport, UnitAssignment
 from trinity_es.actors.rollout.result import UnitResult
 from trinity_es.actors.runner import reporting

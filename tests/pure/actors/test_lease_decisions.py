@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_es.actors.coordinator.decisions import leases as decisions
-from trinity_es.actors.coordinator.decisions.leases import GRACE_SECONDS
+from trinity_es.actors.coordinator.decisions import lease_decisions as decisions
+from trinity_es.actors.coordinator.decisions.lease_decisions import GRACE_SECONDS
 from trinity_es.actors.lease_providers import MOST_BYTES, recordable
 from trinity_es.actors.messages import LeaseChange, LeaseReply
-from trinity_es.actors.runner.lease_reports import RESEND_SECONDS, LeaseReports
+from trinity_es.actors.runner.lease_reports import LeaseReports
+from trinity_es.actors.runner.outbox import RESEND_SECONDS
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogCorrupt, WorkflowError
 from trinity_es.events.secrets import Secret

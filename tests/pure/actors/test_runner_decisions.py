@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_es.actors.coordinator.decisions import runners, weights
+from trinity_es.actors.coordinator.decisions import runner_decisions as runners
+from trinity_es.actors.coordinator.decisions import weight_decisions as weights
 from trinity_es.actors.messages import RunnerDied, RunnerStatus, WeightsLoadResult
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import SyncError

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from trinity_es.actors.coordinator.decisions import batches, scheduled_batches
-from trinity_es.actors.coordinator.decisions.batches import Capacity
+from trinity_es.actors.coordinator.decisions import batch_decisions as batches
+from trinity_es.actors.coordinator.decisions import scheduled_batches
+from trinity_es.actors.coordinator.decisions.batch_decisions import Capacity
 from trinity_es.actors.coordinator.fleet.dynamic_timeout import allowed, measured
 from trinity_es.events import codec
 from trinity_es.events import vocabulary as ev

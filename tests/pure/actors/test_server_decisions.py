@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from trinity_es.actors.addresses import checked_url
 from trinity_es.actors.config.schema import ServersConfig
-from trinity_es.actors.coordinator.decisions import servers
+from trinity_es.actors.coordinator.decisions import server_decisions as servers
 from trinity_es.actors.coordinator.fleet import server_list
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
+from trinity_es.actors.coordinator.fleet.server_fleet import ServerFleet
 from trinity_es.actors.coordinator.fleet.server_list import ServerList, read_lines
-from trinity_es.actors.coordinator.fleet.servers import ServerFleet
 from trinity_es.actors.coordinator.units_in_flight import UnitsInFlight
 from trinity_es.actors.engines.http.weights import run_command
 from trinity_es.config.config import Config

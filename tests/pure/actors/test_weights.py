@@ -22,7 +22,7 @@ from trinity_es.actors.commands import Command, JoinWeightGroup, SyncWeights
 from trinity_es.actors.coordinator.fleet.dispatcher import Dispatcher
 from trinity_es.actors.coordinator.fleet.lifecycle import RunnerLifecycle
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
-from trinity_es.actors.coordinator.fleet.weights import WeightLoading
+from trinity_es.actors.coordinator.fleet.weight_loading import WeightLoading
 from trinity_es.actors.coordinator.units_in_flight import UnitsInFlight
 from trinity_es.actors.engines.checkpoints import read_tensor, torch_type, unloadable
 from trinity_es.actors.engines.interface import EngineConfig

@@ -11,22 +11,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trinity_es.actors.config.hosts import HostsConfig
-from trinity_es.actors.coordinator.decisions import hosts
+from trinity_es.actors.coordinator.decisions import host_decisions as hosts
 from trinity_es.actors.coordinator.fleet.registry import RunnerRegistry
+from trinity_es.actors.hosts.admission import Admission, Items
+from trinity_es.actors.hosts.certificate import Certificate
 from trinity_es.actors.hosts.check import facts
-from trinity_es.actors.hosts.link import Admission, HeadEnd, Items
 from trinity_es.actors.messages import HostDrained, HostLeaves, RunnerDied
-from trinity_es.actors.system_key import HostKeys
+from trinity_es.actors.system_key import host_key
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.software_version import VERSION
 from trinity_es.projections.hosts import Host, Hosts, host_of, left_reason, lost_reason
 from trinity_es.projections.runner import Lives, RunnerState
 
-__all__ = ["LOOK_SECONDS", "FarProcess", "HostFleet", "far_lives", "listening"]
+if TYPE_CHECKING:
+    from trinity_es.actors.hosts.link import HeadEnd
+
+__all__ = ["LOOK_SECONDS", "FarProcess", "HostFleet", "far_lives", "listening", "place_of_head"]
 
 LOOK_SECONDS = 0.5
 """Interval between two looks at who was not heard of."""
@@ -51,12 +56,20 @@ def far_lives(known: Hosts, lives: Lives) -> dict[str, int]:
     return {name: n for (name, n), life in lives.items() if host_of(name) in there and not life.state.gone}
 
 
+def place_of_head(settings: HostsConfig) -> tuple[dict[str, str], Certificate | None]:
+    """Return what the lease is to say of where hosts are taken in, and the certificate that it names, if they are."""
+    made = Certificate.made() if settings.address else None
+    return {"hosts": settings.address, "certificate": made.digest.hex() if made is not None else ""}, made
+
+
 def listening(
-    settings: HostsConfig, post: Callable[[Callable[[], None]], None], fleet: Callable[[], HostFleet | None],
-    folders: Callable[[], list[str]],
+    settings: HostsConfig, certificate: Certificate, post: Callable[[Callable[[], None]], None],
+    fleet: Callable[[], HostFleet | None], folders: Callable[[], list[str]],
 ) -> HeadEnd:
     """Return the end that listens for hosts; what it hears is done in the actor's loop. `folders`: those that hosts
     have to have too, of models and weights."""
+    from trinity_es.actors.hosts.link import HeadEnd  # with aiohttp, which a run of one host does not need
+
     address, _, port = (settings.listen or settings.address).rpartition(":")
 
     def do(call: Callable[[HostFleet], None]) -> None:
@@ -68,7 +81,7 @@ def listening(
         post(now)
 
     end = HeadEnd(
-        (address.strip("[]"), int(port)), HostKeys(settings.key_file), settings.timeout, tls=settings.tls,
+        (address.strip("[]"), int(port)), partial(host_key, settings.key_file), certificate, settings.timeout,
         hello=lambda said, where, answer: do(lambda fleet: fleet.hello(said, where, answer)),
         take=lambda host, epoch, items: do(lambda fleet: fleet.take(host, epoch, items)),
         gone=lambda host, epoch, why, heard: do(lambda fleet: fleet.gone(host, epoch, why, heard)),

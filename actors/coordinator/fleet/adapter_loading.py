@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from trinity_es.actors.coordinator.decisions import adapters
+from trinity_es.actors.coordinator.decisions import adapter_decisions as adapters
 from trinity_es.actors.coordinator.fleet.awaited import Awaited
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.messages import AdaptersLoadResult, LoadAdapters, RunnerStatus
@@ -78,7 +78,7 @@ class AdapterLoading:
 
     # --- versions ---------------------------------------------------------------------------------------------------
     def publish(self, new: ev.AdapterPublished) -> Awaited:
-        """Have every runner load a version: `decisions/adapters.py` says which may be published."""
+        """Have every runner load a version: `adapter_decisions.py` says which may be published."""
         self.live.record(*adapters.publish(self.live.adapters, new, self.most, self.models))
         awaited = Awaited(
             f"version {new.version} of adapter {new.adapter!r} was not loaded everywhere ({{what}}); they go on with "

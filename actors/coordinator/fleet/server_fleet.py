@@ -1,6 +1,6 @@
 """The servers of others that are engines (`engine_type: http`): which there are, who comes, who goes and when.
 
-What is decided (`decisions/servers.py`) is in the log; the guardian is told again and again which runners there are to
+What is decided (`server_decisions.py`) is in the log; the guardian is told again and again which runners there are to
 be, so nothing is lost where a message, or either of the two, is. A runner whose server was taken away gets no units
 any more. When it has none, and loads no weights, it is retired; after `drain_timeout` those that it still has are given
 to others. What proxies have asked of it (mode `serve`) nobody here knows: one that serves is retired after
@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from trinity_es.actors.config.schema import ServersConfig
-from trinity_es.actors.coordinator.decisions import batches, servers
+from trinity_es.actors.coordinator.decisions import batch_decisions as batches
+from trinity_es.actors.coordinator.decisions import server_decisions as servers
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.fleet.server_list import ServerList
 from trinity_es.actors.messages import CancelUnits, Servers

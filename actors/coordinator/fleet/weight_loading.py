@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_es.actors.coordinator.decisions import rolling_update, weights
+from trinity_es.actors.coordinator.decisions import rolling_update
+from trinity_es.actors.coordinator.decisions import weight_decisions as weights
 from trinity_es.actors.coordinator.fleet.awaited import Awaited
 from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerRegistry
 from trinity_es.actors.coordinator.fleet.weight_group import WeightGroup
@@ -104,7 +105,7 @@ class WeightLoading:
     def publish(
         self, version: int, path: str, method: str = "checkpoint", again: bool = False
     ) -> tuple[Awaited, bool]:
-        """Have every runner load new weights: `decisions/weights.py` says which may be published.
+        """Have every runner load new weights: `weight_decisions.py` says which may be published.
 
         Returns also whether the trainer sends them; otherwise runners load them from their place.
         """
