@@ -117,13 +117,15 @@ class StandInClient:
 class StandInTrainer:
     """What `Rollouts` uses of a GRPOTrainer of one process."""
 
-    def __init__(self, rows: list[dict[str, Any]], *, group: int = 2, reward_funcs: Any = (), **args: Any) -> None:
+    def __init__(
+        self, rows: list[dict[str, Any]], *, group: int = 2, step: int = 0, reward_funcs: Any = (), **args: Any
+    ) -> None:
         self.use_vllm, self._step = False, 0
         self.model = self.model_wrapped = SimpleNamespace(training=True)
         self.accelerator = SimpleNamespace(
             is_main_process=True, num_processes=1, process_index=0, unwrap_model=lambda model: model,
             get_state_dict=lambda model: {"w": 1})
-        self.state = SimpleNamespace(global_step=0, is_world_process_zero=True)
+        self.state = SimpleNamespace(global_step=step, is_world_process_zero=True)
         self.processing_class = SimpleNamespace(eos_token_id=EOS)
         self.num_generations = self.num_generations_eval = group
         self.train_dataset = self.eval_dataset = Rows(rows)

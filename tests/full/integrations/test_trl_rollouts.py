@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -92,9 +93,7 @@ def test_a_trainer_says_where_it_goes_on_and_up_to_which_step_the_log_has_what_i
     caplog.set_level("INFO", "trinity_es.integrations")
 
     def begins(step: int) -> str:
-        trainer = StandInTrainer(ROWS, **args)
-        trainer.state.global_step = step
-        begin(rollouts(tmp_path), trainer)
+        begin(rollouts(tmp_path), StandInTrainer(ROWS, step=step, **args))
         return caplog.messages[-1]
 
     assert begins(0) == "trainer trl begins with the model as it was given"
@@ -132,8 +131,7 @@ def test_another_trainer_of_the_store_is_refused_before_it_asks_for_anything(
 
 def test_weights_that_two_trainers_write_at_once_are_published_by_one(tmp_path: Path, client: StandInClient) -> None:
     config = trinity_es.Config.from_dict({"explorer": {"rollout_model": {"engine_type": "scripted"}}}, folder=tmp_path)
-    trainer = StandInTrainer(ROWS)
-    trainer.state.global_step = 2
+    trainer = StandInTrainer(ROWS, step=2)
     trainer.processing_class.save_pretrained = lambda folder: None
     rivals = [1, 0]
 
@@ -152,18 +150,19 @@ def test_weights_that_two_trainers_write_at_once_are_published_by_one(tmp_path: 
     assert client.synced == [2]
 
 
-def three_steps(made: Rollouts, trainer: StandInTrainer) -> list[Any]:
-    return [(made(ASKED, trainer), trainer.end_step(made)) for _ in range(3)]
+def three_steps(made: Rollouts, trainer: StandInTrainer) -> Iterator[dict[str, list[Any]]]:
+    for _ in range(3):
+        yield made(ASKED, trainer)
+        trainer.end_step(made)
 
 
 def test_a_trainer_that_goes_on_gets_what_is_stored(tmp_path: Path, client: StandInClient) -> None:
     first, killed = rollouts(tmp_path), StandInTrainer(ROWS)
     begin(first, killed)
-    before = three_steps(first, killed)
-    again, trainer = rollouts(tmp_path), StandInTrainer(ROWS)
-    trainer.state.global_step = 1
+    before = list(three_steps(first, killed))
+    again, trainer = rollouts(tmp_path), StandInTrainer(ROWS, step=1)
     begin(again, trainer)
-    after = three_steps(again, trainer)
+    after = list(three_steps(again, trainer))
     assert client.generated == [f"{step}/trl-train-0" for step in range(4)]
     assert after[:2] == before[1:]
     assert client.synced == [1, 2, 3]  # each version once
@@ -252,8 +251,7 @@ def test_an_engine_that_is_beyond_a_step_gets_its_weights_as_a_newer_version(
 ) -> None:
     assert [step_version(step, current) for step, current in ((3, 0), (3, 3), (3, 5), (5, 1000003), (2, 1000003))] == [
         3, 3, 1000003, 1000005, 2000002]
-    made, trainer = rollouts(tmp_path), StandInTrainer(ROWS)
-    trainer.state.global_step = 5
+    made, trainer = rollouts(tmp_path), StandInTrainer(ROWS, step=5)
     made(ASKED, trainer)
     trainer.state.global_step = 3  # another trainer, with an eval that was not made then
     trainer.model.training = False
@@ -412,8 +410,7 @@ def test_a_new_process_draws_the_order_of_the_epoch_that_it_is_in(tmp_path: Path
 
     one = sampler()
     orders = [order(one) for _ in range(3)]
-    made, trainer, fresh = rollouts(tmp_path), StandInTrainer(ROWS), sampler()
-    trainer.state.global_step = 9  # of four steps an epoch
+    made, trainer, fresh = rollouts(tmp_path), StandInTrainer(ROWS, step=9), sampler()  # of four steps an epoch
     begin(made, trainer, sampler=fresh)
     assert order(fresh) == orders[2]
     begin(made, trainer, sampler=fresh)  # it goes on by itself
