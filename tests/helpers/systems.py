@@ -17,6 +17,7 @@ from trinity_es.actors.base import process_start_time
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import TrinityError
+from trinity_es.events.values import BatchId
 from trinity_es.system import leftovers, lifecycle, running_system
 from trinity_es.testing import SleepWorkflow, wait_until
 
@@ -134,6 +135,14 @@ def finalize_in_thread(
 def sleepers(n: int, seconds: float = 0.0, **args: Any) -> list[Task]:
     args = {"seconds": seconds, **args}
     return [Task(workflow=SleepWorkflow, workflow_args=args, raw_task={"i": i}) for i in range(n)]
+
+
+def play_batch(client: RolloutClient, batch: BatchId, tasks: list[Task], timeout: float = 60) -> dict[str, Any]:
+    """Play tasks as a train batch until each of them has ended; returns the batch's result."""
+    client.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
+    result = client.finalize_train_batch(batch, timeout=timeout)
+    assert result["finished_task_count"] == len(tasks)
+    return result
 
 
 def limit_file_size(client: RolloutClient, size: int) -> None:

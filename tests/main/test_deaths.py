@@ -23,6 +23,7 @@ from tests.helpers.systems import (
     kill_all,
     kill_system,
     pid_of,
+    play_batch,
     ran,
     tasks,
 )
@@ -107,10 +108,8 @@ def test_promise_10_a_task_that_kills_its_runners_fails_and_the_others_do_not(st
     reward = "tests.main.test_deaths:always_one"
     prompts = ["poison", "bread", "water"]
     given = [Task(workflow="single_turn", raw_task={"prompt": p}, reward_fn=reward) for p in prompts]
-    client.submit_batch(batch_id=1, tasks=given[1:], batch_type="train")
-    client.finalize_train_batch(1, timeout=60)
-    client.submit_batch(batch_id=2, tasks=given, batch_type="train")
-    assert client.finalize_train_batch(2, timeout=60)["finished_task_count"] == 3
+    play_batch(client, 1, given[1:])
+    play_batch(client, 2, given)
     statuses = client.batch(2).statuses
     assert not statuses[0].ok
     assert "runner_lost" in (statuses[0].message or "")
@@ -151,15 +150,13 @@ def test_last_words_of_a_runner_are_kept_and_its_system_outlives_thespian_s_logg
     client = start_system(explorer={"max_retry_times": 0}, system={"restart_pause": 0.1})
     [logger] = [p for p in running_system.processes(client._link.admin) if p.name().startswith("logger")]
     logger.kill()
-    client.submit_batch(batch_id=1, tasks=[Task(workflow=Crashes)], batch_type="train")
-    client.finalize_train_batch(1, timeout=60)
+    play_batch(client, 1, [Task(workflow=Crashes)])
     [status] = client.batch(1).statuses.values()
     assert "runner_lost" in (status.message or "")
     logs = Path(client.config.system.log_dir)
     assert "about to crash" in (logs / "runner-0.log").read_text()
     assert "Fatal Python error: Segmentation fault" in running_system.output_file(client.config).read_text()
-    client.submit_batch(batch_id=2, tasks=[Task(workflow=SleepWorkflow)], batch_type="train")
-    assert client.finalize_train_batch(2, timeout=60)["finished_task_count"] == 1
+    play_batch(client, 2, [Task(workflow=SleepWorkflow)])
 
 
 @pytest.mark.parametrize("victims", [guardian, admin, everything])

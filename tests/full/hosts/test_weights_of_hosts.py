@@ -15,7 +15,7 @@ from tests.helpers.adapters import make_adapter
 from tests.helpers.engines import largest_difference
 from tests.helpers.hosts import KEY, Head, free_port, host_joins, ready
 from tests.helpers.real_engine import TOLERANCE, letters
-from tests.helpers.systems import end, scripted
+from tests.helpers.systems import end, play_batch, scripted
 from tests.helpers.weight_files import AskWorkflow, hidden, lacks_mounts, make_weights, said
 from trinity_es import Task
 from trinity_es.client.rollout_client import RolloutClient
@@ -174,8 +174,7 @@ def test_vllm_pulls(
         for batch_id, made_from in (1, tiny), (2, other):
             if batch_id == 2:
                 head.client.sync_weights(1, weights, timeout=300)
-            head.client.submit_batch(batch_id=batch_id, tasks=letters(64), batch_type="train")
-            head.client.finalize_train_batch(batch_id, timeout=300)
+            play_batch(head.client, batch_id, letters(64), timeout=300)
             on_b = {event.task for event in head.ended(batch_id) if event.runner == "runner-0@b"}
             found = [e for e in head.client.experiences(batch_id) if e.eid.task in on_b]
             assert {e.info["model_version"] for e in found} == {batch_id - 1}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.judged import JudgedWithATool, lookup
-from tests.helpers.systems import StartSystem, finalize_in_thread, pid_of
+from tests.helpers.systems import StartSystem, finalize_in_thread, pid_of, play_batch
 from trinity_es.actors.engines.interface import EngineConfig, Sampling
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
@@ -80,8 +80,7 @@ def test_p15_workflows_sync_and_async_reach_auxiliary_models(
 ) -> None:
     client, batch = system_for(explorer={"auxiliary_models": TWO}), new_id()
     given = [*tasks(8, Judged, repeat_times=2), *tasks(8, JudgedSync)]
-    client.submit_batch(batch_id=batch, tasks=given, batch_type="train")
-    assert client.finalize_train_batch(batch, timeout=60)["finished_task_count"] == 16
+    play_batch(client, batch, given)
     statuses = client.batch(batch).statuses
     assert all(s.ok for s in statuses.values()), [s.message for s in statuses.values()]
     experiences = list(client.experiences(batch))
@@ -154,8 +153,7 @@ async def test_c6_p15_a_conversation_with_a_tool_and_a_judge_lines_up_with_the_e
         },
     )
     given = tasks(64, JudgedWithATool, repeat_times=8, rollout_args={"seed": 100, "max_tokens": 16})
-    client.submit_batch(batch_id=1, tasks=given, batch_type="train")
-    assert client.finalize_train_batch(1, timeout=120)["finished_task_count"] == 64
+    play_batch(client, 1, given, timeout=120)
     state = client.batch(1)
     assert all(s.ok and s.completed_runs == 8 for s in state.statuses.values())
     found = {(e.eid.task, e.eid.run, e.eid.step): e for e in client.experiences(1)}
