@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -116,20 +116,8 @@ def tasks(n: int, path: Path, seconds: float) -> list[Task]:
     return [Task(workflow=SleepWorkflow, workflow_args={"seconds": seconds, "count_file": str(path)}) for _ in range(n)]
 
 
-def finalize_in_thread(
-    client: RolloutClient, batch: int, timeout: float = 60
-) -> tuple[threading.Thread, list[Any]]:
-    answers: list[Any] = []
-
-    def wait() -> None:
-        try:
-            answers.append(client.finalize_train_batch(batch, timeout=timeout))
-        except Exception as e:
-            answers.append(e)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    return thread, answers
+def finalize_in_thread(client: RolloutClient, batch: int, timeout: float = 60) -> Future[dict[str, Any]]:
+    return ThreadPoolExecutor(1).submit(client.finalize_train_batch, batch, timeout=timeout)
 
 
 def sleepers(n: int, seconds: float = 0.0, **args: Any) -> list[Task]:

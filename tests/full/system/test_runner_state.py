@@ -46,12 +46,10 @@ def test_p13_a_restarted_runner_loses_nothing_and_nothing_is_blamed(start_system
     client = start_system(explorer={"max_concurrency": 4, "max_retry_times": 0, "rollout_model": {"engine_num": 2}})
     before = child(client, "runner-0")
     client.submit_batch(batch_id=1, tasks=sleepers(12, 0.5), batch_type="train")
-    thread, answers = finalize_in_thread(client, 1)
+    answer = finalize_in_thread(client, 1)
     busy(client, 8)
     done = client.restart_runner("runner-0", reason="its fan is loud")
-    thread.join(60)
-    assert answers
-    assert answers[0]["finished_task_count"] == 12, answers
+    assert answer.result(60)["finished_task_count"] == 12
     assert all(s.ok for s in client.batch(1).statuses.values())
     after = child(client, "runner-0")
     assert (done["runner"], done["incarnation"]) == ("runner-0", after["incarnation"])

@@ -74,13 +74,11 @@ def test_a_stopped_coordinator_is_replaced_and_what_it_wakes_up_to_is_its_end(
     client = start_system(system=QUICK)
     count = tmp_path / "ran"
     client.submit_batch(batch_id=1, tasks=tasks(24, count, 1.0), batch_type="train")
-    thread, answers = finalize_in_thread(client, 1)
+    answer = finalize_in_thread(client, 1)
     wait_until(lambda: client.batch(1).completed_task_count >= 8, "eight tasks")
     stopped = psutil.Process(pid_of(client, "coordinator"))
     stopped.suspend()
-    thread.join(timeout=60)
-    assert answers
-    assert answers[0]["finished_task_count"] == 24, answers
+    assert answer.result(60)["finished_task_count"] == 24
     assert not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE
     assert set(ran(count).values()) == {1}
     assert "no sign of life" in child(client, "coordinator")["reason"]
