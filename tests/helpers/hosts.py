@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.projections.hosts import host_of
 from trinity_es.system import leftovers, lifecycle
 from trinity_es.testing import wait_until
+from trinity_es.weights.shared_memory import memory_dir
 
 KEY = "the key of these tests, of 40 characters"
 
@@ -116,6 +117,9 @@ class Head:
         return Counter(host_of(e.runner) for e in self.ended(batch_id))
 
 
+StartHead = Callable[..., Head]
+
+
 def has_settled(head: Head, tasks: int) -> bool:
     return head.settled() >= tasks
 
@@ -152,12 +156,14 @@ class KeyFile:
 
 
 @contextmanager
-def head_of(url: str, folder: Path, system: Mapping[str, Any] | None = None, **hosts: Any) -> Iterator[Head]:
-    port = free_port()
-    config = scripted(
-        folder / "head", store={"url": url}, system={"log_dir": str(folder / "head-logs"), **(system or {})},
-        hosts={"address": f"127.0.0.1:{port}", "timeout": 10.0, **hosts},
-    )
+def head_of(
+    url: str, folder: Path, hosts: Mapping[str, Any] | None = None, *, port: int | None = None, **sections: Any
+) -> Iterator[Head]:
+    """Start the head of a run over hosts; keyword arguments are further sections of its config."""
+    port = port or free_port()
+    system = {"log_dir": str(folder / "head-logs"), **sections.pop("system", {})}
+    reached = {"address": f"127.0.0.1:{port}", "timeout": 10.0, **(hosts or {})}
+    config = scripted(folder / "head", store={"url": url}, hosts=reached, system=system, **sections)
     lifecycle.start(config)
     client = trinity_es.connect(config)
     try:
@@ -165,6 +171,7 @@ def head_of(url: str, folder: Path, system: Mapping[str, Any] | None = None, **h
         yield Head(client, url, folder, port)
     finally:
         end(client)
+        shutil.rmtree(memory_dir(config), ignore_errors=True)
 
 
 def log_of(head: Head) -> str:

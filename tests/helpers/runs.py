@@ -83,6 +83,13 @@ def finish_here(*args: object, cwd: Path) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, done.stderr
 
 
+def went_well(*args: object, cwd: Path) -> tuple[str, str]:
+    """Run a command in this process that must succeed; returns what it prints on stdout and stderr."""
+    code, out, err = finish_here(*args, cwd=cwd)
+    assert code == 0, err
+    return out, err
+
+
 def outcome(config: Config) -> dict[str, Any]:
     """What came of a run, as far as it must not depend on what happened on the way."""
     with trinity_es.open_log(config.store.url) as log:
@@ -104,8 +111,7 @@ def outcomes(make: Callable[[Path, int], Path], folders: pytest.TempPathFactory)
     @functools.cache
     def get(interval: int) -> dict[str, Any]:
         path = make(folders.mktemp("undisturbed"), interval)
-        code, _, err = finish_here("run", path, *AT_ONCE, cwd=path.parent)
-        assert code == 0, err
+        went_well("run", path, *AT_ONCE, cwd=path.parent)
         found = outcome(load_config(path))
         assert found["used"] == dict.fromkeys(range(ROWS), 1)
         return found

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from trinity_es.actors.base import process_start_time
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import TrinityError
+from trinity_es.events.values import BatchId
 from trinity_es.system import leftovers, lifecycle, running_system
 from trinity_es.testing import SleepWorkflow, wait_until
 
@@ -115,25 +116,21 @@ def tasks(n: int, path: Path, seconds: float) -> list[Task]:
     return [Task(workflow=SleepWorkflow, workflow_args={"seconds": seconds, "count_file": str(path)}) for _ in range(n)]
 
 
-def finalize_in_thread(
-    client: RolloutClient, batch: int, timeout: float = 60
-) -> tuple[threading.Thread, list[Any]]:
-    answers: list[Any] = []
-
-    def wait() -> None:
-        try:
-            answers.append(client.finalize_train_batch(batch, timeout=timeout))
-        except Exception as e:
-            answers.append(e)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    return thread, answers
+def finalize_in_thread(client: RolloutClient, batch: int, timeout: float = 60) -> Future[dict[str, Any]]:
+    return ThreadPoolExecutor(1).submit(client.finalize_train_batch, batch, timeout=timeout)
 
 
 def sleepers(n: int, seconds: float = 0.0, **args: Any) -> list[Task]:
     args = {"seconds": seconds, **args}
     return [Task(workflow=SleepWorkflow, workflow_args=args, raw_task={"i": i}) for i in range(n)]
+
+
+def play_batch(client: RolloutClient, batch: BatchId, tasks: list[Task], timeout: float = 60) -> dict[str, Any]:
+    """Play tasks as a train batch until each of them has ended; returns the batch's result."""
+    client.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
+    result = client.finalize_train_batch(batch, timeout=timeout)
+    assert result["finished_task_count"] == len(tasks)
+    return result
 
 
 def limit_file_size(client: RolloutClient, size: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import trinity_es
-from tests.helpers.systems import StartSystem, sleepers
+from tests.helpers.systems import StartSystem, play_batch, sleepers
 from trinity_es import EID, BatchLifecycleState, Experience, RolloutCoordinator, Task
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import BatchAlreadyActive, BatchNotFound, FinalizeTimeout, PipelineError
@@ -42,8 +42,7 @@ class ExplodingOperator:
 
 
 def test_p26_a_train_batch_is_submitted_finalized_and_read(shared: RolloutClient, batch: int) -> None:
-    shared.submit_batch(batch_id=batch, tasks=sleepers(4, reward=0.25), batch_type="train")
-    result = shared.finalize_train_batch(batch, timeout=30)
+    result = play_batch(shared, batch, sleepers(4, reward=0.25))
     assert (result["batch_id"], result["batch_type"], result["finished_task_count"]) == (batch, "train", 4)
     assert result["metrics"]["rollout/reward/mean"] == 0.25
     found = list(shared.experiences(batch))
@@ -53,8 +52,7 @@ def test_p26_a_train_batch_is_submitted_finalized_and_read(shared: RolloutClient
 
 
 def test_p26_finalize_asked_again_gives_the_same_result(shared: RolloutClient, batch: int) -> None:
-    shared.submit_batch(batch_id=batch, tasks=sleepers(2), batch_type="train")
-    first = shared.finalize_train_batch(batch, timeout=30)
+    first = play_batch(shared, batch, sleepers(2))
     assert canonical(shared.finalize_train_batch(batch)) == canonical(first)
 
 
@@ -99,8 +97,7 @@ def test_p25_an_active_batch_id_is_refused_and_a_finished_one_may_be_used_again(
         shared.submit_batch(batch_id=batch, tasks=sleepers(1), batch_type="train")
     assert isinstance(caught.value, ValueError)
     assert shared.finalize_train_batch(batch, timeout=30)["finished_task_count"] == 1
-    shared.submit_batch(batch_id=batch, tasks=sleepers(3), batch_type="train")
-    assert shared.finalize_train_batch(batch, timeout=30)["finished_task_count"] == 3
+    play_batch(shared, batch, sleepers(3))
     assert len(list(shared.experiences(batch))) == 3
 
 
@@ -180,16 +177,14 @@ def test_a5_a_thousand_tasks_in_one_batch(shared: RolloutClient, batch: int) -> 
     tasks = [
         Task(workflow=SleepWorkflow, raw_task={"prompt": "x" * 500, "i": i}, repeat_times=2) for i in range(1000)
     ]
-    shared.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
-    assert shared.finalize_train_batch(batch, timeout=120)["finished_task_count"] == 1000
+    play_batch(shared, batch, tasks, timeout=120)
     seen = Counter((e.eid.task, e.eid.run) for e in shared.experiences(batch))
     assert seen == {(task, run): 1 for task in range(1000) for run in range(2)}
 
 
 def test_a_task_larger_than_a_message_may_be_runs(shared: RolloutClient, batch: int) -> None:
     task = Task(workflow=SleepWorkflow, raw_task={"document": "y" * 600_000})
-    shared.submit_batch(batch_id=batch, tasks=[task], batch_type="train")
-    assert shared.finalize_train_batch(batch, timeout=30)["finished_task_count"] == 1
+    play_batch(shared, batch, [task])
 
 
 def test_results_of_a_unit_larger_than_a_message_may_be_are_recorded(shared: RolloutClient, batch: int) -> None:
@@ -234,8 +229,7 @@ def test_a_runner_serves_new_weights_and_a_failed_sync_leaves_it_serving(
     assert client.sync_weights(1, tmp_path / "w1") == {"version": 1, "runners": ["runner-0"], "from_group": False}
     with pytest.raises(trinity_es.TrinityError, match="go on with what they had"):
         client.sync_weights(2, tmp_path / "missing")
-    client.submit_batch(batch_id=1, tasks=sleepers(1), batch_type="train")
-    client.finalize_train_batch(1, timeout=30)
+    play_batch(client, 1, sleepers(1))
     assert [e.info["model_version"] for e in client.experiences(1)] == [1]
 
 
@@ -244,8 +238,7 @@ def test_next_batch_waits_for_the_next_finalized_train_batch(start_system: Start
     with pytest.raises(TimeoutError):
         client.next_batch(timeout=0.3)
     waiter = ThreadPoolExecutor(1).submit(client.next_batch, timeout=20)
-    client.submit_batch(batch_id=4, tasks=sleepers(1), batch_type="train")
-    client.finalize_train_batch(4, timeout=30)
+    play_batch(client, 4, sleepers(1))
     batch_id, position = waiter.result(10)
     assert batch_id == 4
     client.acknowledge(4, step=4, metrics={"loss": 0.5})

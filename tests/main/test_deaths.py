@@ -23,6 +23,7 @@ from tests.helpers.systems import (
     kill_all,
     kill_system,
     pid_of,
+    play_batch,
     ran,
     tasks,
 )
@@ -40,14 +41,12 @@ def test_a_killed_runner_is_replaced_and_only_what_was_running_is_run_again(
     client = start_system(explorer={"max_concurrency": 4, "rollout_model": {"engine_num": 2}})
     count = tmp_path / "ran"
     client.submit_batch(batch_id=1, tasks=tasks(24, count, 0.4), batch_type="train")
-    thread, answers = finalize_in_thread(client, 1)
+    answer = finalize_in_thread(client, 1)
     wait_until(lambda: client.batch(1).completed_task_count >= 8, "eight tasks to finish")
     finished = set(client.batch(1).statuses)
     killed = pid_of(client, "runner-0")
     os.kill(killed, signal.SIGKILL)
-    thread.join(timeout=60)
-    assert answers
-    assert answers[0]["finished_task_count"] == 24
+    assert answer.result(60)["finished_task_count"] == 24
     assert all(s.ok for s in client.batch(1).statuses.values())
     assert Counter(e.eid.task for e in client.experiences(1)) == dict.fromkeys(range(24), 1)
     again = [line for line, times in ran(count).items() if times > 1]
@@ -86,13 +85,11 @@ def test_a_killed_coordinator_is_replaced_and_nothing_is_run_again(start_system:
     client = start_system()
     count = tmp_path / "ran"
     client.submit_batch(batch_id=1, tasks=tasks(16, count, 1.0), batch_type="train")
-    thread, answers = finalize_in_thread(client, 1)
+    answer = finalize_in_thread(client, 1)
     wait_until(lambda: sum(ran(count).values()) >= 8, "eight tasks to run")
     runner, first = pid_of(client, "runner-0"), pid_of(client, "coordinator")
     os.kill(first, signal.SIGKILL)
-    thread.join(timeout=60)
-    assert answers
-    assert answers[0]["finished_task_count"] == 16, answers
+    assert answer.result(60)["finished_task_count"] == 16
     assert set(ran(count).values()) == {1}
     assert pid_of(client, "runner-0") == runner
     assert pid_of(client, "coordinator") != first
@@ -107,10 +104,8 @@ def test_promise_10_a_task_that_kills_its_runners_fails_and_the_others_do_not(st
     reward = "tests.main.test_deaths:always_one"
     prompts = ["poison", "bread", "water"]
     given = [Task(workflow="single_turn", raw_task={"prompt": p}, reward_fn=reward) for p in prompts]
-    client.submit_batch(batch_id=1, tasks=given[1:], batch_type="train")
-    client.finalize_train_batch(1, timeout=60)
-    client.submit_batch(batch_id=2, tasks=given, batch_type="train")
-    assert client.finalize_train_batch(2, timeout=60)["finished_task_count"] == 3
+    play_batch(client, 1, given[1:])
+    play_batch(client, 2, given)
     statuses = client.batch(2).statuses
     assert not statuses[0].ok
     assert "runner_lost" in (statuses[0].message or "")
@@ -151,15 +146,13 @@ def test_last_words_of_a_runner_are_kept_and_its_system_outlives_thespian_s_logg
     client = start_system(explorer={"max_retry_times": 0}, system={"restart_pause": 0.1})
     [logger] = [p for p in running_system.processes(client._link.admin) if p.name().startswith("logger")]
     logger.kill()
-    client.submit_batch(batch_id=1, tasks=[Task(workflow=Crashes)], batch_type="train")
-    client.finalize_train_batch(1, timeout=60)
+    play_batch(client, 1, [Task(workflow=Crashes)])
     [status] = client.batch(1).statuses.values()
     assert "runner_lost" in (status.message or "")
     logs = Path(client.config.system.log_dir)
     assert "about to crash" in (logs / "runner-0.log").read_text()
     assert "Fatal Python error: Segmentation fault" in running_system.output_file(client.config).read_text()
-    client.submit_batch(batch_id=2, tasks=[Task(workflow=SleepWorkflow)], batch_type="train")
-    assert client.finalize_train_batch(2, timeout=60)["finished_task_count"] == 1
+    play_batch(client, 2, [Task(workflow=SleepWorkflow)])
 
 
 @pytest.mark.parametrize("victims", [guardian, admin, everything])
@@ -174,11 +167,9 @@ def test_what_nobody_supervises_is_started_again_and_the_waiting_client_gets_its
     before = client._link.admin
     family = everything(client)
     finished = set(client.batch(1).statuses)
-    thread, answers = finalize_in_thread(client, 1)
+    answer = finalize_in_thread(client, 1)
     kill_all(victims(client))
-    thread.join(timeout=60)
-    assert answers
-    assert answers[0]["finished_task_count"] == 16, answers
+    assert answer.result(60)["finished_task_count"] == 16
     assert client._link.admin != before
     assert not running_system.wait_gone(family, 10), "a process of the earlier life is left"
     assert Counter(e.eid.task for e in client.experiences(1)) == dict.fromkeys(range(16), 1)

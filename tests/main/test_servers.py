@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.servers import ServerProcess, letters, over_http, runs_by
-from tests.helpers.systems import StartSystem, events
+from tests.helpers.systems import StartSystem, events, play_batch
 from trinity_es.events import vocabulary as ev
 from trinity_es.testing import wait_until
 
@@ -49,8 +49,7 @@ def test_i3_servers_come_and_go_with_a_file_and_drain_loses_nothing(
     assert [e.runner for e in events(client, ev.RunnerRetired)] == ["runner-0"]
     # The new one has the current weights before its first unit.
     wait_until(lambda: "runner-2" in {e.runner for e in events(client, ev.WeightsLoaded)}, "runner-2's weights", 60)
-    client.submit_batch(batch_id=2, tasks=letters(40), batch_type="train")
-    client.finalize_train_batch(2, timeout=60)
+    play_batch(client, 2, letters(40))
     assert set(runs_by(client, 2)) == {"runner-1", "runner-2"}
     assert {e.info["model_version"] for e in client.experiences(2)} == {1}
     made_by = Counter[tuple[int, str]]()

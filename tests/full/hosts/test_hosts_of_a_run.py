@@ -11,23 +11,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 import trinity_es
-from tests.helpers.hosts import KEY, Head, free_port, has_settled, host_joins, ready
+from tests.helpers.hosts import Head, StartHead, free_port, has_settled, host_joins, ready
 from tests.helpers.links import Network, network
 from tests.helpers.of_the_day import of_the_day
 from tests.helpers.systems import end, kill_system, pid_of, scripted
 from trinity_es import Task
 from trinity_es.client import health
-from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import AlreadyRunning, HostNotFound, NotRunning
 from trinity_es.events.processes import process_start_time
@@ -40,31 +38,6 @@ pytestmark = [pytest.mark.postgres, pytest.mark.timeout(240)]
 
 TIMEOUT = 4.0
 """Seconds after which a host that is not heard of is lost."""
-
-
-StartHead = Callable[..., Head]
-
-
-@pytest.fixture
-def start_head(
-    postgres: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[StartHead]:
-    monkeypatch.setenv("TRINITY_ES_KEY", KEY)
-    clients: list[RolloutClient] = []
-
-    def start(address: int | None = None, **sections: Any) -> Head:
-        """`address`: the port that hosts are told; without it that at which the head listens."""
-        url, port = postgres(), free_port()
-        hosts = {"address": f"127.0.0.1:{address or port}", "listen": f"127.0.0.1:{port}", "timeout": TIMEOUT}
-        config = scripted(tmp_path / "head", store={"url": url}, hosts=hosts, **sections)
-        lifecycle.start(config)
-        clients.append(trinity_es.connect(config))
-        clients[-1].wait_ready(60)
-        return Head(clients[-1], url, tmp_path, port)
-
-    yield start
-    for client in clients:
-        end(client)
 
 
 def test_a_host_that_joins_in_a_batch_gets_its_share_and_one_that_leaves_loses_nothing(start_head: StartHead) -> None:

@@ -33,7 +33,7 @@ def test_the_key_is_replaced_in_a_batch_and_nothing_is_lost(postgres: Callable[[
     url, old, new = postgres(), made(), made()
     on_head, on_b, on_c = (KeyFile(tmp_path / f"key-{where}", old) for where in ("head", "b", "c"))
     with (
-        head_of(url, tmp_path, key_file=str(on_head.path)) as head,
+        head_of(url, tmp_path, {"key_file": str(on_head.path)}) as head,
         host_joins(url, "b", tmp_path, "--key-file", str(on_b.path)) as b,
         host_joins(url, "c", tmp_path, "--key-file", str(on_c.path)),
     ):

@@ -9,14 +9,11 @@ from pathlib import Path
 
 import pytest
 
-import trinity_es
-from tests.helpers.hosts import KEY, Head, JoinedHost, free_port, host_joins, ready
+from tests.helpers.hosts import KEY, Head, JoinedHost, free_port, head_of, host_joins, ready
 from tests.helpers.namespaces import Network, Postgres, lacks, made_network, made_postgres
 from tests.helpers.of_the_day import FAULTS, by_turns
 from tests.helpers.paths import ROOT
-from tests.helpers.systems import end, scripted
 from trinity_es.events import vocabulary as ev
-from trinity_es.system import lifecycle
 from trinity_es.testing import wait_until
 
 pytestmark = [
@@ -42,16 +39,9 @@ def database(network: Network) -> Iterator[Postgres]:
 def head(network: Network, database: Postgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Head]:
     monkeypatch.setenv("TRINITY_ES_KEY", KEY)
     port = free_port()
-    config = scripted(
-        tmp_path / "head", store={"url": database.url}, hosts={"address": f"{network.head}:{port}", "timeout": TIMEOUT}
-    )
-    lifecycle.start(config)
-    client = trinity_es.connect(config)
-    try:
-        client.wait_ready(60)
-        yield Head(client, database.url, tmp_path, port)
-    finally:
-        end(client)
+    hosts = {"address": f"{network.head}:{port}", "timeout": TIMEOUT}
+    with head_of(database.url, tmp_path, hosts, port=port) as made:
+        yield made
 
 
 CLIENT = """

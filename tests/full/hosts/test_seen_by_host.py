@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,39 +13,16 @@ import pytest
 
 import trinity_es
 from tests.helpers.handmade import cli
-from tests.helpers.hosts import KEY, Head, free_port, host_joins, ready
-from tests.helpers.systems import end, scripted
+from tests.helpers.hosts import Head, StartHead, host_joins, ready
 from trinity_es.actors.hosts.head_dialer import HeadPlace
-from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.reading.host_list import HostRow, read_hosts
-from trinity_es.system import lifecycle
 from trinity_es.testing import wait_until
 
 pytestmark = [pytest.mark.postgres, pytest.mark.timeout(240)]
 
 TIMEOUT = 15.0
 """Seconds after which a host that is not heard of is lost: long enough for two commands on a busy machine."""
-StartHead = Callable[..., Head]
-
-
-@pytest.fixture
-def start_head(postgres: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartHead]:
-    monkeypatch.setenv("TRINITY_ES_KEY", KEY)
-    clients: list[RolloutClient] = []
-
-    def start(**sections: Any) -> Head:
-        url, port = postgres(), free_port()
-        hosts = {"address": f"127.0.0.1:{port}", "timeout": TIMEOUT}
-        config = scripted(tmp_path / "head", store={"url": url}, hosts=hosts, **sections)
-        lifecycle.start(config)
-        clients.append(trinity_es.connect(config))
-        clients[-1].wait_ready(60)
-        return Head(clients[-1], url, tmp_path, port)
-
-    yield start
-    for client in clients:
-        end(client)
 
 
 def told(*command: str, log: str) -> Any:
@@ -65,7 +41,7 @@ def now(head: Head, host: str) -> HostRow:
 
 
 def test_what_is_shown_of_a_host_is_what_the_log_has_at_each_turn_of_its_life(start_head: StartHead) -> None:
-    head = start_head()
+    head = start_head(timeout=TIMEOUT)
     assert [told("hosts", log=head.url)[k] for k in ("hosts", "lives")] == [[], []]
     with host_joins(head.url, "b", head.folder) as b:
         ready(head.client, "b")
@@ -117,7 +93,7 @@ def test_a_host_that_fits_is_told_so_and_nothing_joins(start_head: StartHead, tm
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    head = start_head(model={"model_path": str(model)})
+    head = start_head(timeout=TIMEOUT, model={"model_path": str(model)})
     found = checked(head, "--name", "b")
     wrong = [f for of in found.values() for f in of if f["verdict"] in ("missing", "wrong")]
     assert wrong == []
@@ -134,7 +110,7 @@ def test_a_host_that_fits_is_told_so_and_nothing_joins(start_head: StartHead, tm
 def test_another_key_a_taken_name_and_a_port_that_is_shut_are_told(
     start_head: StartHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head = start_head()
+    head = start_head(timeout=TIMEOUT)
     with host_joins(head.url, "b", head.folder):
         ready(head.client, "b")
         [joining] = checked(head, "--name", "b")["joining"]

@@ -10,11 +10,10 @@ import pytest
 
 import trinity_es
 from benchmarks.chaos_hosts_account import SHARE
-from tests.helpers.hosts import KEY, Head, free_port, host_joins, ready
-from tests.helpers.systems import end, scripted, sleepers
+from tests.helpers.hosts import KEY, head_of, host_joins, ready
+from tests.helpers.systems import sleepers
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.hosts import host_of
-from trinity_es.system import lifecycle
 
 pytestmark = [pytest.mark.postgres, pytest.mark.slow, pytest.mark.timeout(280)]
 HOSTS = ("b", "c", "d")
@@ -58,27 +57,19 @@ def test_f3_four_hosts_get_their_shares_and_no_place_is_idle_while_work_waits(
 ) -> None:
     monkeypatch.setenv("TRINITY_ES_KEY", KEY)
     url = postgres()
-    config = scripted(tmp_path / "head", store={"url": url}, hosts={"address": f"127.0.0.1:{free_port()}"})
-    lifecycle.start(config)
-    client = trinity_es.connect(config)
-    try:
-        with contextlib.ExitStack() as stack:
-            for name in HOSTS:
-                stack.enter_context(host_joins(url, name, tmp_path))
-            client.wait_ready(60)
-            for name in HOSTS:
-                ready(client, name)
-            head = Head(client, url, tmp_path, 0)
-            head.submit(1, 320, SECONDS)
-            head.finish(1, 320)
-            ran = head.ran_on(1)
-            assert all(abs(ran[name] / 80 - 1) <= SHARE for name in ("", *HOSTS)), ran
-            assert idle_beside_overfull(url, 1) == []
+    with head_of(url, tmp_path) as head, contextlib.ExitStack() as stack:
+        for name in HOSTS:
+            stack.enter_context(host_joins(url, name, tmp_path))
+        for name in HOSTS:
+            ready(head.client, name)
+        head.submit(1, 320, SECONDS)
+        head.finish(1, 320)
+        ran = head.ran_on(1)
+        assert all(abs(ran[name] / 80 - 1) <= SHARE for name in ("", *HOSTS)), ran
+        assert idle_beside_overfull(url, 1) == []
 
-            # Short units, of which some wait in a runner, and then long ones
-            short, long = sleepers(400, seconds=0.01), sleepers(96, seconds=1.0)
-            client.submit_batch(batch_id=2, tasks=[*short, *long], batch_type="train")
-            head.finish(2, 496)
-            assert idle_beside_overfull(url, 2) == []
-    finally:
-        end(client)
+        # Short units, of which some wait in a runner, and then long ones
+        short, long = sleepers(400, seconds=0.01), sleepers(96, seconds=1.0)
+        head.client.submit_batch(batch_id=2, tasks=[*short, *long], batch_type="train")
+        head.finish(2, 496)
+        assert idle_beside_overfull(url, 2) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,47 +12,23 @@ import pytest
 import trinity_es
 from tests.helpers.adapters import make_adapter
 from tests.helpers.engines import largest_difference
-from tests.helpers.hosts import KEY, Head, free_port, host_joins, ready
+from tests.helpers.hosts import Head, StartHead, host_joins, ready
 from tests.helpers.real_engine import TOLERANCE, letters
-from tests.helpers.systems import end, scripted
+from tests.helpers.systems import play_batch
 from tests.helpers.weight_files import AskWorkflow, hidden, lacks_mounts, make_weights, said
 from trinity_es import Task
-from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
-from trinity_es.system import lifecycle
 from trinity_es.testing import wait_until
 from trinity_es.weights.published import current_weights
-from trinity_es.weights.shared_memory import memory_dir
 
 pytestmark = [
     pytest.mark.postgres, pytest.mark.timeout(280), pytest.mark.skipif(bool(lacks_mounts()), reason=lacks_mounts())
 ]
 MODEL = {"engine_type": "tests.helpers.weight_files:FileEngine", "engine_args": {"latency_seconds": 0.2}}
-StartHead = Callable[..., Head]
 
 
-@pytest.fixture
-def start_head(
-    postgres: Callable[[], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[StartHead]:
-    monkeypatch.setenv("TRINITY_ES_KEY", KEY)
-    clients: list[RolloutClient] = []
-
-    def start(model: dict[str, Any], places: int = 4, **sections: Any) -> Head:
-        url, port = postgres(), free_port()
-        config = scripted(
-            tmp_path / "head", store={"url": url}, hosts={"address": f"127.0.0.1:{port}", "timeout": 4.0},
-            explorer={"rollout_model": MODEL | model, "max_concurrency": places}, **sections,
-        )
-        lifecycle.start(config)
-        clients.append(trinity_es.connect(config))
-        clients[-1].wait_ready(60)
-        return Head(clients[-1], url, tmp_path, port)
-
-    yield start
-    for client in clients:
-        end(client)
-        shutil.rmtree(memory_dir(client.config), ignore_errors=True)
+def explorer(places: int = 4, **model: Any) -> dict[str, Any]:
+    return {"rollout_model": MODEL | model, "max_concurrency": places}
 
 
 def play(head: Head, batch_id: int, tasks: int = 48) -> list[tuple[str, int]]:
@@ -75,7 +50,7 @@ def test_a_host_pulls_model_weights_and_adapters_that_it_can_t_read_once_for_all
     shared = tmp_path / "shared"
     model, first, second = (make_weights(shared / name, 2**24) for name in ("model", "first", "second"))
     adapter = make_adapter(shared / "adapter")
-    head = start_head({"model_path": str(model), "lora": {"max_adapters": 2, "max_rank": 8}})
+    head = start_head(explorer=explorer(model_path=str(model), lora={"max_adapters": 2, "max_rank": 8}))
     log = "explorer.rollout_model.engine_args.log"
     b_loaded, c_loaded = tmp_path / "b.loaded", tmp_path / "c.loaded"
     b_set = "--set", "explorer.rollout_model.engine_num=2", "--set", f"{log}={b_loaded}"
@@ -118,7 +93,7 @@ def test_a_host_pulls_model_weights_and_adapters_that_it_can_t_read_once_for_all
 def test_weights_in_the_head_s_memory_reach_a_host_with_a_memory_of_its_own(
     start_head: StartHead, tmp_path: Path
 ) -> None:
-    head = start_head({}, synchronizer={"sync_method": "memory"})
+    head = start_head(explorer=explorer(), synchronizer={"sync_method": "memory"})
     with host_joins(head.url, "b", tmp_path, inside=hidden(Path("/dev/shm"))):
         ready(head.client, "b")
         for version in 1, 2:
@@ -133,7 +108,7 @@ def test_weights_in_the_head_s_memory_reach_a_host_with_a_memory_of_its_own(
 def test_a_host_that_can_t_pull_gets_no_work_and_says_why(start_head: StartHead, tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     weights = make_weights(shared / "first")
-    head = start_head({}, places=1)
+    head = start_head(explorer=explorer(places=1))
     head.client.sync_weights(1, weights, timeout=60)
     with host_joins(
         head.url, "b", tmp_path, "--set", "hosts.weights_dir=/proc/nowhere", inside=hidden(shared)
@@ -167,15 +142,14 @@ def test_vllm_pulls(
     shared = tmp_path / "shared"
     model, weights = shutil.copytree(tiny, shared / "model"), shutil.copytree(other, shared / "weights")
     sizes = {"max_model_len": 64, "max_response_tokens": 8, "gpu_memory_utilization": 0.3}
-    head = start_head({"engine_type": "scripted", "engine_args": {}, "model_path": str(model), **sizes})
+    head = start_head(explorer=explorer(engine_type="scripted", engine_args={}, model_path=str(model), **sizes))
     real = "--set", "explorer.rollout_model.engine_type=vllm"
     with host_joins(head.url, "b", tmp_path, *real, inside=hidden(shared)):
         ready(head.client, "b", 600)
         for batch_id, made_from in (1, tiny), (2, other):
             if batch_id == 2:
                 head.client.sync_weights(1, weights, timeout=300)
-            head.client.submit_batch(batch_id=batch_id, tasks=letters(64), batch_type="train")
-            head.client.finalize_train_batch(batch_id, timeout=300)
+            play_batch(head.client, batch_id, letters(64), timeout=300)
             on_b = {event.task for event in head.ended(batch_id) if event.runner == "runner-0@b"}
             found = [e for e in head.client.experiences(batch_id) if e.eid.task in on_b]
             assert {e.info["model_version"] for e in found} == {batch_id - 1}

@@ -9,16 +9,13 @@ from pathlib import Path
 
 import pytest
 
-import trinity_es
 from tests.helpers.capture import captured
 from tests.helpers.certificates import Authority
-from tests.helpers.hosts import KEY, Head, free_port, host_joins, ready
+from tests.helpers.hosts import KEY, free_port, head_of, host_joins, ready
 from tests.helpers.namespaces import Network, lacks, made_network, made_postgres
 from tests.helpers.postgres_tls import in_tls
-from tests.helpers.systems import end, scripted
 from trinity_es import Task
 from trinity_es.actors.system_key import engine_token
-from trinity_es.system import lifecycle
 from trinity_es.testing import SleepWorkflow
 
 pytestmark = [
@@ -53,19 +50,14 @@ def test_no_secret_is_on_the_wire(
         trainer = {"args": {"api_key": "${oc.env:SERVICE_API_KEY}"}}
         wire = stack.enter_context(captured(network.all))
         hosts = {"address": f"{network.head}:{port}"}
-        config = scripted(tmp_path / "head", store={"url": url}, hosts=hosts, trainer=trainer)
-        assert config.trainer.args["api_key"] == service
-        lifecycle.start(config)
-        client = trinity_es.connect(config)
-        stack.callback(end, client)
-        client.wait_ready(60)
-        head = Head(client, url, tmp_path, port)
+        head = stack.enter_context(head_of(url, tmp_path, hosts, port=port, trainer=trainer))
+        assert head.client.config.trainer.args["api_key"] == service
         with host_joins(url, "b", tmp_path, "--set", "trainer.args.api_key=${oc.env:SERVICE_API_KEY}",
                         inside=network.add("b")):
-            ready(client, "b")
+            ready(head.client, "b")
             tasks = [Task(workflow=SleepWorkflow, workflow_args={"seconds": 0.2}, raw_task={"prompt": f"{PROMPT} {n}"})
                      for n in range(32)]
-            client.submit_batch(batch_id=1, tasks=tasks, batch_type="train")
+            head.client.submit_batch(batch_id=1, tasks=tasks, batch_type="train")
             head.finish(1, 32)
             assert head.ran_on(1)["b"] > 0
     between, stored = wire.streams(port), wire.streams(database_port)

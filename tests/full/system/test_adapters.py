@@ -12,7 +12,7 @@ import pytest
 
 import trinity_es
 from tests.helpers.adapters import make_adapter
-from tests.helpers.systems import StartSystem, events, kill_system, pid_of
+from tests.helpers.systems import StartSystem, events, kill_system, pid_of, play_batch
 from trinity_es import Task, Workflow
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
@@ -64,8 +64,7 @@ def questions(*adapters: str | None, runs: int = 4, **args: Any) -> list[Task]:
 
 
 def answers(client: RolloutClient, batch: BatchId, tasks: list[Task]) -> list[Experience]:
-    client.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
-    client.finalize_train_batch(batch, timeout=60)
+    play_batch(client, batch, tasks)
     return list(client.experiences(batch))
 
 
@@ -103,8 +102,7 @@ def test_two_adapters_answer_beside_the_model_and_every_answer_says_which(
     assert {e.response_text for e in again if e.eid.task == 1} == by_task[1]
     assert {e.response_text for e in again if e.eid.task == 0} != by_task[0], "another version, other answers"
     client.remove_adapter("code")
-    client.submit_batch(batch_id=3, tasks=questions("code", "math"), batch_type="train")
-    client.finalize_train_batch(3, timeout=60)
+    play_batch(client, 3, questions("code", "math"))
     assert spans(list(client.experiences(3))) == {("math", 4): 4}
     errors = [e.message for e in events(client, ev.AttemptFailed)]
     assert errors

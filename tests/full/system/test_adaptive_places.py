@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import trinity_es
-from tests.helpers.systems import StartSystem, child, events, pid_of
+from tests.helpers.systems import StartSystem, child, events, pid_of, play_batch
 from trinity_es import Task
 from trinity_es.actors.engines.interface import Completion, EngineConfig, EngineLoad, Sampling
 from trinity_es.actors.runner.adaptive_places import START
@@ -61,8 +61,7 @@ def play(client: RolloutClient, folder: Path, batch: int, count: int) -> int:
     (folder / "running").write_text("")
     tasks = [Task(workflow="single_turn", raw_task={"prompt": f"{i}"}, rollout_args={"max_tokens": 4},
                   reward_fn="tests.full.system.test_adaptive_places:no_reward") for i in range(count)]
-    client.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
-    assert client.finalize_train_batch(batch, timeout=60)["finished_task_count"] == count
+    play_batch(client, batch, tasks)
     return max(int(line) for line in (folder / "running").read_text().split())
 
 
@@ -110,6 +109,5 @@ def test_an_engine_that_tells_nothing_keeps_what_it_begins_with(start_system: St
     client = start_system(explorer={"max_concurrency": "auto"})
     tasks = [Task(workflow="single_turn", raw_task={"prompt": "a"}, rollout_args={"max_tokens": 4},
                   reward_fn="tests.full.system.test_adaptive_places:no_reward")] * 300
-    client.submit_batch(batch_id=1, tasks=tasks, batch_type="train")
-    assert client.finalize_train_batch(1, timeout=60)["finished_task_count"] == 300
+    play_batch(client, 1, tasks)
     assert (places(client), events(client, ev.ConcurrencyChanged)) == (START, [])

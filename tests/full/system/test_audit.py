@@ -15,7 +15,7 @@ import pytest
 
 import trinity_es
 from tests.helpers.paths import ROOT
-from tests.helpers.systems import StartSystem, limit_file_size, sleepers, started
+from tests.helpers.systems import StartSystem, limit_file_size, play_batch, sleepers, started
 from trinity_es import BatchLifecycleState
 from trinity_es.events.errors import BatchNotFound, LogUnavailable
 from trinity_es.projections.reading.log_reader import canonical
@@ -50,8 +50,7 @@ print(json.dumps({
 def dead_log(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, object]]:
     """The URL of a finished run's log, and what finalize had returned."""
     client = started(tmp_path_factory.mktemp("dead"))
-    client.submit_batch(batch_id=1, tasks=sleepers(6, seconds=0.02, reward=1 / 3), batch_type="train")
-    result = client.finalize_train_batch(1, timeout=30)
+    result = play_batch(client, 1, sleepers(6, seconds=0.02, reward=1 / 3))
     client.submit_batch(batch_id="1/letters", tasks=sleepers(2, reward=0.1), batch_type="eval")
     client.finalize_eval_batch("1/letters", timeout=30)
     client.submit_batch(batch_id=2, tasks=sleepers(2, seconds=60), batch_type="train")
@@ -115,8 +114,7 @@ def test_verify_finds_a_payload_that_was_changed_and_one_that_is_gone(
 
 def test_a6_a_full_disk_is_an_error_and_loses_nothing(start_system: StartSystem) -> None:
     client = start_system()
-    client.submit_batch(batch_id=1, tasks=sleepers(2), batch_type="train")
-    result = client.finalize_train_batch(1, timeout=30)
+    result = play_batch(client, 1, sleepers(2))
     limit_file_size(client, 1024)
     with pytest.raises(LogUnavailable):
         client.submit_batch(batch_id=2, tasks=sleepers(2), batch_type="train")
@@ -124,8 +122,7 @@ def test_a6_a_full_disk_is_an_error_and_loses_nothing(start_system: StartSystem)
     with pytest.raises(BatchNotFound):
         client.batch(2)
     wait_until(lambda: client.status()["runners"], "the runner to be known again")
-    client.submit_batch(batch_id=2, tasks=sleepers(2), batch_type="train")
-    assert client.finalize_train_batch(2, timeout=30)["finished_task_count"] == 2
+    play_batch(client, 2, sleepers(2))
     assert canonical(client.finalize_train_batch(1)) == canonical(result)
     assert client.log.verify() == []
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.judged import JudgedWithATool, lookup
-from tests.helpers.systems import StartSystem, finalize_in_thread, pid_of
+from tests.helpers.systems import StartSystem, finalize_in_thread, pid_of, play_batch
 from trinity_es.actors.engines.interface import EngineConfig, Sampling
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
@@ -80,8 +80,7 @@ def test_p15_workflows_sync_and_async_reach_auxiliary_models(
 ) -> None:
     client, batch = system_for(explorer={"auxiliary_models": TWO}), new_id()
     given = [*tasks(8, Judged, repeat_times=2), *tasks(8, JudgedSync)]
-    client.submit_batch(batch_id=batch, tasks=given, batch_type="train")
-    assert client.finalize_train_batch(batch, timeout=60)["finished_task_count"] == 16
+    play_batch(client, batch, given)
     statuses = client.batch(batch).statuses
     assert all(s.ok for s in statuses.values()), [s.message for s in statuses.values()]
     experiences = list(client.experiences(batch))
@@ -113,7 +112,7 @@ def test_p15_a_killed_auxiliary_runner_is_a_pause_and_no_failure(start_system: S
     assert rows(client)["judge-0"]["state"] == "ready", "wait_ready did not wait for the judge, which loads for 3 s"
     given = [*tasks(12, Judged), *[Task(workflow=AloneSync, raw_task={"prompt": "x"}) for _ in range(4)]]
     client.submit_batch(batch_id=1, tasks=given, batch_type="train")
-    thread, answers = finalize_in_thread(client, 1)
+    answer = finalize_in_thread(client, 1)
     wait_until(lambda: client.batch(1).completed_task_count >= 4, "four tasks to finish")
     os.kill(pid_of(client, "judge-0"), signal.SIGKILL)
     told = wait_until(lambda: [w for w in client.why(1).splitlines() if "of model judge" in w], "why to name the judge")
@@ -122,9 +121,7 @@ def test_p15_a_killed_auxiliary_runner_is_a_pause_and_no_failure(start_system: S
     )
     row = rows(client)["judge-0"]
     assert (row["model"], row["state"] in ("lost", "started", "ready")) == ("judge", True)
-    thread.join(60)
-    assert answers
-    assert answers[0]["finished_task_count"] == 16, answers
+    assert answer.result(60)["finished_task_count"] == 16
     state = client.batch(1)
     assert all(s.ok for s in state.statuses.values())
     assert state.failed_attempts == 0
@@ -154,8 +151,7 @@ async def test_c6_p15_a_conversation_with_a_tool_and_a_judge_lines_up_with_the_e
         },
     )
     given = tasks(64, JudgedWithATool, repeat_times=8, rollout_args={"seed": 100, "max_tokens": 16})
-    client.submit_batch(batch_id=1, tasks=given, batch_type="train")
-    assert client.finalize_train_batch(1, timeout=120)["finished_task_count"] == 64
+    play_batch(client, 1, given, timeout=120)
     state = client.batch(1)
     assert all(s.ok and s.completed_runs == 8 for s in state.statuses.values())
     found = {(e.eid.task, e.eid.run, e.eid.step): e for e in client.experiences(1)}

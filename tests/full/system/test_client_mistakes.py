@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import trinity_es
-from tests.helpers.systems import StartSystem, pid_of, scripted
+from tests.helpers.systems import StartSystem, pid_of, play_batch, scripted
 from trinity_es import RolloutCoordinator, Task, Workflow
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import DataError, SyncError
@@ -78,8 +78,7 @@ def test_a_mistake_is_refused_before_it_is_sent(mistake: str, shared: RolloutCli
 def test_a_workflow_that_fails_at_length_fails_alone(shared: RolloutClient, new_id: NewId) -> None:
     batch = new_id()
     tasks = [Task(workflow=FailsAtLength, repeat_times=64), Task(workflow=SleepWorkflow)]
-    shared.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
-    assert shared.finalize_train_batch(batch, timeout=20)["finished_task_count"] == 2
+    play_batch(shared, batch, tasks)
     statuses = shared.batch(batch).statuses
     assert (statuses[0].ok, statuses[1].ok) == (False, True)
     assert (statuses[0].message or "").partition("First error: ")[2].startswith("workflow: ")

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 import trinity_es
-from tests.helpers.systems import StartSystem, end, scripted, sleepers
+from tests.helpers.systems import StartSystem, end, play_batch, scripted, sleepers
 from trinity_es.actors import system_key
 from trinity_es.actors.frames import frame
 from trinity_es.actors.system_key import KEY_VARIABLE
@@ -61,8 +61,7 @@ def other_addresses() -> list[str]:
 
 def works(client: RolloutClient, batch_id: int) -> None:
     """The system answers, and runs a batch."""
-    client.submit_batch(batch_id=batch_id, tasks=[trinity_es.Task(workflow=SleepWorkflow)], batch_type="train")
-    assert client.finalize_train_batch(batch_id, timeout=30)["finished_task_count"] == 1
+    play_batch(client, batch_id, [trinity_es.Task(workflow=SleepWorkflow)])
 
 
 class Evil:
@@ -292,9 +291,7 @@ def test_what_is_said_to_a_copy_of_a_run_that_is_up_does_not_reach_the_run(
     lifecycle.start(copy)
     with trinity_es.connect(copy) as client:
         client.wait_ready(60)
-        client.submit_batch(batch_id=batch, tasks=sleepers(1), batch_type="train")
-        assert client.finalize_train_batch(batch, timeout=60)["finished_task_count"] == 1
+        play_batch(client, batch, sleepers(1))
         end(client)
     assert running_system.find(shared.config) == before
-    shared.submit_batch(batch_id=batch, tasks=sleepers(2), batch_type="train")
-    assert shared.finalize_train_batch(batch, timeout=60)["finished_task_count"] == 2
+    play_batch(shared, batch, sleepers(2))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import trinity_es
-from tests.helpers.runs import AT_ONCE, command, count, explored, finish_here, make_config, outcome
+from tests.helpers.runs import AT_ONCE, command, count, explored, finish_here, make_config, outcome, went_well
 from tests.helpers.systems import end, merge, scripted
 from trinity_es import Explorer
 from trinity_es.config.config import load_config
@@ -189,8 +189,7 @@ def finished_well(*parts: subprocess.Popen[str]) -> None:
 def test_p32_explorer_and_trainer_in_two_processes_do_what_one_does(tmp_path: Path) -> None:
     """Though the trainer's process is killed on the way and started again."""
     both = make_config(tmp_path / "both", interval=2)
-    code, _, err = finish_here("run", both, *AT_ONCE, cwd=tmp_path)
-    assert code == 0, err
+    went_well("run", both, *AT_ONCE, cwd=tmp_path)
     wanted = outcome(load_config(both))
     assert wanted["versions"] == [2, 4, 5]
     again = make_config(tmp_path / "again", interval=2)

@@ -16,7 +16,18 @@ import yaml
 import trinity_es
 from tests.helpers.handmade import cli
 from tests.helpers.of_the_day import of_the_day
-from tests.helpers.runs import AT_ONCE, ROWS, command, count, events_of, finish_here, make_config, outcome, outcomes
+from tests.helpers.runs import (
+    AT_ONCE,
+    ROWS,
+    command,
+    count,
+    events_of,
+    finish_here,
+    make_config,
+    outcome,
+    outcomes,
+    went_well,
+)
 from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.experience import Experience
@@ -98,16 +109,14 @@ def test_a_step_that_failed_whole_ends_the_run_and_is_generated_anew_when_it_goe
     require_sentence(code, err)
 
     mend(path)
-    code, out, err = finish_here("resume", path, *AT_ONCE, cwd=tmp_path)
-    assert code == 0, err
+    out, err = went_well("resume", path, *AT_ONCE, cwd=tmp_path)
     assert outcome(config) == undisturbed(interval)
     assert submissions(config, 2) == [[3, 4, 5]] * 3
     trained = [event.step for _, event in events_of(config, "BatchTrained")]
     assert trained.count(2) == 1
     assert [line for line in out.splitlines() if line.startswith("batches")] == [
         "batches          8 (5 to train on, 3 evals)"]
-    code, out, err = finish_here("resume", path, *AT_ONCE, cwd=tmp_path)
-    assert code == 0, err
+    out, err = went_well("resume", path, *AT_ONCE, cwd=tmp_path)
     assert "is complete" in err
     assert submissions(config, 2) == [[3, 4, 5]] * 3
 
@@ -133,8 +142,7 @@ def test_a_step_that_failed_whole_is_generated_anew_under_another_reward(
     path = made(tmp_path / "run", reward="share")
     code, _, err = finish_here("run", path, "--set", BROKEN, cwd=tmp_path)
     require_sentence(code, err)
-    code, _, err = finish_here("resume", path, *AT_ONCE, cwd=tmp_path)
-    assert code == 0, err
+    went_well("resume", path, *AT_ONCE, cwd=tmp_path)
     assert outcome(load_config(path)) == undisturbed(1)
 
 
@@ -172,8 +180,7 @@ def test_a_fully_async_run_goes_on_after_a_step_that_failed_whole(tmp_path: Path
     code, _, err = finish_here("run", path, *AT_ONCE, cwd=tmp_path)
     require_sentence(code, err)
     mend(path)
-    code, _, err = finish_here("resume", path, *AT_ONCE, cwd=tmp_path)
-    assert code == 0, err
+    went_well("resume", path, *AT_ONCE, cwd=tmp_path)
     told = outcome(config)
     assert told["used"] == dict.fromkeys(range(ROWS), 1)
     assert [told["batches"][step][2] for step in range(1, 6)] == [1, 2, 3, 4, 5]

@@ -179,14 +179,12 @@ def test_a_guardian_or_admin_that_is_stopped_is_ended_and_the_waiting_client_get
     client.submit_batch(batch_id=1, tasks=sleepers(4, 0.1) + sleepers(4, 6.0), batch_type="train")
     wait_until(lambda: client.batch(1).completed_task_count >= 4, "four tasks")
     before, family = client._link.admin, running_system.processes(client._link.admin)
-    thread, answers = finalize_in_thread(client, 1)
+    answer = finalize_in_thread(client, 1)
     for pid in victims(client):
         psutil.Process(pid).suspend()
     found = running_system.find
     wait_until(lambda: (found(client.config) or before)["pid"] != before["pid"], "the next life", timeout=60)
-    thread.join(timeout=60)
-    assert answers
-    assert answers[0]["finished_task_count"] == 8, answers
+    assert answer.result(60)["finished_task_count"] == 8
     assert not running_system.wait_gone(family, 10), "a process of the earlier life is left"
     told = (Path(client.config.system.log_dir) / "keeper.log").read_text()
     assert "gave no sign of life" in told

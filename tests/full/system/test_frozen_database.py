@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers.database_trouble import births, judge, on, unnoticed
 from tests.helpers.faults import Server
-from tests.helpers.systems import StartSystem, sleepers
+from tests.helpers.systems import StartSystem, play_batch, sleepers
 from trinity_es.cli.common import find_batch
 from trinity_es.client import health
 from trinity_es.client.rollout_client import RolloutClient
@@ -58,8 +58,7 @@ def test_a_server_that_freezes_is_a_pause_and_is_told(own_server: Server, start_
         system={"heartbeat_timeout": BEATS, "hang_timeout": BEATS}, **on(own_server.url(own_server.new_database()))
     )
     client.submit_batch(batch_id=1, tasks=sleepers(48, seconds=0.2), batch_type="train")
-    client.submit_batch(batch_id=9, tasks=sleepers(1), batch_type="train")
-    client.finalize_train_batch(9, timeout=60)
+    play_batch(client, 9, sleepers(1))
     with ThreadPoolExecutor(8) as pool:
         with frozen(own_server):
             asked = [

@@ -17,7 +17,7 @@ import pytest
 
 from tests.helpers.database_trouble import births
 from tests.helpers.runs import command, make_config
-from tests.helpers.systems import StartSystem, limit_file_size, pid_of, sleepers
+from tests.helpers.systems import StartSystem, limit_file_size, pid_of, play_batch, sleepers
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import LogReplaced, LogRewound, LogUnavailable
@@ -189,8 +189,7 @@ def test_a_log_that_is_renamed_under_the_system_takes_nothing_until_it_is_back(
 
 def test_a_deleted_log_is_not_begun_again_by_the_next_coordinator(start_system: StartSystem, tmp_path: Path) -> None:
     client = start_system()
-    client.submit_batch(batch_id=1, tasks=sleepers(4), batch_type="train")
-    client.finalize_train_batch(1, timeout=60)
+    play_batch(client, 1, sleepers(4))
     path = Path(client.config.store.url.removeprefix("sqlite:///"))
     os.link(path, tmp_path / "kept")
     path.unlink()

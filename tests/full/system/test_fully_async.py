@@ -25,10 +25,10 @@ from tests.helpers.runs import (
     command,
     count,
     events_of,
-    finish_here,
     kill_run,
     make_config,
     outcome,
+    went_well,
 )
 from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev
@@ -117,8 +117,7 @@ ONCE = {"questions": dict.fromkeys(range(ROWS), 1)}
 def test_p34_fully_async_generates_while_it_trains_and_never_has_more_in_flight(tmp_path: Path) -> None:
     path = config_of(tmp_path / "run", seconds=0.8, sync_style="fully_async", max_inflight_batches=2)
     config = load_config(path)
-    code, _, err = finish_here("run", path, cwd=tmp_path)
-    assert code == 0, err
+    went_well("run", path, cwd=tmp_path)
     check_complete(config, STEPS, ONCE)
     happened = order(config)
     for step in range(1, STEPS):
@@ -133,8 +132,7 @@ def test_p34_fully_async_generates_while_it_trains_and_never_has_more_in_flight(
 def test_p34_sync_offset_generates_ahead_with_the_weights_of_the_step_before(tmp_path: Path) -> None:
     path = config_of(tmp_path / "run", sync_style="fixed", sync_interval=1, sync_offset=1)
     config = load_config(path)
-    code, _, err = finish_here("run", path, cwd=tmp_path)
-    assert code == 0, err
+    went_well("run", path, cwd=tmp_path)
     check_complete(config, STEPS, ONCE)
     happened = order(config)
     for step in range(2, STEPS + 1):
@@ -150,8 +148,7 @@ def test_p34_sync_offset_generates_ahead_with_the_weights_of_the_step_before(tmp
 def test_p34_trainer_driven_publishes_when_the_trainer_says_so(tmp_path: Path) -> None:
     path = config_of(tmp_path / "run", trainer="Choosing", sync_style="trainer_driven", max_inflight_batches=2)
     config = load_config(path)
-    code, _, err = finish_here("run", path, cwd=tmp_path)
-    assert code == 0, err
+    went_well("run", path, cwd=tmp_path)
     check_complete(config, STEPS, ONCE)
     assert [e.version for _, e in events_of(config, "WeightsPublished")] == [1, 4, 5]  # the last ones always
     # Evals belong to weights: 2 and 4 were passed when version 4 came, and that is measured once.
@@ -176,8 +173,7 @@ def die_and_resume(path: Path, reached: Callable[[Config], bool], moment: str) -
         wait_until(lambda: reached(config) or running.poll() is not None, moment, timeout=60)
         assert running.poll() is None, running.communicate()
         kill_run(config, running)
-    code, _, err = finish_here("resume", path, *AT_ONCE, cwd=path.parent)
-    assert code == 0, err
+    went_well("resume", path, *AT_ONCE, cwd=path.parent)
     return config
 
 
@@ -217,6 +213,5 @@ def test_c7_the_other_styles_killed_as_a_whole_skip_no_prompt_and_use_none_twice
     check_complete(config, STEPS, ONCE)
     if trainer == "SteadyTrainer":  # which weights a step is from does not depend on time: the same end
         undisturbed = config_of(tmp_path / "undisturbed", trainer=trainer, **synchronizer)
-        code, _, err = finish_here("run", undisturbed, *AT_ONCE, cwd=tmp_path)
-        assert code == 0, err
+        went_well("run", undisturbed, *AT_ONCE, cwd=tmp_path)
         assert outcome(config) == outcome(load_config(undisturbed))

@@ -14,7 +14,7 @@ import trinity_es
 from tests.helpers.database_trouble import births, on
 from tests.helpers.faults import Server
 from tests.helpers.of_the_day import of_the_day
-from tests.helpers.systems import StartSystem, sleepers
+from tests.helpers.systems import StartSystem, play_batch, sleepers
 from trinity_es.actors.requests import Parcel
 from trinity_es.events.errors import DataError, RequestRefused, TrinityError
 
@@ -167,8 +167,7 @@ def test_a_request_that_ends_coordinators_is_refused_and_named(
         system={"restart_pause": 0.1}, **store(database, request),
         buffer={"queue": {"priority_fn": f"{__name__}:Deadly", "priority_fn_args": {"armed": str(armed)}}},
     )
-    client.submit_batch(batch_id=1, tasks=sleepers(4), batch_type="train")
-    client.finalize_train_batch(1, timeout=60)
+    play_batch(client, 1, sleepers(4))
     armed.touch()
     with pytest.raises(RequestRefused, match="take_experiences") as caught:
         client.take_experiences(3, timeout=60)
@@ -178,7 +177,6 @@ def test_a_request_that_ends_coordinators_is_refused_and_named(
         another.take_experiences(3, timeout=60)  # another client, another id, the same poison
     assert len(armed.read_text()) == 2
     assert births(client) == 3
-    client.submit_batch(batch_id=2, tasks=sleepers(2), batch_type="train")
-    assert client.finalize_train_batch(2, timeout=60)["finished_task_count"] == 2
+    play_batch(client, 2, sleepers(2))
     armed.unlink()
     assert len(client.take_experiences(2, timeout=20)) == 2, "another request of the same command"

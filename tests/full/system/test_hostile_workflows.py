@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.helpers.systems import StartSystem, pid_of
+from tests.helpers.systems import StartSystem, pid_of, play_batch
 from trinity_es import Task, Workflow
 from trinity_es.actors.guardian.supervision import CHECK_SECONDS
 from trinity_es.client.rollout_client import RolloutClient
@@ -199,15 +199,13 @@ def test_s2_what_an_async_workflow_does_to_the_loop_fails_that_one_only(
     bad = Task(workflow=Hostile, workflow_args={"how": how})
     if how == "at its birth":
         bad = Task(workflow=HostileAtItsBirth)
-    system.submit_batch(batch_id=batch, tasks=[bad, *(Task(workflow=Good) for _ in range(5))], batch_type="train")
-    assert system.finalize_train_batch(batch, timeout=40)["finished_task_count"] == 6
+    play_batch(system, batch, [bad, *(Task(workflow=Good) for _ in range(5))], timeout=40)
     statuses = system.batch(batch).statuses
     assert [statuses[i].ok for i in range(1, 6)] == [True] * 5, statuses
     # What comes a moment later meets its own unit where the machine is slow, and fails that.
     assert statuses[0].ok == (how in HARMLESS) or how.endswith(" later"), statuses
     again = new_id()
-    system.submit_batch(batch_id=again, tasks=[Task(workflow=Good) for _ in range(8)], batch_type="train")
-    assert system.finalize_train_batch(again, timeout=40)["finished_task_count"] == 8
+    play_batch(system, again, [Task(workflow=Good) for _ in range(8)], timeout=40)
     assert all(s.ok for s in system.batch(again).statuses.values())
     assert lives(system) == ["RunnerStarted"]
 
@@ -260,9 +258,7 @@ def test_s2_who_can_not_be_ended_costs_a_life_of_the_runner_and_is_blamed_alone(
 def test_s2_a_runner_whose_own_tasks_were_cancelled_is_replaced(start_system: StartSystem) -> None:
     client = start_system(explorer={"max_concurrency": 8, "max_retry_times": 1}, system={"restart_pause": 0.1})
     bad = Task(workflow=Hostile, workflow_args={"how": "cancels all tasks, each by the base class"})
-    client.submit_batch(batch_id=1, tasks=[bad], batch_type="train")
-    assert client.finalize_train_batch(1, timeout=60)["finished_task_count"] == 1
+    play_batch(client, 1, [bad])
     assert not client.batch(1).statuses[0].ok
-    client.submit_batch(batch_id=2, tasks=[Task(workflow=Good) for _ in range(4)], batch_type="train")
-    assert client.finalize_train_batch(2, timeout=60)["finished_task_count"] == 4
+    play_batch(client, 2, [Task(workflow=Good) for _ in range(4)])
     assert all(s.ok for s in client.batch(2).statuses.values())

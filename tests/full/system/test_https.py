@@ -17,7 +17,7 @@ from tests.helpers.certificates import Authority
 from tests.helpers.paths import ROOT
 from tests.helpers.servers import ended, letters, over_http, stand_in
 from tests.helpers.serving import HELLO, serving
-from tests.helpers.systems import StartSystem, scripted
+from tests.helpers.systems import StartSystem, play_batch, scripted
 from trinity_es.dashboard.server import Dashboard
 from trinity_es.events.errors import ConfigError, StartupError
 from trinity_es.testing import wait_until
@@ -97,8 +97,7 @@ def test_engines_behind_a_private_ca_are_asked_by_ssl_cert_file(
         server.ready()
         if believed:
             client = start_system(explorer=over_http(tiny, urls=[server.url]))
-            client.submit_batch(batch_id=1, tasks=letters(4), batch_type="train")
-            assert client.finalize_train_batch(1, timeout=60)["finished_task_count"] == 4
+            play_batch(client, 1, letters(4))
             return
         monkeypatch.setenv("SSL_CERT_FILE", str(Authority(tmp_path, "other").ca))
         client = start_system(explorer=over_http(tiny, urls=[server.url]), wait=False)

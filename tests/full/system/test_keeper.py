@@ -15,6 +15,7 @@ from tests.helpers.systems import (
     StartSystem,
     everything,
     kill_all,
+    play_batch,
     scripted,
     tasks,
 )
@@ -29,8 +30,7 @@ def test_threads_that_call_while_everything_dies_get_their_answers(
 ) -> None:
     client = start_system(system={"keeper": True})
     wait_until(lambda: running_system.keeper(client.config), "the keeper")
-    client.submit_batch(batch_id=1, tasks=tasks(2, tmp_path / "ran", 0.0), batch_type="train")
-    result = client.finalize_train_batch(1, timeout=60)
+    result = play_batch(client, 1, tasks(2, tmp_path / "ran", 0.0))
     over, errors, answered = threading.Event(), [], Counter[int]()
 
     def ask(number: int) -> None:

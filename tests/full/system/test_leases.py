@@ -23,7 +23,7 @@ from benchmarks.chaos_faults import by_kind, kill
 from benchmarks.chaos_hosts_trainer import asked
 from tests.helpers.handmade import cli
 from tests.helpers.sandboxes import AsyncUses, Service, Uses
-from tests.helpers.systems import StartSystem, end, events, kill_system, pid_of, scripted
+from tests.helpers.systems import StartSystem, end, events, kill_system, pid_of, play_batch, scripted
 from trinity_es import Task, Workflow, connect
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.client.teardown import end_system
@@ -78,8 +78,7 @@ def test_a_run_takes_holds_and_releases(
     system: RolloutClient, new_id: NewId, service: Service, cls: type[Workflow]
 ) -> None:
     batch = new_id()
-    system.submit_batch(batch_id=batch, tasks=[uses(service, 0.2, cls)], batch_type="train")
-    assert system.finalize_train_batch(batch, timeout=60)["finished_task_count"] == 1
+    play_batch(system, batch, [uses(service, 0.2, cls)])
     assert system.batch(batch).statuses[0].ok, system.batch(batch).statuses[0].message
     taken, held, released = of_batch(system, batch)
     assert [type(e) for e in (taken, held, released)] == [ev.LeaseTaken, ev.LeaseHeld, ev.LeaseReleased]
@@ -94,8 +93,7 @@ def test_a_run_takes_holds_and_releases(
 def test_runs_that_share_an_attempt_have_each_their_own(system: RolloutClient, new_id: NewId, service: Service) -> None:
     batch, task = new_id(), uses(service, 0.2)
     task.repeat_times = 3
-    system.submit_batch(batch_id=batch, tasks=[task], batch_type="train")
-    system.finalize_train_batch(batch, timeout=60)
+    play_batch(system, batch, [task])
     assert sorted(e.run for e in of_batch(system, batch, ev.LeaseTaken)) == [0, 1, 2]
     assert [len(box["users"]) for box in service.boxes()] == [1, 1, 1]
     assert len(of_batch(system, batch, ev.LeaseReleased)) == 3
@@ -105,8 +103,7 @@ def test_runs_that_share_an_attempt_have_each_their_own(system: RolloutClient, n
 def test_a_run_that_fails_leaves_nothing(system: RolloutClient, new_id: NewId, service: Service, how: str) -> None:
     """An error releases on its way out; of a process that ended the coordinator releases it."""
     batch = new_id()
-    system.submit_batch(batch_id=batch, tasks=[uses(service, 5.0, how=how)], batch_type="train")
-    system.finalize_train_batch(batch, timeout=60)
+    play_batch(system, batch, [uses(service, 5.0, how=how)])
     all_released(system, service)
     assert [len(box["users"]) for box in service.boxes()] == [1, 1], "each attempt had its own"
     by = "owner" if how == "raise" else "coordinator"
@@ -119,8 +116,7 @@ def test_a_run_that_takes_too_long_leaves_nothing(
     system_for: StartSystem, new_id: NewId, service: Service, cls: type[Workflow]
 ) -> None:
     client, batch = system_for(explorer={"max_retry_times": 0, "max_timeout": 2.5}), new_id()
-    client.submit_batch(batch_id=batch, tasks=[uses(service, 60.0, cls)], batch_type="train")
-    client.finalize_train_batch(batch, timeout=60)
+    play_batch(client, batch, [uses(service, 60.0, cls)])
     all_released(client, service)
     assert len(service.boxes()) == 1
 
@@ -212,8 +208,7 @@ def test_a_system_that_is_stopped_in_order_releases_what_its_runs_hold(
 def test_a_release_that_fails_is_tried_again_and_told(system: RolloutClient, new_id: NewId, service: Service) -> None:
     batch, url = new_id(), system.config.store.url
     service.refuse(True)
-    system.submit_batch(batch_id=batch, tasks=[uses(service, 0.1)], batch_type="train")
-    system.finalize_train_batch(batch, timeout=60)
+    play_batch(system, batch, [uses(service, 0.1)])
     assert system.batch(batch).statuses[0].ok, "that is nothing that the run did wrong"
     wait_until(lambda: len(of_batch(system, batch, ev.LeaseReleaseFailed)) >= 2, "two tries to be recorded")
     [lease] = system.log.leases()

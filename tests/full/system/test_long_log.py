@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import sample_log
-from tests.helpers.systems import StartSystem, sleepers
+from tests.helpers.systems import StartSystem, play_batch, sleepers
 from trinity_es.actors.commands import ResumeTrainer
 from trinity_es.events.store.log import EventLog, Write
 from trinity_es.events.vocabulary import WeightsPublished
@@ -40,8 +40,7 @@ def test_status_is_answered_at_once_while_the_first_batches_of_a_long_log_are_as
         )
     publish(url, tmp_path)
     client = start_system(store={"url": url})
-    client.submit_batch(batch_id="mine", tasks=sleepers(4), batch_type="train")
-    client.finalize_train_batch("mine", timeout=60)
+    play_batch(client, "mine", sleepers(4))
     slowest = 0.0
     with ThreadPoolExecutor(ASKED + 2) as pool:
         asked = [pool.submit(client.next_batch, 0, 120) for _ in range(ASKED)]

@@ -25,10 +25,10 @@ from tests.helpers.runs import (
     command,
     count,
     events_of,
-    finish_here,
     kill_run,
     make_config,
     outcome,
+    went_well,
 )
 from tests.helpers.systems import StartSystem
 from trinity_es import Explorer
@@ -159,8 +159,7 @@ def memory_config(folder: Path, **trainer: Any) -> Path:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = memory_config(tmp_path_factory.mktemp("undisturbed"))
     config = load_config(path)
-    code, _, err = finish_here("run", path, *AT_ONCE, cwd=path.parent)
-    assert code == 0, err
+    went_well("run", path, *AT_ONCE, cwd=path.parent)
     assert published(config) == [
         (1, "memory"), (2, "memory"), (2, "checkpoint"), (3, "memory"), (4, "memory"), (4, "checkpoint"),
         (5, "memory"), (5, "checkpoint"),
@@ -203,8 +202,7 @@ def test_p34_after_kill_9_of_everything_a_run_in_memory_ends_as_if_nothing_had_b
     version = published(config)[-1][0]
     if lost:
         shutil.rmtree(shared_memory.memory_dir(config))
-    code, _, err = finish_here("resume", path, *AT_ONCE, cwd=tmp_path)
-    assert code == 0, err
+    went_well("resume", path, *AT_ONCE, cwd=tmp_path)
     assert comparable(config) == undisturbed
     assert published(config).count((version, "memory")) == 1 + lost  # that it was written anew is in the log
     assert [e.step for _, e in events_of(config, "ExperiencesRedelivered")] == [checkpoint]

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from tests.helpers.handmade import cli
-from tests.helpers.systems import StartSystem
+from tests.helpers.systems import StartSystem, play_batch
 from trinity_es import Task, Workflow
 from trinity_es.actors.engines.interface import Completion, Sampling
 from trinity_es.actors.system_key import engine_token, read_key
@@ -93,8 +93,7 @@ def token(client: RolloutClient) -> str:
 
 def test_p55_a_workflow_s_clients_may_say_penalties_formats_and_template_variables(start_system: StartSystem) -> None:
     client = start_system(explorer={"auxiliary_models": [{"name": "judge", "engine_type": "scripted"}]})
-    client.submit_batch(batch_id=1, tasks=[Task(workflow=AsksForMuch)], batch_type="train")
-    assert client.finalize_train_batch(1, timeout=60)["finished_task_count"] == 1, client.batch(1).statuses
+    play_batch(client, 1, [Task(workflow=AsksForMuch)])
     [experience] = client.experiences(1)
     asked = experience.info["sampling"]
     assert {k: asked[k] for k in ("presence_penalty", "min_tokens", "repetition_penalty", "json_schema")} == {
@@ -111,8 +110,7 @@ def test_a_run_s_endpoint_is_asked_past_every_proxy(
     monkeypatch.setenv("no_proxy", "corp.invalid")
     client = start_system()
     tasks = [Task(workflow=workflow) for workflow in (AsksOnItsOwn, AsksOnItsOwnAsync)]
-    client.submit_batch(batch_id=1, tasks=tasks, batch_type="train")
-    assert client.finalize_train_batch(1, timeout=60)["finished_task_count"] == 2, client.batch(1).statuses
+    play_batch(client, 1, tasks)
     assert [e.info["past"] for e in client.experiences(1)] == [["corp.invalid,127.0.0.1,localhost"] * 2] * 2
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.helpers.systems import StartSystem
+from tests.helpers.systems import StartSystem, play_batch
 from trinity_es import ExperienceOperatorV1, Task
 from trinity_es.events.experience import Experience
 from trinity_es.testing import SleepWorkflow, wait_until
@@ -54,8 +54,7 @@ def test_p51_a_judge_is_asked_by_a_coroutine_of_the_pipeline(start_system: Start
     )
     for batch in (1, 2):
         tasks = [Task(workflow=SleepWorkflow, repeat_times=n) for n in (2, 1)]
-        client.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
-        metrics = client.finalize_train_batch(batch, timeout=60)["metrics"]
+        metrics = play_batch(client, batch, tasks)["metrics"]
         told = {name.removeprefix("experience_pipeline/"): value for name, value in metrics.items()}
         assert (told["judged"], told["judges"]) == (3, 2)
         assert told["selection/valid_ratio"] == 0.5  # pass rates 1.0 and 0.5

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import trinity_es
-from tests.helpers.systems import StartSystem, kill_everybody, pid_of
+from tests.helpers.systems import StartSystem, kill_everybody, pid_of, play_batch
 from trinity_es import Task
 from trinity_es.client import health
 from trinity_es.client.rollout_client import RolloutClient
@@ -54,8 +54,7 @@ def tasks(n: int = 2, runs: int = 2) -> list[Task]:
 
 def generate(client: RolloutClient, *batch_ids: BatchId) -> None:
     for batch_id in batch_ids:
-        client.submit_batch(batch_id=batch_id, tasks=tasks(), batch_type="train")
-        client.finalize_train_batch(batch_id, timeout=90)
+        play_batch(client, batch_id, tasks(), timeout=90)
 
 
 def key_of(client: RolloutClient, batch_id: BatchId) -> str:
@@ -91,8 +90,7 @@ def test_p29_what_a_batch_delivered_is_in_every_output_as_the_trainer_gets_it(
     generate(client, 1, "2/more")
     client.submit_batch(batch_id="2/eval", tasks=tasks(), batch_type="eval")
     client.finalize_eval_batch("2/eval", timeout=60)
-    client.submit_batch(batch_id=3, tasks=[], batch_type="train")
-    client.finalize_train_batch(3, timeout=60)
+    play_batch(client, 3, [])
     client.submit_batch(batch_id=4, tasks=tasks(), batch_type="train")
     client.abort_batch(4, reason="not wanted", keep_partial_results=True)
     client.process_experiences([Experience.serialize_many(list(client.experiences(1)))])

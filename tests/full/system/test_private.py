@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.systems import StartSystem, scripted, tasks
+from tests.helpers.systems import StartSystem, play_batch, scripted, tasks
 from trinity_es.events.errors import AlreadyRunning, LogUnavailable, StartupError, SyncError
 from trinity_es.events.store.log import EventLog
 from trinity_es.system import lifecycle
@@ -60,8 +60,7 @@ def test_another_user_can_open_nothing_of_a_run_in_a_folder_that_he_may_read(
     for above in {log.parent, logs, *log.parent.relative_to(folder).parents, *logs.relative_to(folder).parents}:
         (folder / above).chmod(0o755)
     client = start_system(folder=folder, system={"keeper": True})
-    client.submit_batch(batch_id=1, tasks=tasks(2, folder / "ran", 0.0), batch_type="train")
-    client.finalize_train_batch(1, timeout=60)
+    play_batch(client, 1, tasks(2, folder / "ran", 0.0))
     with RunLock(config, "explorer")._file:
         nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
         found = subprocess.run(

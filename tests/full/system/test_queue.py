@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import trinity_es
-from tests.helpers.systems import StartSystem, kill_everybody, pid_of
+from tests.helpers.systems import StartSystem, kill_everybody, pid_of, play_batch
 from trinity_es import Task
 from trinity_es.client import connection
 from trinity_es.client.coordinator import RolloutCoordinator
@@ -33,8 +33,7 @@ NewId = Callable[[], int]
 def generate(client: RolloutClient, *batch_ids: BatchId, n: int = 4) -> None:
     for batch_id in batch_ids:
         tasks = [Task(workflow=SleepWorkflow, workflow_args={"reward": i}) for i in range(n)]
-        client.submit_batch(batch_id=batch_id, tasks=tasks, batch_type="train")
-        client.finalize_train_batch(batch_id, timeout=90)
+        play_batch(client, batch_id, tasks, timeout=90)
 
 
 def names(experiences: list[Experience]) -> list[str]:

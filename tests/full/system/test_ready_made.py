@@ -11,7 +11,7 @@ import pytest
 
 import trinity_es
 from tests.helpers.graders import FAULTS
-from tests.helpers.systems import StartSystem, scripted
+from tests.helpers.systems import StartSystem, play_batch, scripted
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.vocabulary import AttemptFailed, BatchSubmitted
 from trinity_es.tasksets.taskset import Taskset
@@ -41,8 +41,7 @@ def finalized(
 ) -> tuple[dict[str, Any], list[AttemptFailed], list[float]]:
     """Run the taskset as a batch: its result, its failed attempts, and the rewards that were delivered."""
     tasks = Taskset(config.buffer.explorer_input.tasksets[0]).all()
-    client.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
-    result = client.finalize_train_batch(batch, timeout=240)
+    result = play_batch(client, batch, tasks, timeout=240)
     failed = [r.event for r in client.log.events(batch) if isinstance(r.event, AttemptFailed)]
     return result, failed, [float(e.reward or 0.0) for e in client.experiences(batch)]
 

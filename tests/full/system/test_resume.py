@@ -34,6 +34,7 @@ from tests.helpers.runs import (
     make_config,
     outcome,
     outcomes,
+    went_well,
 )
 from trinity_es import Explorer
 from trinity_es.client import teardown
@@ -86,8 +87,7 @@ def test_promise_3_and_4_after_kill_9_of_everything_a_resumed_run_ends_as_if_not
     assert "has 15 rows, sha256:" in err
     assert "the run in this log began with 14 rows" in err
     rows_of.write_text(rows_before)
-    code, out, err = finish_here("resume", path, *AT_ONCE, cwd=tmp_path)
-    assert code == 0, err
+    out, err = went_well("resume", path, *AT_ONCE, cwd=tmp_path)
     assert "going on with the run" in err
     assert outcome(config) == undisturbed(interval)
     assert outcome(config)["used"] == dict.fromkeys(range(ROWS), 1)
@@ -110,8 +110,7 @@ def test_a_run_that_dies_again_and_again_still_uses_every_prompt_once(
         with command("run", path, cwd=tmp_path) as running:
             wait_until(lambda n=number: count(config, "TaskFinished", n) >= 1, f"step {number}", timeout=60)
             kill_run(config, running)
-    code, _, err = finish_here("resume", config.store.url, *AT_ONCE, cwd=tmp_path)
-    assert code == 0, err
+    went_well("resume", config.store.url, *AT_ONCE, cwd=tmp_path)
     assert outcome(config) == undisturbed(1)
     decisions = Counter(e.decision for _, e in events_of(config, "RecoveryDecided"))
     assert decisions["resume"] >= 1  # not at each death: a step may just have ended by then
@@ -133,8 +132,7 @@ def test_a_run_of_which_only_the_command_was_killed_goes_on_in_its_system_and_en
     assert finish_here("resume", path, *AT_ONCE, cwd=tmp_path)[0] == 2
     taskset.with_suffix(".away").rename(taskset)
     assert leftovers.leftovers(config)
-    code, _, err = finish_here("resume", path, *AT_ONCE[:2], cwd=tmp_path)
-    assert code == 0, err
+    _, err = went_well("resume", path, *AT_ONCE[:2], cwd=tmp_path)
     assert "changed since its last start: trainer.args.seconds was 0.3 and is 0\n" in err
     assert outcome(config) == undisturbed(1)
     assert len(events_of(config, "CoordinatorStarted")) == 1
@@ -180,8 +178,7 @@ def test_a_system_that_the_keeper_brought_up_again_after_its_command_died_too_is
     try:
         again = "the keeper to start the system again"
         wait_until(lambda: len(events_of(config, "CoordinatorStarted")) == 2, again, timeout=60)
-        code, _, err = finish_here("resume", path, *AT_ONCE[:2], cwd=tmp_path)
-        assert code == 0, err
+        went_well("resume", path, *AT_ONCE[:2], cwd=tmp_path)
         assert running_system.keeper(config) is None
         assert leftovers.leftovers(config) == []
     finally:
@@ -359,8 +356,7 @@ def test_a_demo_that_was_killed_is_resumed_by_name_of_nothing_and_ends_as_a_demo
         wait_until(lambda: count(config, "BatchSubmitted", 4) or running.poll() is not None, "step 4", timeout=60)
         assert running.poll() is None
         kill_run(config, running)
-    code, out, err = finish_here("resume", "--json", cwd=tmp_path)
-    assert code == 0, err
+    out, _ = went_well("resume", "--json", cwd=tmp_path)
     told = json.loads(out)
     assert (told["train_batches"], told["batches"], len(told["rewards"])) == (48, 52, 48)
     assert "The scripted engine learns nothing" in told["verdict"]
@@ -379,8 +375,7 @@ def test_p37_the_metrics_of_a_run_that_was_killed_are_whole_and_none_is_there_tw
     kill_run(config, running)
     with file.open("a") as torn:
         torn.write('{"step":')
-    code, _, err = finish_here("resume", path, *AT_ONCE, cwd=tmp_path)
-    assert code == 0, err
+    went_well("resume", path, *AT_ONCE, cwd=tmp_path)
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     seen = Counter((row["step"], name) for row in rows for name in row if "/" in name)
     assert set(seen.values()) == {1}

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import trinity_es
 from tests.helpers.database_trouble import on
 from tests.helpers.faults import Server, rewind
-from tests.helpers.systems import StartSystem, end, kill_all, kill_system, pid_of, scripted, sleepers
+from tests.helpers.systems import StartSystem, end, kill_all, kill_system, pid_of, play_batch, scripted, sleepers
 from trinity_es.cli import app
 from trinity_es.client import accept_rewind, health, teardown
 from trinity_es.client.rollout_client import RolloutClient
@@ -35,8 +35,7 @@ PROMPT = 10.0
 
 def play(client: RolloutClient, *batches: int) -> None:
     for batch in batches:
-        client.submit_batch(batch_id=batch, tasks=sleepers(2), batch_type="train")
-        client.finalize_train_batch(batch, timeout=40)
+        play_batch(client, batch, sleepers(2), timeout=40)
 
 
 def store(config: Config) -> Path:

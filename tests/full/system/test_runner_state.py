@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.helpers.systems import StartSystem, child, events, finalize_in_thread, pid_of, sleepers
+from tests.helpers.systems import StartSystem, child, events, finalize_in_thread, pid_of, play_batch, sleepers
 from trinity_es import Task
 from trinity_es.actors.commands import RestartRunner
 from trinity_es.cli import app
@@ -46,12 +46,10 @@ def test_p13_a_restarted_runner_loses_nothing_and_nothing_is_blamed(start_system
     client = start_system(explorer={"max_concurrency": 4, "max_retry_times": 0, "rollout_model": {"engine_num": 2}})
     before = child(client, "runner-0")
     client.submit_batch(batch_id=1, tasks=sleepers(12, 0.5), batch_type="train")
-    thread, answers = finalize_in_thread(client, 1)
+    answer = finalize_in_thread(client, 1)
     busy(client, 8)
     done = client.restart_runner("runner-0", reason="its fan is loud")
-    thread.join(60)
-    assert answers
-    assert answers[0]["finished_task_count"] == 12, answers
+    assert answer.result(60)["finished_task_count"] == 12
     assert all(s.ok for s in client.batch(1).statuses.values())
     after = child(client, "runner-0")
     assert (done["runner"], done["incarnation"]) == ("runner-0", after["incarnation"])
@@ -67,8 +65,7 @@ def test_p13_a_restarted_runner_loses_nothing_and_nothing_is_blamed(start_system
     # The next task does not notice, and the slot's slate is clean.
     wait_until(lambda: child(client, "runner-0")["state"] == "ready", "the new life to serve")
     assert child(client, "runner-0")["deaths"] == 0
-    client.submit_batch(batch_id=2, tasks=sleepers(16, 0.05), batch_type="train")
-    assert client.finalize_train_batch(2, timeout=30)["finished_task_count"] == 16
+    play_batch(client, 2, sleepers(16, 0.05))
     assert client.batch(2).failed_attempts == 0
 
 
@@ -107,8 +104,7 @@ def test_p13_a_runner_that_hangs_and_one_that_was_given_up_are_started_again(sta
     last = events(client, ev.RunnerLost)[-1]
     assert last.runner == "runner-1"
     assert last.reason.endswith(": mended")
-    client.submit_batch(batch_id=1, tasks=sleepers(32, 0.1), batch_type="train")
-    client.finalize_train_batch(1, timeout=30)
+    play_batch(client, 1, sleepers(32, 0.1))
     given = {r.event.runner for r in client.log.events(1) if isinstance(r.event, ev.TasksDispatched)}
     assert given == {"runner-0", "runner-1"}
 

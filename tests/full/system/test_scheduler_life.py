@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.scheduling import AsyncDummy, NewId, dummies, load
-from tests.helpers.systems import StartSystem, kill_system, pid_of, scripted, sleepers
+from tests.helpers.systems import StartSystem, kill_system, pid_of, play_batch, scripted, sleepers
 from trinity_es import BatchLifecycleState, Scheduler, Status
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
@@ -297,8 +297,7 @@ async def test_p23_after_the_warmup_an_attempt_may_take_so_many_times_what_attem
         assert len(experiences) == 2
         assert set(timeouts()) == {0.0, limit}
         assert pace()[-1].timeout > limit  # those that timed out count: the pace follows tasks that get longer
-        client.submit_batch(batch_id=3, tasks=sleepers(2, 0.1), batch_type="train")
-        client.finalize_train_batch(3, timeout=30)
+        play_batch(client, 3, sleepers(2, 0.1))
         assert timeouts()[-1] == pace()[-2].timeout
 
 
@@ -306,8 +305,7 @@ async def test_p7_p25_a_batch_that_ended_can_be_looked_at_also_when_its_id_was_u
     system_for: StartSystem, new_id: NewId
 ) -> None:
     client, batch, other = system_for(), new_id(), new_id()
-    client.submit_batch(batch_id=batch, tasks=sleepers(2, reward=0.25), batch_type="train")
-    result = client.finalize_train_batch(batch, timeout=30)
+    result = play_batch(client, batch, sleepers(2, reward=0.25))
     async with Scheduler(client.config) as scheduler:
         scheduler.schedule(dummies(1, exception=1), other)
         await scheduler.get_results(other, timeout=30)

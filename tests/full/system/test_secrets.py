@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from tests.helpers.systems import StartSystem, kill_system
+from tests.helpers.systems import StartSystem, kill_system, play_batch
 from trinity_es import Task, Workflow, connect
 from trinity_es.actors.commands import PauseBatches
 from trinity_es.events.experience import Experience
@@ -42,8 +42,7 @@ def test_no_secret_is_in_the_log_or_shown_and_a_batch_that_is_resumed_has_them(
         "monitor": {"monitor_args": {"wandb": {"api_key": "s3cr3t-of-wandb", "other": SecretStr("s3cr3t-other")}}},
     }
     client = start_system(**sections)
-    client.submit_batch(batch_id=1, tasks=[task(), task()], batch_type="train")
-    assert client.finalize_train_batch(1, timeout=60)["finished_task_count"] == 2, client.why(1)
+    play_batch(client, 1, [task(), task()])
     client.request(PauseBatches(batches=[]))
     client.submit_batch(batch_id=2, tasks=[task()], batch_type="train")
     kill_system(client)

@@ -24,7 +24,7 @@ from tests.helpers.servers import (
     runs_by,
     stand_in,
 )
-from tests.helpers.systems import StartSystem, events
+from tests.helpers.systems import StartSystem, events, play_batch
 from trinity_es import Task, Workflow
 from trinity_es.cli import app
 from trinity_es.client.rollout_client import RolloutClient
@@ -48,8 +48,7 @@ def test_a_server_that_is_not_there_yet_is_waited_for_and_is_not_late(
             system={"startup_timeout": 12.0, "restarts": 0},
         )
         wait_until(lambda: [s["state"] for s in client.status()["servers"]] == ["ready", "started"], "the one", 60)
-        client.submit_batch(batch_id=1, tasks=letters(4), batch_type="train")
-        assert client.finalize_train_batch(1, timeout=30)["finished_task_count"] == 4
+        play_batch(client, 1, letters(4))
         wait_until(lambda: "does not answer" in client.status()["servers"][1]["waits_for"], "it to say so")
         time.sleep(15)  # longer than an engine may take to start
         assert not events(client, ev.RunnerLost)
@@ -67,8 +66,7 @@ def test_the_key_is_in_no_file_of_the_run(
         run = tmp_path / "run"
         run.mkdir()
         client = start_system(folder=run, explorer=over_http(tiny, urls=[server.url]))
-        client.submit_batch(batch_id=1, tasks=letters(4), batch_type="train")
-        assert client.finalize_train_batch(1, timeout=60)["finished_task_count"] == 4
+        play_batch(client, 1, letters(4))
         server.kill()
         wait_until(lambda: events(client, ev.RunnerLost), "its end to be noticed")
         files = [f for f in run.rglob("*") if f.is_file()]
@@ -95,8 +93,7 @@ def test_an_auxiliary_model_may_be_a_server_too(
         judge = {"name": "judge", "engine_type": "http", "model_path": str(tiny), "servers": {"urls": [server.url]}}
         client = start_system(explorer={"auxiliary_models": [judge]})
         task = Task(workflow=AsksTheJudge, raw_task={"prompt": "a"})
-        client.submit_batch(batch_id=1, tasks=[task], batch_type="train")
-        assert client.finalize_train_batch(1, timeout=60)["finished_task_count"] == 1
+        play_batch(client, 1, [task])
         [experience] = client.experiences(1)
         assert experience.metrics["judged"] == 3.0
 
@@ -134,8 +131,7 @@ def test_servers_are_added_and_taken_away_by_hand_and_stay_so_over_a_restart(
     again = start_system(explorer=config.explorer.model_dump(), store={"url": config.store.url})
     wait_until(lambda: len([r for r in again.status()["runners"] if r["state"] == "ready"]) == 2, "both", 60)
     assert [s["url"] for s in again.status()["servers"]] == [b, c]
-    again.submit_batch(batch_id=2, tasks=letters(8), batch_type="train")
-    assert again.finalize_train_batch(2, timeout=60)["finished_task_count"] == 8
+    play_batch(again, 2, letters(8))
     assert set(runs_by(again, 2)) == {"runner-1", "runner-2"}
 
 
@@ -269,8 +265,7 @@ def test_a_restart_command_restarts_a_server_once_a_version(
         os.kill(int(pids.read_text().split()[-1]), signal.SIGKILL)
         wait_until(lambda: restarts() == 2, "it to be started again", 60)
         client.wait_ready(60)
-        client.submit_batch(batch_id=1, tasks=letters(4), batch_type="train")
-        assert client.finalize_train_batch(1, timeout=60)["finished_task_count"] == 4
+        play_batch(client, 1, letters(4))
         assert {e.info["model_version"] for e in client.experiences(1)} == {1}
         assert restarts() == 2, "once, with the current weights"
         client.shutdown()

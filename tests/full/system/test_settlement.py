@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import trinity_es
-from tests.helpers.runs import ROWS, command, finish_here, kill_run, make_config
-from tests.helpers.systems import StartSystem, events, kill_system, pid_of
+from tests.helpers.runs import ROWS, command, kill_run, make_config, went_well
+from tests.helpers.systems import StartSystem, events, kill_system, pid_of, play_batch
 from trinity_es import Task
 from trinity_es.client import connection
 from trinity_es.client.rollout_client import RolloutClient
@@ -33,8 +33,7 @@ def tasks(n: int = 3, seconds: float = 0.0) -> list[Task]:
 
 def generate(client: RolloutClient, *batch_ids: BatchId) -> None:
     for batch_id in batch_ids:
-        client.submit_batch(batch_id=batch_id, tasks=tasks(), batch_type="train")
-        client.finalize_train_batch(batch_id, timeout=60)
+        play_batch(client, batch_id, tasks())
 
 
 def test_promise_3_a_trainer_back_at_step_k_gets_every_later_batch_again_and_nothing_is_generated_again(
@@ -257,8 +256,7 @@ def test_the_prompts_of_a_step_that_was_dropped_as_stale_are_submitted_again(tmp
         with trinity_es.connect(config) as client:
             client.sync_weights(7, tmp_path)
         kill_run(config, running)
-    code, _, err = finish_here("resume", path, *options, cwd=tmp_path)
-    assert code == 0, err
+    went_well("resume", path, *options, cwd=tmp_path)
     with trinity_es.open_log(config.store.url) as log:
         [decided] = [r.event for r in log.read(types=["RecoveryDecided"])]
         assert isinstance(decided, ev.RecoveryDecided)

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.compared import family_of
-from tests.helpers.systems import StartSystem, child, events, finalize_in_thread, pid_of, ran, tasks
+from tests.helpers.systems import StartSystem, child, events, finalize_in_thread, pid_of, play_batch, ran, tasks
 from trinity_es import Task
 from trinity_es.client import health
 from trinity_es.events import vocabulary as ev
@@ -32,19 +32,16 @@ def test_a_runner_that_ends_too_often_is_quarantined_and_the_others_go_on(start_
     told = events(client, ev.RunnerQuarantined)
     assert [(e.runner, e.deaths) for e in told] == [("runner-0", 2)]
     assert "ended" in told[0].reason
-    client.submit_batch(batch_id=1, tasks=[Task(workflow=SleepWorkflow)] * 20, batch_type="train")
-    assert client.finalize_train_batch(1, timeout=30)["finished_task_count"] == 20
+    play_batch(client, 1, [Task(workflow=SleepWorkflow)] * 20)
     # the next coordinator hears of it again, and writes it down once
     os.kill(pid_of(client, "coordinator"), signal.SIGKILL)
-    client.submit_batch(batch_id=2, tasks=[Task(workflow=SleepWorkflow)], batch_type="train")
-    client.finalize_train_batch(2, timeout=30)
+    play_batch(client, 2, [Task(workflow=SleepWorkflow)])
     assert len(events(client, ev.RunnerQuarantined)) == 1
 
 
 def test_a_system_whose_processes_are_stopped_is_told_as_that_and_how_it_goes_on(start_system: StartSystem) -> None:
     client = start_system()
-    client.submit_batch(batch_id=1, tasks=[Task(workflow=SleepWorkflow)] * 4, batch_type="train")
-    client.finalize_train_batch(1, timeout=30)
+    play_batch(client, 1, [Task(workflow=SleepWorkflow)] * 4)
     family = family_of(pid_of(client, "coordinator"))
     for process in family:
         process.suspend()
@@ -57,8 +54,7 @@ def test_a_system_whose_processes_are_stopped_is_told_as_that_and_how_it_goes_on
     assert problem.startswith("its processes are stopped (SIGSTOP) and answer nothing: `kill -CONT ")
     assert {str(p.pid) for p in family} == set(problem.partition("kill -CONT ")[2].partition("`")[0].split())
     assert {row["state"] for row in told["runners"]} == {"stopped"}
-    client.submit_batch(batch_id=2, tasks=[Task(workflow=SleepWorkflow)] * 4, batch_type="train")
-    assert client.finalize_train_batch(2, timeout=60)["finished_task_count"] == 4
+    play_batch(client, 2, [Task(workflow=SleepWorkflow)] * 4)
 
 
 def test_a_keeper_that_ended_is_told(start_system: StartSystem) -> None:
@@ -78,13 +74,11 @@ def test_a_stopped_coordinator_is_replaced_and_what_it_wakes_up_to_is_its_end(
     client = start_system(system=QUICK)
     count = tmp_path / "ran"
     client.submit_batch(batch_id=1, tasks=tasks(24, count, 1.0), batch_type="train")
-    thread, answers = finalize_in_thread(client, 1)
+    answer = finalize_in_thread(client, 1)
     wait_until(lambda: client.batch(1).completed_task_count >= 8, "eight tasks")
     stopped = psutil.Process(pid_of(client, "coordinator"))
     stopped.suspend()
-    thread.join(timeout=60)
-    assert answers
-    assert answers[0]["finished_task_count"] == 24, answers
+    assert answer.result(60)["finished_task_count"] == 24
     assert not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE
     assert set(ran(count).values()) == {1}
     assert "no sign of life" in child(client, "coordinator")["reason"]
@@ -131,7 +125,6 @@ def test_a_runner_whose_loop_is_blocked_beats_on_and_is_ended_all_the_same(start
         system=QUICK,
     )
     task = Task(workflow="single_turn", raw_task={"prompt": "block"}, reward_fn="tests.main.test_deaths:always_one")
-    client.submit_batch(batch_id=1, tasks=[task], batch_type="train")
-    client.finalize_train_batch(1, timeout=60)
+    play_batch(client, 1, [task])
     assert not client.batch(1).statuses[0].ok
     assert "blocked the engine's loop" in events(client, ev.RunnerLost)[0].reason

@@ -23,7 +23,7 @@ from tests.helpers.servers import (
     runs_by,
     stand_in,
 )
-from tests.helpers.systems import StartSystem
+from tests.helpers.systems import StartSystem, play_batch
 from tests.helpers.vllm_stand_in import FIRST, LAST
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
@@ -88,8 +88,7 @@ def test_i3_four_servers_share_the_work_and_three_troubles_in_one_batch_lose_not
         client.submit_batch(batch_id=1, tasks=letters(32), batch_type="train")  # what is compiled on first use
         client.finalize_train_batch(1, timeout=120)
 
-        client.submit_batch(batch_id=2, tasks=letters(200), batch_type="train")
-        assert client.finalize_train_batch(2, timeout=200)["finished_task_count"] == 200
+        play_batch(client, 2, letters(200), timeout=200)
         shares = tokens_by(client, 2)
         assert sum(shares.values()) == 200 * 2 * 8
         assert set(shares) == {f"runner-{n}" for n in range(4)}
@@ -126,8 +125,7 @@ def test_i3_four_servers_share_the_work_and_three_troubles_in_one_batch_lose_not
             return {r["runner"] for r in client.status()["runners"] if r["state"] == "ready"}
 
         wait_until(lambda: {"runner-2", "runner-4"} <= ready(), "who came, and who came back", 120)
-        client.submit_batch(batch_id=4, tasks=letters(200), batch_type="train")
-        assert client.finalize_train_batch(4, timeout=200)["finished_task_count"] == 200
+        play_batch(client, 4, letters(200), timeout=200)
         assert {"runner-0", "runner-2", "runner-3", "runner-4"} == set(runs_by(client, 4))
 
 
@@ -141,8 +139,7 @@ def test_logprobs_of_a_real_server_agree_with_torch_before_and_after_a_sync(
     trainer = GRPOTrainer(str(tiny))
 
     def play(batch: int) -> list[Experience]:
-        client.submit_batch(batch_id=batch, tasks=letters(16), batch_type="train")
-        client.finalize_train_batch(batch, timeout=120)
+        play_batch(client, batch, letters(16), timeout=120)
         return list(client.experiences(batch))
 
     before = play(1)

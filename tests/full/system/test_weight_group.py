@@ -16,7 +16,7 @@ import pytest
 from tests.helpers.memory_sync import play, served
 from tests.helpers.runs import events_of
 from tests.helpers.servers import free_port
-from tests.helpers.systems import StartSystem
+from tests.helpers.systems import StartSystem, play_batch
 from trinity_es.actors.engines.checkpoints import tensor_headers, torch_type
 from trinity_es.actors.engines.vllm.weight_transfer import GlooGroup
 from trinity_es.client.rollout_client import RolloutClient
@@ -81,8 +81,7 @@ def answers(client: RolloutClient, batch_id: int) -> set[str]:
     reward = "tests.main.test_deaths:always_one"
     task: dict[str, Any] = {"workflow": "single_turn", "raw_task": {"prompt": "p"}, "rollout_args": {"max_tokens": 40}}
     tasks = [Task(**task, reward_fn=reward) for _ in range(8)]
-    client.submit_batch(batch_id=batch_id, tasks=tasks, batch_type="train")
-    assert client.finalize_train_batch(batch_id, timeout=60)["finished_task_count"] == 8
+    play_batch(client, batch_id, tasks)
     return {e.response_text or "" for e in client.experiences(batch_id)}
 
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.helpers.parity_rows import recorded
-from tests.helpers.systems import StartSystem, pid_of
+from tests.helpers.systems import StartSystem, pid_of, play_batch
 from tests.helpers.ways_to_end import WAYS
 from trinity_es import Task, Workflow
 from trinity_es.actors.base import process_start_time
@@ -80,8 +80,7 @@ def test_p12_what_a_sync_workflow_does_to_its_process_fails_its_task_only(
     runner, batch, note = psutil.Process(pid_of(system, "runner-0")), new_id(), tmp_path / "note"
     bad = Task(workflow=Misbehaves, workflow_args={"note": str(note), "how": how})
     good = [Task(workflow=Misbehaves, workflow_args={"note": str(tmp_path / "good"), "how": ""}) for _ in range(4)]
-    system.submit_batch(batch_id=batch, tasks=[bad, *good, Task(workflow=SleepWorkflow)], batch_type="train")
-    assert system.finalize_train_batch(batch, timeout=60)["finished_task_count"] == 6
+    play_batch(system, batch, [bad, *good, Task(workflow=SleepWorkflow)])
     statuses = system.batch(batch).statuses
     assert [statuses[i].ok for i in range(6)] == [False, *[True] * 5]
     failed = recorded(system, batch, AttemptFailed)
@@ -112,8 +111,7 @@ class LeavesADaemon(Workflow):
 
 def test_a_process_that_a_workflow_left_ends_with_the_system(start_system: StartSystem) -> None:
     client = start_system()
-    client.submit_batch(batch_id=1, tasks=[Task(workflow=LeavesADaemon)], batch_type="train")
-    client.finalize_train_batch(1, timeout=60)
+    play_batch(client, 1, [Task(workflow=LeavesADaemon)])
     assert client.shutdown() == 1
     assert leftovers(client.config) == []
 
@@ -147,8 +145,7 @@ def cut_short(file: Path) -> bool:
 def test_n6_what_workflows_print_is_kept_to_its_end_and_stays_small(system: RolloutClient, new_id: NewId) -> None:
     batch = new_id()
     tasks = [Task(workflow=kind) for kind in (PrintsMuch, PrintsMuchOnTheLoop) for _ in range(2)]
-    system.submit_batch(batch_id=batch, tasks=tasks, batch_type="train")
-    assert system.finalize_train_batch(batch, timeout=60)["finished_task_count"] == 4
+    play_batch(system, batch, tasks)
     folder = Path(system.config.system.log_dir)
     files = [folder / "runner-0.log", running_system.output_file(system.config)]
     wait_until(lambda: all(cut_short(f) for f in files), "the logs to be cut")
