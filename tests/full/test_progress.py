@@ -89,6 +89,10 @@ def test_a_terminal_shows_the_engine_that_loads_and_then_the_step(path: Path) ->
         wait_until(lambda: "reward 0.250" in out.getvalue(), "the reward in the view")
         wait_until(lambda: "step 1/2" in out.getvalue(), "the step in the view")
         wait_until(lambda: "700 tokens" in out.getvalue(), "the tokens in the view")
+        failed = ev.AttemptFailed(task=0, run_id_base=0, failed_runs=[0], attempt=1, runner="runner-0", incarnation=1,
+                                  kind="workflow", message="boom", retry=True)
+        append(path, batch_stream(2), [*step(2)[:2], failed])
+        wait_until(lambda: " s   1 failed attempts" in out.getvalue(), "the failure in the view")
 
 
 def test_a_run_that_never_began_ends_its_view_at_once(tmp_path: Path) -> None:
