@@ -93,8 +93,6 @@ def test_c6_p15_a_real_judge_gives_the_tokens_and_logprobs_of_its_own_weights(
     assert len({e.eid.uid for e in found}) == len(found) == 64 * 8 * 2
     for e in found:
         response = len(e.tokens) - e.prompt_length
-        assert e.logprobs is not None
-        assert e.action_mask is not None
         assert len(e.logprobs) == len(e.action_mask) == response > 0
     assert all(e.action_mask is not None and 0 < e.action_mask.sum() < len(e.action_mask) for e in whole)  # the tool's
     assert all(isinstance(e.info["judge"], str) for e in whole)

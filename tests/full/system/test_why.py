@@ -186,7 +186,6 @@ class Memory:
         self.clock = ManualClock(1000.0)
         self.stalls = Stalls(self, self.registry, 10.0, self.clock, limit=60.0)  # type: ignore[arg-type]  # all that it looks at
         state = fold(events)
-        assert state is not None
         self.batches[state.batch_id] = state
 
     def record_batch(self, batch_id: BatchId, events: Sequence[ev.Event]) -> None:
