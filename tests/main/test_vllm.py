@@ -90,8 +90,6 @@ def test_p2_p5_p8_p9_p27_p31_kinds_of_workflows_on_a_real_engine(client: Rollout
     version = client.status()["weights_version"]
     for e in found:
         assert e.tokens.dtype == np.int32
-        assert e.logprobs is not None
-        assert e.action_mask is not None
         assert e.logprobs.shape == e.action_mask.shape == (e.tokens.size - e.prompt_length,)
         assert (e.info["model_version"], e.info["model_version_drift"], e.info["use_count"]) == (version, 0, 0)
         if e.eid.task < 2:

@@ -179,7 +179,6 @@ async def test_c6_p15_a_conversation_with_a_tool_and_a_judge_lines_up_with_the_e
             for start, answer in ((len(prompt), first), (len(so_far), second)):
                 own[start : start + 6] = [True] * 6
                 exact[start : start + 6] = answer.logprobs
-            assert whole.action_mask is not None
             assert whole.action_mask.tolist() == own[len(prompt):]
             assert whole.logprobs is not None
             assert np.array_equal(whole.logprobs, exact[len(prompt) :])

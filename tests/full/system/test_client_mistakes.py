@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 
-import trinity_es
 from tests.helpers.systems import StartSystem, pid_of, play_batch, scripted
 from trinity_es import RolloutCoordinator, Task, Workflow
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import DataError, SyncError
 from trinity_es.events.experience import Experience
-from trinity_es.system import lifecycle, running_system
 from trinity_es.testing import SleepWorkflow, wait_until
 
 NewId = Callable[[], int]
@@ -143,16 +141,6 @@ def test_several_that_start_a_store_s_system_at_once_share_one(tmp_path: Path) -
         end_system(config)
         for coordinator in found:
             coordinator.client.close()
-
-
-def test_nothing_is_left_of_a_system_that_did_not_come_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trinity_es.system.leftovers import leftovers
-
-    config = scripted(tmp_path)
-    monkeypatch.setattr(running_system, "find_head", lambda config: None)  # as if it had ended at once
-    with pytest.raises(trinity_es.TrinityError, match="died while it started"):
-        lifecycle.start(config)
-    assert leftovers(config) == []
 
 
 def test_promise_9_a_runner_that_comes_back_and_can_not_load_the_current_weights_serves_nothing(

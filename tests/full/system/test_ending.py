@@ -51,7 +51,6 @@ def begin() -> Iterator[Begin]:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         begun.append((script, config))
-        assert script.stdout is not None
         if script.stdout.readline() != "up\n":
             raise AssertionError(script.communicate()[1])
         return script
@@ -93,7 +92,6 @@ def test_a_system_that_ends_with_who_started_it_is_said_to_end_and_not_to_come_a
         task = Task(workflow=SleepWorkflow, workflow_args={"seconds": 60.0})
         client.submit_batch(batch_id=1, tasks=[task], batch_type="train")
     found = running_system.find(config)
-    assert found is not None
     guardian, keeper = psutil.Process(found["guardian"]), psutil.Process(running_system.keeper(config))
     guardian.suspend()  # so that it lasts
     keeper.suspend()
@@ -123,7 +121,6 @@ def test_whose_a_system_is_outlives_a_restart_by_its_keeper(begin: Begin, tmp_pa
     config = scripted(tmp_path, system={"keeper": True})
     script = begin(config)
     first = running_system.find(config)
-    assert first is not None
     psutil.Process(first["pid"]).kill()
     wait_until(lambda: (running_system.find(config) or first)["pid"] != first["pid"], "the next life", timeout=60)
     script.kill()
@@ -137,7 +134,6 @@ def test_another_starts_at_once_what_ends_with_its_owner(begin: Begin, tmp_path:
     first.wait(timeout=10)
     begin(config)
     found = running_system.find(config)
-    assert found is not None
     assert found["owner"]["pid"] != first.pid
     assert running_system.keeper(config)
 
@@ -209,7 +205,6 @@ def test_a_run_that_a_signal_ends_says_how_it_is_gone_on_with_and_leaves_nothing
         "max_concurrency": 2, "rollout_model": {"engine_type": "scripted", "script": {"latency_seconds": 60}}})
     settings = load_config(config)
     run = command("run", config, cwd=tmp_path)
-    assert run.stdout is not None
     assert "loading engine" in run.stdout.readline()
     run.send_signal(number)
     while number == signal.SIGINT and run.poll() is None:  # the later ones meet what ends the run

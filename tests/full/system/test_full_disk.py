@@ -126,8 +126,6 @@ def test_a_full_disk_is_named_to_everybody_at_once_and_passes_without_a_person(
 def test_a_run_on_a_full_disk_says_what_it_waits_for_and_when_it_goes_on(disk: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path, trainer={}, mode="explore", **on(disk))
     run = command("run", config, cwd=tmp_path)
-    assert run.stdout is not None
-    assert run.stderr is not None
     wait_until(lambda: run.stdout.readline().startswith("step 1"), "the first step")  # type: ignore[union-attr]
     filler = fill(disk)
     lines = iter(run.stderr.readline, "")  # its monitor may meet the full disk before

@@ -71,7 +71,6 @@ def test_the_dashboard_speaks_https_with_a_certificate(authority: Authority, han
                "--cert", str(files.cert), "--key", str(files.key)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
-        assert process.stdout is not None
         told = json.loads("".join(iter(process.stdout.readline, "}\n")) + "}")
         assert told["url"].startswith("https://127.0.0.1:")
         with httpx.Client(verify=ssl.create_default_context(cafile=authority.ca), timeout=20) as browser:

@@ -27,7 +27,6 @@ class Judging(ExperienceOperatorV1):
         self.note("prepared")
 
     async def process(self, exps: list[Experience]) -> tuple[list[Experience], dict[str, Any]]:
-        assert self.auxiliary_models is not None
         judges = self.auxiliary_models["judge"]
         for i, experience in enumerate(exps):
             judge = judges[i % len(judges)]

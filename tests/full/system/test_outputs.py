@@ -107,8 +107,6 @@ def test_p29_what_a_batch_delivered_is_in_every_output_as_the_trainer_gets_it(
     lines = [json.loads(s) for s in (run / f"outputs/jsonl/{keys[0]}.jsonl").read_text().splitlines()]
     table = pq.read_table(run / f"outputs/parquet/{keys[0]}.parquet").to_pylist()
     for e, line, row in zip(delivered, lines, table, strict=True):
-        assert e.logprobs is not None
-        assert e.advantages is not None
         assert line["tokens"] == row["tokens"] == e.tokens.tolist()
         assert line["logprobs"] == pytest.approx(e.logprobs.tolist())
         assert row["logprobs"] == e.logprobs.tolist()

@@ -43,7 +43,6 @@ def hold(file: Path, held: list[subprocess.Popen[bytes]]) -> int:
     """Hold the lock of this file in another process: its pid."""
     process = subprocess.Popen([sys.executable, "-c", _HOLD, file], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     held.append(process)
-    assert process.stdout is not None
     process.stdout.readline()
     return process.pid
 

@@ -40,7 +40,6 @@ def test_a_process_holds_a_lock_once_and_until_it_ends_whatever_it_forked(tmp_pa
         [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT,
         start_new_session=True)
     assert holder.stdin is not None
-    assert holder.stdout is not None
     try:
         child = int(holder.stdout.readline())
         assert killed(config) == {}

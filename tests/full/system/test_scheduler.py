@@ -117,23 +117,6 @@ async def test_p12_p18_a_hung_workflow_fails_after_its_attempts_without_a_timeou
     assert load(shared) == 0
 
 
-async def test_p10_p18_a_workflow_that_ends_its_process_fails_alone(start_system: StartSystem) -> None:
-    client = start_system(explorer={"max_retry_times": 1, "rollout_model": {"engine_num": 2}})
-    async with Scheduler(client.config) as scheduler:
-        scheduler.schedule(dummies(2, exit=1), batch_id=0)  # of a worker
-        statuses, experiences = await scheduler.get_results(0, timeout=60)
-        assert [s.ok for s in statuses] == [True, True, False]
-        assert len(experiences) == 2
-        scheduler.schedule(dummies(1, exit=1, workflow=AsyncDummy), batch_id=1)  # of a runner
-        statuses, _ = await scheduler.get_results(1, timeout=120)
-        assert not statuses[1].ok
-        assert "runner_lost" in (statuses[1].message or "")
-        scheduler.schedule(dummies(8), batch_id=2)
-        statuses, experiences = await scheduler.get_results(2, timeout=120)
-        assert [s.ok for s in statuses] == [True] * 8
-        assert len(experiences) == 8
-
-
 async def test_p1_p17_lower_batch_first_and_first_in_first_out_inside(start_system: StartSystem) -> None:
     client = start_system(explorer={"max_concurrency": 1})
     async with Scheduler(client.config) as scheduler:
@@ -324,14 +307,3 @@ async def test_p8_p18_eval_tasks_have_metrics_and_no_experiences(scheduler: Sche
     statuses, experiences = await scheduler.get_results(batch)
     assert [s.metric["reward"] for s in statuses] == [0.5] * 5
     assert [e.eid.task for e in experiences] == [0, 3]
-
-
-async def test_p17_p18_a_huge_batch(scheduler: Scheduler, new_id: NewId) -> None:
-    batch, filling = new_id(), "x" * 200
-    scheduler.schedule([Task(workflow=Dummy.__module__ + ":AsyncDummy", raw_task={"pad": filling})
-                        for _ in range(1500)], batch)
-    scheduler.schedule([Task(workflow=Dummy.__module__ + ":AsyncDummy", raw_task={"pad": filling})
-                        for _ in range(1000)], batch)
-    statuses, experiences = await scheduler.get_results(batch)
-    assert len(statuses) == 2500
-    assert [e.eid.task for e in experiences] == list(range(2500))

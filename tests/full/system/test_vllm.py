@@ -9,7 +9,6 @@ import numpy as np
 import psutil
 import pytest
 
-import trinity_es
 from tests.helpers.adapters import ByHand, adapter_for
 from tests.helpers.engines import largest_difference
 from tests.helpers.judged import JudgedWithATool
@@ -42,23 +41,6 @@ def serve_first_weights(client: RolloutClient, tiny: Path) -> None:
     """Publish the weights that the model began with, if another test has published others."""
     if version := client.status()["weights_version"]:
         client.sync_weights(version + 1, tiny)
-
-
-def test_a_failed_sync_leaves_the_engine_serving(client: RolloutClient, tiny: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "config.json").write_text((tiny / "config.json").read_text())
-    version = client.status()["weights_version"] + 1
-    with pytest.raises(trinity_es.TrinityError, match=r"was not published: .*holds no weights"):
-        client.sync_weights(version, broken)
-    assert len(run(client, 10)) == 64
-
-
-def test_p12_a_request_that_takes_too_long_for_its_finalize_loses_nothing(client: RolloutClient) -> None:
-    client.submit_batch(batch_id=20, tasks=letters(64), batch_type="train")
-    with pytest.raises(TimeoutError):
-        client.finalize_train_batch(20, timeout=0.01)
-    assert client.finalize_train_batch(20, timeout=120)["finished_task_count"] == 64
 
 
 class AsksVLLM(Workflow):
@@ -111,8 +93,6 @@ def test_c6_p15_a_real_judge_gives_the_tokens_and_logprobs_of_its_own_weights(
     assert len({e.eid.uid for e in found}) == len(found) == 64 * 8 * 2
     for e in found:
         response = len(e.tokens) - e.prompt_length
-        assert e.logprobs is not None
-        assert e.action_mask is not None
         assert len(e.logprobs) == len(e.action_mask) == response > 0
     assert all(e.action_mask is not None and 0 < e.action_mask.sum() < len(e.action_mask) for e in whole)  # the tool's
     assert all(isinstance(e.info["judge"], str) for e in whole)
