@@ -290,7 +290,7 @@ class OutcomeReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseChange:
-    """What a run tells of a lease (`events/vocabulary/leases.py`)."""
+    """What a run tells of a lease (`events/vocabulary/lease_events.py`)."""
 
     lease: str
     what: Literal["taken", "held", "renewed", "released", "left"]

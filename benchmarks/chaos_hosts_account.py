@@ -12,7 +12,7 @@ import trinity_es
 from benchmarks.chaos_account import BAD, Account
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.records.recorded import Recorded
-from trinity_es.projections.hosts import Hosts, evolve_hosts, host_of
+from trinity_es.projections.host_states import Hosts, evolve_hosts, host_of
 
 KNOWN_SECONDS = 5.0
 """How much longer than `hosts.timeout` the loss of a host may take to be known: 20 s in all by default."""

@@ -35,7 +35,8 @@ def markdown() -> str:
     classes = {
         node.name: node
         for module in (
-            vocabulary.system, vocabulary.hosts, vocabulary.batch, vocabulary.leases, vocabulary.delivery,
+            vocabulary.system_events, vocabulary.host_events, vocabulary.batch_events, vocabulary.lease_events,
+            vocabulary.delivery_events,
             vocabulary.base,
         )
         for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ClassDef)

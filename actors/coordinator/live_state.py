@@ -22,10 +22,10 @@ from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads.payloads import PayloadStore
 from trinity_es.events.store.records.recorded import Write, checked_write
 from trinity_es.events.values import BatchId, batch_stream
-from trinity_es.projections.adapters import Adapters, current_adapters, evolve_adapters, evolve_loaded
+from trinity_es.projections.adapter_versions import Adapters, current_adapters, evolve_adapters, evolve_loaded
 from trinity_es.projections.batch import BatchState, evolve, fold
 from trinity_es.projections.experience_queue import QueueState, evolve_queue, load_queue
-from trinity_es.projections.hosts import HostEvent, Hosts, evolve_hosts
+from trinity_es.projections.host_states import HostEvent, Hosts, evolve_hosts
 from trinity_es.projections.leases import OpenLeases, evolve_leases
 from trinity_es.projections.runner import (
     Lives,

@@ -9,21 +9,28 @@ under a field is that field's. Each class names its stream: `system`, `clock`, `
 
 from __future__ import annotations
 
-from trinity_es.events.vocabulary import base, batch, delivery, hosts, leases, system
+from trinity_es.events.vocabulary import (
+    base,
+    batch_events,
+    delivery_events,
+    host_events,
+    lease_events,
+    system_events,
+)
 from trinity_es.events.vocabulary.base import *  # noqa: F403  # each of the six says what it exports
-from trinity_es.events.vocabulary.batch import *  # noqa: F403
-from trinity_es.events.vocabulary.delivery import *  # noqa: F403
-from trinity_es.events.vocabulary.hosts import *  # noqa: F403
-from trinity_es.events.vocabulary.leases import *  # noqa: F403
-from trinity_es.events.vocabulary.system import *  # noqa: F403
+from trinity_es.events.vocabulary.batch_events import *  # noqa: F403
+from trinity_es.events.vocabulary.delivery_events import *  # noqa: F403
+from trinity_es.events.vocabulary.host_events import *  # noqa: F403
+from trinity_es.events.vocabulary.lease_events import *  # noqa: F403
+from trinity_es.events.vocabulary.system_events import *  # noqa: F403
 
 __all__ = ["EVENTS", "RUNNER_LIFE"]
 __all__ += base.__all__
-__all__ += batch.__all__
-__all__ += delivery.__all__
-__all__ += hosts.__all__
-__all__ += leases.__all__
-__all__ += system.__all__
+__all__ += batch_events.__all__
+__all__ += delivery_events.__all__
+__all__ += host_events.__all__
+__all__ += lease_events.__all__
+__all__ += system_events.__all__
 
 EVENTS: dict[str, type[base.Event]] = {
     name: cls

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from trinity_es.events.store.records.recorded import Recorded
-from trinity_es.projections.hosts import Host, HostEvent, Hosts, evolve_hosts
+from trinity_es.projections.host_states import Host, HostEvent, Hosts, evolve_hosts
 
 __all__ = ["HostLife", "host_lives", "last_lives"]
 

@@ -13,7 +13,7 @@ from sqlalchemy import BigInteger, Column, Connection, MetaData, String, Table, 
 
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.records.recorded import Recorded
-from trinity_es.projections.hosts import host_of
+from trinity_es.projections.host_states import host_of
 
 __all__ = ["ASKED", "NAME", "flush", "forget", "metadata", "read_finished"]
 

@@ -22,7 +22,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.database import schema
 from trinity_es.events.store.database.prepared import Gathered, Prepared
 from trinity_es.events.store.log import Recorded
-from trinity_es.projections.hosts import went_with_host
+from trinity_es.projections.host_states import went_with_host
 
 __all__ = [
     "Dispatched", "RunnerIncarnation", "RunnerLives", "WeightsLoad", "WeightsVersion", "apply", "attempt_lost",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from trinity_es.events.values import local_time
-from trinity_es.projections.hosts import host_of
+from trinity_es.projections.host_states import host_of
 from trinity_es.projections.why.answer import Waiting, counted, span
 from trinity_es.projections.why.situation import HostSnapshot, RunnerSnapshot, SystemSnapshot
 

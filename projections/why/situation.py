@@ -18,7 +18,7 @@ from trinity_es.events.store.log import EventLog, Recorded
 from trinity_es.events.store.records.recorded import Straightener
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.batch import BatchState, contiguous, evolve
-from trinity_es.projections.hosts import host_of
+from trinity_es.projections.host_states import host_of
 from trinity_es.projections.incremental_fold import KeptFold
 
 __all__ = ["BatchTimes", "Followed", "HostSnapshot", "Key", "RunnerSnapshot", "SystemSnapshot", "observe",

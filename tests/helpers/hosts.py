@@ -22,7 +22,7 @@ from tests.helpers.systems import end, kill_all, scripted, sleepers
 from trinity_es.actors.hosts.folder_puller import pulled_dir
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
-from trinity_es.projections.hosts import host_of
+from trinity_es.projections.host_states import host_of
 from trinity_es.system import leftovers, lifecycle
 from trinity_es.testing import wait_until
 from trinity_es.weights.shared_memory import memory_dir

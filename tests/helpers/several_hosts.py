@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.helpers.handmade import write
 from trinity_es.events import vocabulary as ev
-from trinity_es.projections.hosts import lost_reason
+from trinity_es.projections.host_states import lost_reason
 
 BROKE = "not heard of for 15 s: it ended the connection"
 

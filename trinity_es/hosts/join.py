@@ -41,7 +41,7 @@ from trinity_es.events.store.database.retry import Backoff
 from trinity_es.events.store.database.urls import masked, parse_url
 from trinity_es.events.store.log import EventLog
 from trinity_es.events.store.payloads.payloads import PayloadStore, open_payloads
-from trinity_es.projections.hosts import HostEvent, Hosts, evolve_hosts
+from trinity_es.projections.host_states import HostEvent, Hosts, evolve_hosts
 from trinity_es.system import leftovers, running_system
 from trinity_es.system.launch import launch_host
 from trinity_es.system.running_system import key_file

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 
 from trinity_es.events.values import BatchLifecycleState, BatchType, FailureKind
 from trinity_es.projections.history.host_lives import last_lives
-from trinity_es.projections.hosts import host_of
+from trinity_es.projections.host_states import host_of
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.projections.tables.runner_history import RunnerIncarnation
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from trinity_es.actors.messages import AdaptersLoadResult
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import SyncError
-from trinity_es.projections.adapters import Adapters, current_adapters
+from trinity_es.projections.adapter_versions import Adapters, current_adapters
 from trinity_es.projections.runner import RunnerLife, RunnerState
 
 __all__ = ["excused", "has_all", "lacks", "load_result", "publish", "remove", "too_many"]

@@ -24,7 +24,7 @@ from trinity_es.events.values import (
     sort_batch_id,
 )
 from trinity_es.projections.batch import BatchState, Flight, batch_result
-from trinity_es.projections.hosts import host_of
+from trinity_es.projections.host_states import host_of
 
 __all__ = [
     "Capacity",

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trinity_es.events import vocabulary as ev
-from trinity_es.projections.adapters import Adapters, current_adapters
-from trinity_es.projections.hosts import Hosts
+from trinity_es.projections.adapter_versions import Adapters, current_adapters
+from trinity_es.projections.host_states import Hosts
 from trinity_es.projections.runner import Weights
 
 __all__ = ["Hello", "Refusal", "drained", "folder_of", "hello", "lost"]

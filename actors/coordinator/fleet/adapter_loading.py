@@ -15,7 +15,7 @@ from trinity_es.actors.coordinator.fleet.registry import RunnerRecord, RunnerReg
 from trinity_es.actors.messages import AdaptersLoadResult, LoadAdapters, RunnerStatus
 from trinity_es.actors.reports import clean_text
 from trinity_es.events import vocabulary as ev
-from trinity_es.projections.adapters import current_adapters
+from trinity_es.projections.adapter_versions import current_adapters
 from trinity_es.projections.runner import RunnerState
 
 __all__ = ["AdapterLoading"]

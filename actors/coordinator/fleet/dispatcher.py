@@ -12,7 +12,7 @@ from trinity_es.actors.messages import CancelUnits, RunnerStatus, RunUnits, Unit
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.store.checks.log_end import Mark
 from trinity_es.projections.batch import BatchState
-from trinity_es.projections.hosts import host_of
+from trinity_es.projections.host_states import host_of
 from trinity_es.projections.runner import RunnerState
 
 __all__ = ["Dispatcher", "ahead"]

@@ -25,7 +25,7 @@ from trinity_es.actors.messages import HostDrained, HostLeaves, RunnerDied
 from trinity_es.actors.system_key import host_key
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.software_version import VERSION
-from trinity_es.projections.hosts import Host, Hosts, host_of, left_reason, lost_reason
+from trinity_es.projections.host_states import Host, Hosts, host_of, left_reason, lost_reason
 from trinity_es.projections.runner import Lives, RunnerState
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from trinity_es.actors.messages import EndedRunners, Heartbeat, OutcomeReport, R
 from trinity_es.actors.reports import clean_text
 from trinity_es.events.errors import CorruptPayload, InvalidEvent, PayloadNotFound
 from trinity_es.events.values import FailureKind
-from trinity_es.projections.hosts import host_of
+from trinity_es.projections.host_states import host_of
 from trinity_es.projections.runner import newest_life
 
 __all__ = ["RunnerLifecycle"]

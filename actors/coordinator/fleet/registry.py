@@ -9,7 +9,7 @@ from typing import Any
 from trinity_es.actors.coordinator.live_state import LiveState
 from trinity_es.actors.coordinator.ports import MessageSender
 from trinity_es.events.store.records.clock import steady_clock
-from trinity_es.projections.hosts import host_of
+from trinity_es.projections.host_states import host_of
 from trinity_es.projections.runner import RunnerLife, RunnerState
 
 __all__ = ["RunnerRecord", "RunnerRegistry"]

@@ -33,7 +33,7 @@ from trinity_es.actors.coordinator.ports import TimerHost
 from trinity_es.actors.coordinator.requests_in_hand import RequestsInHand
 from trinity_es.events.store.checks.log_end import Mark
 from trinity_es.events.values import sort_batch_id
-from trinity_es.projections.adapters import current_adapters
+from trinity_es.projections.adapter_versions import current_adapters
 
 __all__ = ["Handlers"]
 

@@ -30,7 +30,7 @@ from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import AlreadyRunning, HostNotFound, NotRunning
 from trinity_es.events.processes import process_start_time
 from trinity_es.events.store.database.leader_lock import is_led, wait_until_led_by_nobody
-from trinity_es.projections.hosts import host_of
+from trinity_es.projections.host_states import host_of
 from trinity_es.system import lifecycle, running_system
 from trinity_es.testing import SleepWorkflow, wait_until
 

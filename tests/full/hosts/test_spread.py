@@ -13,7 +13,7 @@ from benchmarks.chaos_hosts_account import SHARE
 from tests.helpers.hosts import KEY, head_of, host_joins, ready
 from tests.helpers.systems import sleepers
 from trinity_es.events import vocabulary as ev
-from trinity_es.projections.hosts import host_of
+from trinity_es.projections.host_states import host_of
 
 pytestmark = [pytest.mark.postgres, pytest.mark.slow, pytest.mark.timeout(280)]
 HOSTS = ("b", "c", "d")

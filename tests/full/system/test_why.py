@@ -22,7 +22,7 @@ from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId
 from trinity_es.projections.batch import BatchState, evolve, fold
-from trinity_es.projections.hosts import Hosts
+from trinity_es.projections.host_states import Hosts
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.projections.runner import RunnerLife, RunnerState
 from trinity_es.projections.servers import Server

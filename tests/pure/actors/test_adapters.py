@@ -23,7 +23,7 @@ from trinity_es.actors.messages import AdaptersLoadResult
 from trinity_es.actors.rollout.model import Model
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import EngineError, SyncError, WorkflowError
-from trinity_es.projections.adapters import Adapters, current_adapters, evolve_adapters
+from trinity_es.projections.adapter_versions import Adapters, current_adapters, evolve_adapters
 from trinity_es.projections.runner import RunnerLife
 from trinity_es.testing import ScriptedEngine
 

@@ -21,8 +21,8 @@ from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.software_version import VERSION
-from trinity_es.projections.adapters import Adapters
-from trinity_es.projections.hosts import Hosts, evolve_hosts, host_of
+from trinity_es.projections.adapter_versions import Adapters
+from trinity_es.projections.host_states import Hosts, evolve_hosts, host_of
 from trinity_es.projections.runner import RunnerLife, RunnerState, Weights
 
 JOINED = ev.HostJoined(host="b", epoch=1, life="1", address="10.0.0.2", pid=7, places={})

@@ -12,7 +12,7 @@ import orjson
 import typer
 
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, SetOption, note, print_json
-from trinity_es.cli.render.hosts import print_hosts
+from trinity_es.cli.render.host_tables import print_hosts
 from trinity_es.cli.render.tables import console
 from trinity_es.cli.which_config import settings_of
 from trinity_es.client import health

@@ -10,7 +10,7 @@ import typer
 
 from trinity_es.cli.common import ConfigOption, JsonOption, LogOption, open_chosen, print_json, require_runner
 from trinity_es.cli.render import runners_weights_usage, tables
-from trinity_es.projections.adapters import ADAPTER_EVENTS, adapter_history
+from trinity_es.projections.adapter_versions import ADAPTER_EVENTS, adapter_history
 from trinity_es.projections.tables.runner_history import seen
 
 __all__ = ["leases", "runners", "usage", "weights"]

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from trinity_es.cli.render.tables import columns, counted_text, fitted, left_out, state_text, when
 from trinity_es.events.values import BatchId
-from trinity_es.projections.adapters import AdapterVersion
-from trinity_es.projections.hosts import host_of
+from trinity_es.projections.adapter_versions import AdapterVersion
+from trinity_es.projections.host_states import host_of
 from trinity_es.projections.leases import OpenLease
 from trinity_es.projections.reading.untried_prompts import PromptsTried
 from trinity_es.projections.tables.experience_usage import Usage

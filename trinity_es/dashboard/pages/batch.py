@@ -16,7 +16,7 @@ from trinity_es.events.store.records.recorded import Recorded
 from trinity_es.events.values import BatchLifecycleState, batch_stream
 from trinity_es.projections.batch import BatchState
 from trinity_es.projections.history.attempts import BatchTimeline, TaskTimeline, known_first
-from trinity_es.projections.hosts import host_of
+from trinity_es.projections.host_states import host_of
 from trinity_es.projections.tables.runner_history import natural
 from trinity_es.text import summary
 
