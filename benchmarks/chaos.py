@@ -120,7 +120,7 @@ class Chaos:
         chance = random.Random(batch)
         return [
             Task(
-                workflow=BlockingNap if chance.random() < 0.1 else Nap,
+                workflow="benchmarks.chaos:BlockingNap" if chance.random() < 0.1 else Nap,  # not of __main__
                 workflow_args={"notes": str(self.notes), "seconds": chance.uniform(0.1, 2.0)},
             )
             for _ in range(self.tasks)

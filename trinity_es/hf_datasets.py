@@ -6,6 +6,7 @@ The package `datasets` is imported when a dataset is made, and is no dependency:
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -57,7 +58,7 @@ def from_hf_datasets(dataset: Any) -> list[Experience]:
     return found
 
 
-_FIELDS = frozenset(Experience.__annotations__)
+_FIELDS = frozenset((*inspect.signature(Experience).parameters, "experience_type"))
 
 
 def _row(experience: Experience) -> dict[str, Any]:
