@@ -140,8 +140,9 @@ def test_bash_reads_the_script_for_slurm() -> None:
     subprocess.run(["bash", "-n", str(DEPLOY / "slurm.sbatch")], check=True)
 
 
-def test_shellcheck_finds_nothing() -> None:
-    by_tool("shellcheck", str(DEPLOY / "slurm.sbatch"))
+@pytest.mark.parametrize(("tool", "file"), [("shellcheck", "slurm.sbatch"), ("hadolint", "Dockerfile")])
+def test_a_tool_finds_nothing(tool: str, file: str) -> None:
+    by_tool(tool, str(DEPLOY / file))
 
 
 @pytest.mark.parametrize("part", ["setup", "run"])
@@ -165,10 +166,6 @@ def test_skypilot_takes_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     task = sky.Task.from_yaml_config({**skypilot(), "secrets": dict.fromkeys(skypilot()["secrets"], "x" * 40)})
     assert task.num_nodes == skypilot()["num_nodes"]
-
-
-def test_hadolint_finds_nothing() -> None:
-    by_tool("hadolint", str(DEPLOY / "Dockerfile"))
 
 
 def test_the_image_holds_the_project_and_not_what_else_a_checkout_holds() -> None:
