@@ -22,10 +22,9 @@ from tests.helpers.runs import (
     ROWS,
     STEPS,
     SteadyTrainer,
-    command,
     count,
     events_of,
-    kill_run,
+    killed_when,
     make_config,
     outcome,
     went_well,
@@ -34,7 +33,6 @@ from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.reading.resume_point import prompts_used
 from trinity_es.system import leftovers
-from trinity_es.testing import wait_until
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -168,11 +166,7 @@ MOMENTS: dict[str, Callable[[Config], bool]] = {
 
 
 def die_and_resume(path: Path, reached: Callable[[Config], bool], moment: str) -> Config:
-    config = load_config(path)
-    with command("run", path, cwd=path.parent) as running:
-        wait_until(lambda: reached(config) or running.poll() is not None, moment, timeout=60)
-        assert running.poll() is None, running.communicate()
-        kill_run(config, running)
+    config = killed_when(reached, path, moment)
     went_well("resume", path, *AT_ONCE, cwd=path.parent)
     return config
 
