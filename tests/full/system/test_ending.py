@@ -138,15 +138,6 @@ def test_another_starts_at_once_what_ends_with_its_owner(begin: Begin, tmp_path:
     assert running_system.keeper(config)
 
 
-def test_a_detached_system_stays(begin: Begin, tmp_path: Path) -> None:
-    config = scripted(tmp_path)
-    script = begin(config, detach=True)
-    script.communicate("\n", timeout=30)
-    with trinity_es.connect(config) as client:
-        client.wait_ready(60)
-        assert client.status()["system"]["admin"]["owner"] is None
-
-
 def test_a_system_whose_folder_is_deleted_ends_by_itself_and_is_not_started_again(
     start_system: StartSystem, tmp_path: Path
 ) -> None:
