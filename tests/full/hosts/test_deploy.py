@@ -37,13 +37,11 @@ def documents() -> list[dict[str, Any]]:
 
 
 def skypilot() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())
-    return found
+    return dict(yaml.safe_load((DEPLOY / "skypilot.yaml").read_text()))
 
 
 def compose() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
-    return found
+    return dict(yaml.safe_load((DEPLOY / "compose.yaml").read_text()))
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
@@ -193,8 +191,7 @@ def as_composed(password: str) -> dict[str, Any]:
     """The services as `docker compose` reads them: with their environment, and what is written once for all."""
     said = by_tool("docker-compose", "-f", str(DEPLOY / "compose.yaml"), "config", "--format", "json",
                    TRINITY_ES_KEY=KEY, POSTGRES_PASSWORD=password)
-    found: dict[str, Any] = json.loads(said)["services"]
-    return found
+    return dict(json.loads(said)["services"])
 
 
 def seconds(given: str) -> int:

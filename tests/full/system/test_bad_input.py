@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import trinity_es
+from tests.helpers.parity_rows import NewId
 from trinity_es import Task
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import (
@@ -21,8 +22,6 @@ from trinity_es.events.errors import (
 )
 from trinity_es.system import lifecycle
 from trinity_es.testing import SleepWorkflow
-
-NewId = Callable[[], int]
 
 
 def test_a_workflow_that_can_not_be_imported_is_refused_on_submission(shared: RolloutClient, new_id: NewId) -> None:

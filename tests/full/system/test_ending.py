@@ -31,7 +31,7 @@ _SCRIPT = """
 import json, sys, trinity_es
 from trinity_es.system import lifecycle
 config = trinity_es.Config.from_dict(json.loads(sys.argv[1]), folder="/")
-lifecycle.start(config, detach=json.loads(sys.argv[2]))
+lifecycle.start(config)
 print("up", flush=True)
 sys.stdin.readline()
 raise RuntimeError("the script fails")
@@ -45,9 +45,9 @@ def begin() -> Iterator[Begin]:
     """Start a system from a script that fails without stopping it, when a line comes."""
     begun: list[tuple[subprocess.Popen[str], trinity_es.Config]] = []
 
-    def start(config: trinity_es.Config, *, detach: bool = False) -> subprocess.Popen[str]:
+    def start(config: trinity_es.Config) -> subprocess.Popen[str]:
         script = subprocess.Popen(
-            [sys.executable, "-c", _SCRIPT, json.dumps(config.to_dict()), json.dumps(detach)], text=True,
+            [sys.executable, "-c", _SCRIPT, json.dumps(config.to_dict())], text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         begun.append((script, config))
@@ -163,8 +163,6 @@ def test_a_system_whose_database_is_dropped_ends_by_itself(
     assert not running_system.wait_gone(family, 60), "a process of the system is left"
     words = (Path(client.config.system.log_dir) / "guardian.log").read_text()
     assert "was dropped" in words or "is gone" in words or "no database" in words
-
-
 
 
 def test_running_ends_what_it_started_and_leaves_what_it_joined(
