@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import socket
+import sqlite3
 import subprocess
 import tempfile
 import threading
@@ -219,3 +220,24 @@ def rewind(log: EventLog, to: int) -> None:
 def lines(path: Path, what: str) -> int:
     """How many lines of a text log say this."""
     return sum(what in line for line in path.read_text().splitlines())
+
+
+def die_after_commit(log: EventLog, times: int) -> None:
+    """The next commits are done, and then the answer is lost. Only the driver is lied to."""
+    dialect = log.engine.dialect
+    do_commit, left = dialect.do_commit, [times]
+
+    def commit(connection: Any) -> None:
+        do_commit(connection)
+        if left[0] > 0:
+            left[0] -= 1
+            if log.dialect == "postgresql":
+                import psycopg
+
+                connection.dbapi_connection.close()
+                raise psycopg.OperationalError("server closed the connection unexpectedly")
+            error = sqlite3.OperationalError("database is locked")
+            error.sqlite_errorname = "SQLITE_BUSY"
+            raise error
+
+    dialect.do_commit = commit  # type: ignore[method-assign]  # of this engine alone

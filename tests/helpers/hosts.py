@@ -176,3 +176,12 @@ def head_of(
 
 def log_of(head: Head) -> str:
     return (head.folder / "head-logs" / "coordinator.log").read_text()
+
+
+@contextmanager
+def with_host(start_head: StartHead, *options: str) -> Iterator[tuple[Head, JoinedHost]]:
+    """Give a head and a host b, which serves."""
+    head = start_head()
+    with host_joins(head.url, "b", head.folder, *options) as host:
+        ready(head.client, "b")
+        yield head, host

@@ -14,8 +14,9 @@ from trinity_es.actors.hosts.admission import Admission
 from trinity_es.actors.hosts.certificate import Certificate
 from trinity_es.actors.hosts.head_dialer import HeadDialer, HeadPlace
 from trinity_es.actors.hosts.link import HeadEnd, HostEnd
+from trinity_es.testing import wait_until
 
-__all__ = ["HELLO", "KEY", "OTHER", "Heard", "Network", "Told", "dialer", "joined", "network"]
+__all__ = ["HELLO", "KEY", "OTHER", "Heard", "Network", "Told", "dialer", "joined", "network", "taken_in"]
 
 KEY, OTHER = b"k" * 40, b"o" * 40
 HELLO = {"name": "b", "life": "1", "pid": 7, "build": "0", "places": {}}
@@ -168,3 +169,12 @@ def joined(head: Heard, port: int | None = None, **args: Any) -> Iterator[Told]:
     finally:
         host.end.stop()
         head.end.stop()
+
+
+@contextlib.contextmanager
+def taken_in(timeout: float = 5.0, **args: Any) -> Iterator[tuple[Heard, Network, Told]]:
+    """Give a head, a host that it has taken in, and the network between them."""
+    head = Heard(timeout=timeout)
+    with network(head.port) as between, joined(head, between.port, timeout=timeout, **args) as host:
+        wait_until(lambda: host.ups == [(1, 1)], "the host is taken in", 20)
+        yield head, between, host

@@ -183,3 +183,13 @@ def kill_run(config: Config, running: subprocess.Popen[str]) -> None:
     running.communicate(timeout=30)
     if not config.system.keeper:  # which starts the system again at once
         wait_until(lambda: leftovers.leftovers(config) == [], "every process to be gone")
+
+
+def killed_when(reached: Callable[[Config], bool], path: Path, moment: str, timeout: float = 60) -> Config:
+    """Begin a run, and end its command and its system with kill -9 at this moment; returns its config."""
+    config = load_config(path)
+    with command("run", path, cwd=path.parent) as running:
+        wait_until(lambda: reached(config) or running.poll() is not None, moment, timeout=timeout)
+        assert running.poll() is None, running.communicate()
+        kill_run(config, running)
+    return config

@@ -5,21 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 import trinity_es
+from tests.helpers.parity_rows import NewId
 from tests.helpers.systems import StartSystem, play_batch, sleepers
 from trinity_es import EID, BatchLifecycleState, Experience, RolloutCoordinator, Task
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import BatchAlreadyActive, BatchNotFound, FinalizeTimeout, PipelineError
 from trinity_es.projections.reading.log_reader import canonical
 from trinity_es.testing import SleepWorkflow, wait_until
-
-NewId = Callable[[], int]
 
 
 @pytest.fixture

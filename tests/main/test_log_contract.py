@@ -17,6 +17,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
+from tests.helpers.faults import die_after_commit
 from tests.helpers.logs import copied, dropped, renamed, trained
 from tests.helpers.logs import write_steps as write
 from tests.helpers.paths import ROOT
@@ -141,35 +142,14 @@ class TestOnce:
         with pytest.raises(CommitMismatch):
             write(log, "a", 0, 1, commit="c")
 
-    def test_a_commit_whose_acknowledgement_was_lost_is_not_written_twice(
-        self, open_log: Open, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_commit_whose_acknowledgement_was_lost_is_not_written_twice(self, open_log: Open) -> None:
         """The connection breaks after the commit and before the answer: the retry inside `append` finds it."""
-        log, failures = open_log(), [True]
-        original = log.engine.dialect.do_commit
-
-        def commit_then_break(connection: object) -> None:
-            original(connection)  # type: ignore[arg-type]  # whatever connection the driver has
-            if failures and failures.pop():
-                _raise_as_driver(log)
-
-        monkeypatch.setattr(log.engine.dialect, "do_commit", commit_then_break)
+        log = open_log()
+        die_after_commit(log, 1)
         done = log.append([Write(stream="a", expected_version=0, events=trained(1))], commit_id="c")
         assert done.duplicate
         assert [r.commit_id for r in log.read()] == ["c"]
         assert log.verify() == []
-
-
-def _raise_as_driver(log: EventLog) -> None:
-    if log.dialect == "postgresql":
-        import psycopg
-
-        raise psycopg.OperationalError("server closed the connection unexpectedly")
-    import sqlite3
-
-    error = sqlite3.OperationalError("database is locked")
-    error.sqlite_errorname = "SQLITE_BUSY"
-    raise error
 
 
 class TestLease:

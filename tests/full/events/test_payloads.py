@@ -126,13 +126,6 @@ def _overwrite(url: str, digest: str, data: bytes) -> None:
     engine.dispose()
 
 
-def test_a_second_door_sees_the_same_store(store: PayloadStore, store_url: str) -> None:
-    digest = store.put(b"shared")
-    other = open_payloads(store_url, create=False)
-    assert other.get(digest) == b"shared"
-    other.close()
-
-
 def test_without_create_a_store_that_is_not_there_is_told(store_url: str) -> None:
     with pytest.raises(LogNotFound, match="no payload store"):
         open_payloads(store_url, create=False)

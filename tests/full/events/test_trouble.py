@@ -14,12 +14,11 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sqlalchemy import text
 
-from tests.helpers.faults import Server, Wire, rewind
+from tests.helpers.faults import Server, Wire, die_after_commit, rewind
 from tests.helpers.logs import dropped, write
 from tests.helpers.paths import ROOT
 from tests.helpers.projectors import Counts, counts
@@ -264,27 +263,6 @@ class TestReadersOfSqlite:
             assert wal.stat().st_size < 800_000
             write(log, "a", 301)
             assert log.verify() == []
-
-
-def die_after_commit(log: EventLog, times: int) -> None:
-    """The next commits are done, and then the answer is lost. Only the driver is lied to."""
-    dialect = log.engine.dialect
-    do_commit, left = dialect.do_commit, [times]
-
-    def commit(connection: Any) -> None:
-        do_commit(connection)
-        if left[0] > 0:
-            left[0] -= 1
-            if log.dialect == "postgresql":
-                import psycopg
-
-                connection.dbapi_connection.close()
-                raise psycopg.OperationalError("server closed the connection unexpectedly")
-            error = sqlite3.OperationalError("database is locked")
-            error.sqlite_errorname = "SQLITE_BUSY"
-            raise error
-
-    dialect.do_commit = commit  # type: ignore[method-assign]  # of this engine alone
 
 
 class TestAnAnswerThatIsLost:

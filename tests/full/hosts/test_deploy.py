@@ -37,13 +37,11 @@ def documents() -> list[dict[str, Any]]:
 
 
 def skypilot() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())
-    return found
+    return dict(yaml.safe_load((DEPLOY / "skypilot.yaml").read_text()))
 
 
 def compose() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
-    return found
+    return dict(yaml.safe_load((DEPLOY / "compose.yaml").read_text()))
 
 
 def commands() -> Iterator[tuple[str, list[str]]]:
@@ -140,8 +138,9 @@ def test_bash_reads_the_script_for_slurm() -> None:
     subprocess.run(["bash", "-n", str(DEPLOY / "slurm.sbatch")], check=True)
 
 
-def test_shellcheck_finds_nothing() -> None:
-    by_tool("shellcheck", str(DEPLOY / "slurm.sbatch"))
+@pytest.mark.parametrize(("tool", "file"), [("shellcheck", "slurm.sbatch"), ("hadolint", "Dockerfile")])
+def test_a_tool_finds_nothing(tool: str, file: str) -> None:
+    by_tool(tool, str(DEPLOY / file))
 
 
 @pytest.mark.parametrize("part", ["setup", "run"])
@@ -165,10 +164,6 @@ def test_skypilot_takes_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     task = sky.Task.from_yaml_config({**skypilot(), "secrets": dict.fromkeys(skypilot()["secrets"], "x" * 40)})
     assert task.num_nodes == skypilot()["num_nodes"]
-
-
-def test_hadolint_finds_nothing() -> None:
-    by_tool("hadolint", str(DEPLOY / "Dockerfile"))
 
 
 def test_the_image_holds_the_project_and_not_what_else_a_checkout_holds() -> None:
@@ -196,8 +191,7 @@ def as_composed(password: str) -> dict[str, Any]:
     """The services as `docker compose` reads them: with their environment, and what is written once for all."""
     said = by_tool("docker-compose", "-f", str(DEPLOY / "compose.yaml"), "config", "--format", "json",
                    TRINITY_ES_KEY=KEY, POSTGRES_PASSWORD=password)
-    found: dict[str, Any] = json.loads(said)["services"]
-    return found
+    return dict(json.loads(said)["services"])
 
 
 def seconds(given: str) -> int:

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 import trinity_es
-from tests.helpers.hosts import Head, StartHead, free_port, has_settled, host_joins, ready
+from tests.helpers.hosts import Head, StartHead, free_port, has_settled, host_joins, ready, with_host
 from tests.helpers.links import Network, network
 from tests.helpers.of_the_day import of_the_day
 from tests.helpers.systems import end, kill_system, pid_of, scripted
@@ -184,9 +184,7 @@ def test_tasks_whose_module_a_host_lacks_are_played_by_others_and_it_is_given_fe
 
 
 def test_tasks_whose_secret_stays_on_the_head_are_played_there(start_head: StartHead) -> None:
-    head = start_head()
-    with host_joins(head.url, "b", head.folder):
-        ready(head.client, "b")
+    with with_host(start_head) as (head, _):
         tasks = [Task(workflow=SleepWorkflow, workflow_args={"seconds": 0.2},
                       raw_task={"i": i, "api_key": f"sk-{i:032}"}) for i in range(48)]
         head.client.submit_batch(batch_id=1, tasks=tasks, batch_type="train")
@@ -209,9 +207,7 @@ class Lacked(SleepWorkflow):
 
 
 def test_a_host_is_drained_by_a_person_and_its_join_ends(start_head: StartHead) -> None:
-    head = start_head()
-    with host_joins(head.url, "b", head.folder) as b:
-        ready(head.client, "b")
+    with with_host(start_head) as (head, b):
         head.submit(1, 64, 0.5)
         wait_until(lambda: head.client.status()["hosts"][0]["units"] > 0, "work for b", 20)
         with pytest.raises(HostNotFound, match="no host 'c' takes part: there is b"):
@@ -228,9 +224,7 @@ def test_a_host_is_drained_by_a_person_and_its_join_ends(start_head: StartHead) 
 
 
 def test_what_a_host_has_that_ends_before_its_tasks_do_is_attempted_elsewhere(start_head: StartHead) -> None:
-    head = start_head()
-    with host_joins(head.url, "b", head.folder, "--drain", "0") as b:
-        ready(head.client, "b")
+    with with_host(start_head, "--drain", "0") as (head, b):
         head.submit(1, 64, 2.0)
         wait_until(lambda: head.client.status()["hosts"][0]["units"] > 0, "work for b", 20)
         assert b.drain() == 0
@@ -241,9 +235,7 @@ def test_what_a_host_has_that_ends_before_its_tasks_do_is_attempted_elsewhere(st
 
 
 def test_a_runner_of_another_host_is_restarted(start_head: StartHead) -> None:
-    head = start_head()
-    with host_joins(head.url, "b", head.folder):
-        ready(head.client, "b")
+    with with_host(start_head) as (head, _):
         [before] = [r for r in head.client.status()["runners"] if r["host"] == "b"]
         begun = head.client.restart_runner("runner-0@b")
         assert begun["incarnation"] > before["incarnation"]

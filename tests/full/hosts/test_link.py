@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.links import HELLO, KEY, OTHER, Heard, dialer, joined, network
+from tests.helpers.links import HELLO, KEY, OTHER, Heard, dialer, joined, network, taken_in
 from trinity_es.actors.hosts import head_dialer, link
 from trinity_es.actors.hosts.admission import Admission
 from trinity_es.actors.hosts.link import HostEnd
@@ -20,9 +20,7 @@ PROMPT = "what is asked is nobody else's affair"
 
 
 def test_messages_come_both_ways_once_and_in_their_order() -> None:
-    head = Heard()
-    with joined(head) as host:
-        wait_until(lambda: host.ups == [(1, 1)], "the host is taken in", 10)
+    with taken_in() as (head, _, host):
         for n in range(500):
             host.end.send("runner-0@b", n)
             head.end.send("b", "runner-0@b", n)
@@ -32,9 +30,7 @@ def test_messages_come_both_ways_once_and_in_their_order() -> None:
 
 
 def test_what_is_said_can_t_be_read_on_the_wire() -> None:
-    head = Heard()
-    with network(head.port) as between, joined(head, between.port) as host:
-        wait_until(lambda: host.ups == [(1, 1)], "the host is taken in", 20)
+    with taken_in() as (head, between, host):
         for n in range(300):
             host.end.send("runner-0@b", (n, PROMPT))
             head.end.send("b", "runner-0@b", (n, PROMPT * 1000))
@@ -90,9 +86,7 @@ def test_a_token_is_of_no_use_to_who_got_it_by_another_certificate() -> None:
 
 
 def test_a_recorded_connection_is_refused() -> None:
-    head = Heard()
-    with network(head.port) as between, joined(head, between.port) as host:
-        wait_until(lambda: len(host.ups) == 1, "the host is taken in", 10)
+    with taken_in() as (head, between, host):
         host.end.send("runner-0@b", "once")
         wait_until(lambda: bool(head.items), "a message", 10)
         with socket.create_connection(("127.0.0.1", head.port), 5) as again:
@@ -105,9 +99,7 @@ def test_a_recorded_connection_is_refused() -> None:
 
 @pytest.mark.parametrize("way", ["to head", "to host"])
 def test_a_bit_that_changes_on_the_way_ends_the_connection_before_it_is_unpickled(way: str) -> None:
-    head = Heard()
-    with network(head.port) as between, joined(head, between.port) as host:
-        wait_until(lambda: bool(host.ups), "the host is taken in", 10)
+    with taken_in() as (head, between, host):
         between.spoils = way
         for send in (host.end.send, lambda name, what: head.end.send("b", name, what)):
             send("runner-0@b", "x" * 100_000)
@@ -161,9 +153,7 @@ def test_strangers_are_hung_up_on_get_nothing_and_harm_nobody(
 
 
 def test_who_hangs_up_on_an_earlier_epoch_leaves_the_new_one_its_connection() -> None:
-    head = Heard()
-    with joined(head) as host:
-        wait_until(lambda: host.ups == [(1, 1)], "the host is taken in", 10)
+    with taken_in() as (head, _, host):
         head.end.hang_up("b", 0)
         host.end.send("runner-0@b", "still there")
         wait_until(lambda: bool(head.items), "the host is heard", 10)
@@ -174,9 +164,7 @@ def test_who_hangs_up_on_an_earlier_epoch_leaves_the_new_one_its_connection() ->
 
 @pytest.mark.parametrize("lost", ["to head", "to host", "both"])
 def test_a_silent_network_is_noticed_by_both_and_the_connection_made_again(lost: str) -> None:
-    head = Heard(timeout=2.0)
-    with network(head.port) as between, joined(head, between.port, timeout=2.0) as host:
-        wait_until(lambda: len(host.ups) == 1, "the host is taken in", 10)
+    with taken_in(timeout=2.0) as (head, between, host):
         if lost == "both":
             between.away()
         else:
@@ -190,9 +178,7 @@ def test_a_silent_network_is_noticed_by_both_and_the_connection_made_again(lost:
 
 def test_a_host_that_is_gone_was_last_heard_before_its_silence() -> None:
     """By which its loss is known in `hosts.timeout`, and not twice that."""
-    head = Heard(timeout=3.0)
-    with network(head.port) as between, joined(head, between.port, timeout=3.0) as host:
-        wait_until(lambda: len(host.ups) == 1, "the host is taken in", 10)
+    with taken_in(timeout=3.0) as (head, between, _):
         between.away()
         away = time.monotonic()
         wait_until(lambda: bool(head.gone), "the head notices", 20)
@@ -202,9 +188,7 @@ def test_a_host_that_is_gone_was_last_heard_before_its_silence() -> None:
 def test_a_connection_is_made_anew_long_before_its_host_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a link that comes back is of use at once."""
     monkeypatch.setattr(link, "SILENCE", (0.02, 2.0))
-    head = Heard(timeout=100.0)
-    with network(head.port) as between, joined(head, between.port, timeout=100.0) as host:
-        wait_until(lambda: len(host.ups) == 1, "the host is taken in", 10)
+    with taken_in(timeout=100.0) as (head, between, host):
         between.away()
         wait_until(lambda: bool(host.downs and head.gone), "both make it anew", 20)
         between.heal()
@@ -212,9 +196,7 @@ def test_a_connection_is_made_anew_long_before_its_host_is_lost(monkeypatch: pyt
 
 
 def test_messages_that_come_slowly_are_no_silence() -> None:
-    head = Heard(timeout=1.5)
-    with network(head.port) as between, joined(head, between.port, timeout=1.5) as host:
-        wait_until(lambda: len(host.ups) == 1, "the host is taken in", 10)
+    with taken_in(timeout=1.5) as (head, between, host):
         between.rate = 300_000.0
         for n in range(32):
             head.end.send("b", "runner-0@b", f"{n} " * 10_000)
@@ -225,9 +207,7 @@ def test_messages_that_come_slowly_are_no_silence() -> None:
 def test_one_host_that_takes_nothing_keeps_nobody_else_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head's queue to it grows to its limit, then it is hung up on; sends never wait."""
     monkeypatch.setattr(link, "MAX_WAITING", 2000)
-    head = Heard(timeout=60.0)
-    with network(head.port) as between, joined(head, between.port, timeout=60.0) as host:
-        wait_until(lambda: len(host.ups) == 1, "the host is taken in", 10)
+    with taken_in(timeout=60.0) as (head, between, _):
         between.stalled = "to host"
         items: list[tuple[str, Any]] = []
         ups: list[tuple[int, int]] = []

@@ -129,24 +129,11 @@ def test_a_bad_adapter_changes_nothing(start_system: StartSystem, tmp_path: Path
     client = system(start_system, engines=1)
     client.sync_adapter("math", 1, make_adapter(tmp_path / "1"))
     before = client.log.head().position
-    with pytest.raises(SyncError, match="adapter 'rollout' was not published: a model is called so"):
-        client.sync_adapter("rollout", 1, make_adapter(tmp_path / "2"))
-    high = make_adapter(tmp_path / "high", rank=16)
-    for name, version, path, said in (
-        ("math", 2, high, "its rank is 16, engines are ready for 8"),
-        ("math", 2, tmp_path / "none", "it is no folder"),
-        ("math", 0, tmp_path / "1", "older than the current one, 1"),
-        ("math", 1, make_adapter(tmp_path / "2", seed=5), "published with other contents"),
-    ):
-        with pytest.raises(SyncError, match=said):
-            client.sync_adapter(name, version, path)
+    with pytest.raises(SyncError, match="its rank is 16, engines are ready for 8"):
+        client.sync_adapter("math", 2, make_adapter(tmp_path / "high", rank=16))
     with pytest.raises(SyncError, match="there is no adapter 'code': there are math"):
         client.remove_adapter("code")
-    client.sync_adapter("code", 1, make_adapter(tmp_path / "2"))
-    with pytest.raises(SyncError, match="there are code, math already, and engines have room for 2"):
-        client.sync_adapter("third", 1, make_adapter(tmp_path / "3"))
-    kinds = {type(r.event) for r in client.log.read(after=before)}
-    assert kinds == {ev.AdapterPublished, ev.AdapterLoaded}, "of the second adapter alone"
+    assert list(client.log.read(after=before)) == []
     refused = make_adapter(tmp_path / "bad")  # it looks right, and the engine can't load it
     with pytest.raises(SyncError, match=r"version 2 of adapter 'math' was not loaded everywhere .*no adapter at"):
         client.sync_adapter("math", 2, refused)

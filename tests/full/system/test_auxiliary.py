@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.helpers.judged import JudgedWithATool, lookup
+from tests.helpers.parity_rows import NewId
 from tests.helpers.systems import StartSystem, finalize_in_thread, pid_of, play_batch
 from trinity_es.actors.engines.interface import EngineConfig, Sampling
 from trinity_es.client.rollout_client import RolloutClient
@@ -26,7 +26,6 @@ TWO = [
     {**JUDGE, "script": {"response": "0.5"}},
     {"name": "taste", "engine_type": "scripted", "script": {"response": "salty"}},
 ]
-NewId = Callable[[], int]
 
 
 def judge(**script: Any) -> list[dict[str, Any]]:

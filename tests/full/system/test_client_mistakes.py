@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.parity_rows import NewId
 from tests.helpers.systems import StartSystem, pid_of, play_batch, scripted
 from trinity_es import RolloutCoordinator, Task, Workflow
 from trinity_es.client.rollout_client import RolloutClient
@@ -19,7 +20,6 @@ from trinity_es.events.errors import DataError, SyncError
 from trinity_es.events.experience import Experience
 from trinity_es.testing import SleepWorkflow, wait_until
 
-NewId = Callable[[], int]
 Call = Callable[[RolloutClient, int], Any]
 
 

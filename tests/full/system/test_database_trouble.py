@@ -7,12 +7,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import psutil
 import pytest
 
-from tests.helpers.database_trouble import TASKS, births, judge, on, text_log, unnoticed
-from tests.helpers.faults import Server, Wire, lines
-from tests.helpers.systems import StartSystem, pid_of, sleepers
+from tests.helpers.database_trouble import TASKS, judge, on, text_log, unnoticed
+from tests.helpers.faults import Server, Wire
+from tests.helpers.systems import StartSystem, sleepers
 from trinity_es.client.rollout_client import RolloutClient
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
@@ -61,25 +60,6 @@ def test_a_wire_that_is_cut_for_longer_than_the_log_itself_is_patient(
 
     judge(client, 1, run_through(client, cut))
     assert unnoticed(client)
-
-
-@pytest.mark.postgres
-def test_a_coordinator_that_starts_while_the_database_is_away_waits_for_it(
-    own_server: Server, wire: Wire, start_system: StartSystem
-) -> None:
-    client = start_system(**on(wire.url(own_server.new_database())))
-
-    def kill_and_cut() -> None:
-        wire.cut()
-        psutil.Process(pid_of(client, "coordinator")).kill()
-        time.sleep(6)
-        wire.join()
-
-    judge(client, 1, run_through(client, kill_and_cut))
-    assert births(client) == 2
-    child = next(c for c in client._link.where().status["children"] if c["name"] == "coordinator")
-    assert child["deaths"] == 1, "it died of the database, too"
-    assert 1 <= lines(text_log(client, "coordinator"), "waiting for the database") <= 3
 
 
 @pytest.mark.postgres

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 import trinity_es
+from tests.helpers.parity_rows import NewId
 from tests.helpers.systems import StartSystem, end, play_batch, scripted, sleepers
 from trinity_es.actors import system_key
 from trinity_es.actors.frames import frame
@@ -25,9 +26,7 @@ from trinity_es.client import health, teardown
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.errors import NotRunning, StartupError, VersionMismatch, WrongKey
 from trinity_es.system import lifecycle, running_system
-from trinity_es.testing import SleepWorkflow, wait_until
-
-NewId = Callable[[], int]
+from trinity_es.testing import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -57,11 +56,6 @@ def other_addresses() -> list[str]:
     """Of this machine, as seen from others where it has a network."""
     mine = [a.address for all_ in psutil.net_if_addrs().values() for a in all_ if a.family is socket.AF_INET]
     return ["127.0.0.2", *(a for a in mine if not a.startswith("127."))]
-
-
-def works(client: RolloutClient, batch_id: int) -> None:
-    """The system answers, and runs a batch."""
-    play_batch(client, batch_id, [trinity_es.Task(workflow=SleepWorkflow)])
 
 
 class Evil:
@@ -105,7 +99,7 @@ def test_a_system_on_another_address_listens_there_alone_and_its_clients_find_it
 ) -> None:
     client = start_system(system={"address": "127.0.0.2"})
     assert {host for p in family(client) for host, _ in listening(p)} == {"127.0.0.2"}
-    works(client, 1)
+    play_batch(client, 1, sleepers(1))
     for port in ports(client):
         assert throw("127.0.0.2", port, b"3>abc") == b""
     config = scripted(tmp_path)  # which says 127.0.0.1: of a system that runs, its process knows better
@@ -115,7 +109,7 @@ def test_a_system_on_another_address_listens_there_alone_and_its_clients_find_it
     (tmp_path / "other").chmod(0o600)
     with pytest.raises(WrongKey, match="does not fit"):
         trinity_es.connect(scripted(tmp_path, system={"address": "127.0.0.2", "key_file": str(tmp_path / "other")}))
-    works(client, 2)
+    play_batch(client, 2, sleepers(1))
 
 
 def test_an_address_that_is_not_of_this_machine_is_told_at_once(tmp_path: Path) -> None:
@@ -158,7 +152,7 @@ def test_a_frame_without_the_seal_is_refused_by_every_process_and_harms_none(
     assert len(told) >= 5
     assert not written.exists()
     assert family(client) == before
-    works(client, new_id())
+    play_batch(client, new_id(), sleepers(1))
     lines = [line for line in output.read_text()[skipped:].splitlines() if "refused a frame" in line]
     assert all(re.search(r"WARNING trinity_es\S+ \d+ port \d+ refused a frame from 127\.0\.0\.1:\d+", x) for x in lines)
     assert {int(re.findall(r"actors\.transport (\d+)", line)[0]) for line in lines} == told
@@ -220,7 +214,7 @@ def test_a_client_without_the_right_key_is_told_where_it_was_looked_for(
     monkeypatch.setenv(KEY_VARIABLE, Path(running_system.key_file(client.config)).read_text().strip())
     with trinity_es.connect(scripted(folder, system={"key_file": str(wrong)})) as other:
         assert other.status()["system"]
-    works(client, new_id())
+    play_batch(client, new_id(), sleepers(1))
 
 
 def test_with_the_key_in_the_environment_no_file_is_made_and_a_restart_has_it_too(
@@ -236,7 +230,7 @@ def test_with_the_key_in_the_environment_no_file_is_made_and_a_restart_has_it_to
         wait_until(lambda: running_system.keeper(config), "the keeper")
         first = client._link.admin
         psutil.Process(first["pid"]).kill()
-        works(client, 1)
+        play_batch(client, 1, sleepers(1))
         assert client._link.admin != first
         for process in family(client):
             assert "e" * 40 not in " ".join(process.cmdline())
@@ -253,9 +247,9 @@ def test_two_systems_with_keys_of_their_own_are_used_from_one_process(
     other = system_for()
     keys = [Path(running_system.key_file(system.config)).read_text() for system in (other, shared)]
     assert keys[0] != keys[1]
-    works(other, new_id())
-    works(shared, new_id())
-    works(other, new_id())
+    play_batch(other, new_id(), sleepers(1))
+    play_batch(shared, new_id(), sleepers(1))
+    play_batch(other, new_id(), sleepers(1))
 
 
 def test_no_process_holds_a_connection_of_another(start_system: StartSystem, tmp_path: Path) -> None:

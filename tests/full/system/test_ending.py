@@ -31,7 +31,7 @@ _SCRIPT = """
 import json, sys, trinity_es
 from trinity_es.system import lifecycle
 config = trinity_es.Config.from_dict(json.loads(sys.argv[1]), folder="/")
-lifecycle.start(config, detach=json.loads(sys.argv[2]))
+lifecycle.start(config)
 print("up", flush=True)
 sys.stdin.readline()
 raise RuntimeError("the script fails")
@@ -45,9 +45,9 @@ def begin() -> Iterator[Begin]:
     """Start a system from a script that fails without stopping it, when a line comes."""
     begun: list[tuple[subprocess.Popen[str], trinity_es.Config]] = []
 
-    def start(config: trinity_es.Config, *, detach: bool = False) -> subprocess.Popen[str]:
+    def start(config: trinity_es.Config) -> subprocess.Popen[str]:
         script = subprocess.Popen(
-            [sys.executable, "-c", _SCRIPT, json.dumps(config.to_dict()), json.dumps(detach)], text=True,
+            [sys.executable, "-c", _SCRIPT, json.dumps(config.to_dict())], text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         begun.append((script, config))
@@ -138,15 +138,6 @@ def test_another_starts_at_once_what_ends_with_its_owner(begin: Begin, tmp_path:
     assert running_system.keeper(config)
 
 
-def test_a_detached_system_stays(begin: Begin, tmp_path: Path) -> None:
-    config = scripted(tmp_path)
-    script = begin(config, detach=True)
-    script.communicate("\n", timeout=30)
-    with trinity_es.connect(config) as client:
-        client.wait_ready(60)
-        assert client.status()["system"]["admin"]["owner"] is None
-
-
 def test_a_system_whose_folder_is_deleted_ends_by_itself_and_is_not_started_again(
     start_system: StartSystem, tmp_path: Path
 ) -> None:
@@ -172,8 +163,6 @@ def test_a_system_whose_database_is_dropped_ends_by_itself(
     assert not running_system.wait_gone(family, 60), "a process of the system is left"
     words = (Path(client.config.system.log_dir) / "guardian.log").read_text()
     assert "was dropped" in words or "is gone" in words or "no database" in words
-
-
 
 
 def test_running_ends_what_it_started_and_leaves_what_it_joined(

@@ -16,7 +16,7 @@ import pytest
 
 import trinity_es
 from tests.helpers.of_the_day import of_the_day
-from tests.helpers.systems import StartSystem, finalize_in_thread, pid_of, sleepers
+from tests.helpers.systems import StartSystem, admin, finalize_in_thread, guardian, pid_of, sleepers
 from trinity_es.actors.commands import GetStatus
 from trinity_es.client import connection
 from trinity_es.client.rollout_client import RolloutClient
@@ -124,14 +124,6 @@ def test_thirty_frozen_clients_with_answers_under_way_keep_none_from_the_others(
             others.kill()
 
 
-def guardian(client: RolloutClient) -> list[int]:
-    return [client._link.admin["guardian"]]
-
-
-def admin(client: RolloutClient) -> list[int]:
-    return [client._link.admin["pid"]]
-
-
 def took(call: Callable[[], Any], error: type[Exception] | None = None) -> float:
     """How long it takes; `error` is what it raises."""
     began = time.monotonic()
@@ -151,7 +143,7 @@ def test_a_stopped_guardian_keeps_no_answer_of_the_coordinator_and_every_deadlin
     client.submit_batch(batch_id=2, tasks=sleepers(4, 600.0), batch_type="train")
     coordinator = pid_of(client, "coordinator")
     family = running_system.processes(client._link.admin)
-    with frozen(*guardian(client)):
+    with frozen(client._link.admin["guardian"]):
         # longer than a client waits before it asks the guardian where the coordinator is
         assert took(lambda: client.finalize_train_batch(1, timeout=15)) < 12
         assert took(lambda: client.finalize_train_batch(2, timeout=2), FinalizeTimeout) < 4
@@ -164,7 +156,7 @@ def test_a_stopped_guardian_keeps_no_answer_of_the_coordinator_and_every_deadlin
             assert took(lambda: client.next_batch(timeout=1), TimeoutError) < 3
             assert took(lambda: client.take_experiences(1, timeout=1), TimeoutError) < 3
         monkeypatch.setattr(connection, "CONNECT_SECONDS", 1.0)
-        with frozen(*admin(client)):
+        with frozen(client._link.admin["pid"]):
             assert took(lambda: trinity_es.connect(client.config), NotRunning) < 10
         assert took(lambda: trinity_es.connect(client.config).close()) < 5
         assert took(client.shutdown) < 15
@@ -173,15 +165,15 @@ def test_a_stopped_guardian_keeps_no_answer_of_the_coordinator_and_every_deadlin
 
 @pytest.mark.parametrize("victims", of_the_day([guardian, admin]))  # in turns; ALL=1 plays both
 def test_a_guardian_or_admin_that_is_stopped_is_ended_and_the_waiting_client_gets_its_answer(
-    victims: Callable[[RolloutClient], list[int]], start_system: StartSystem
+    victims: Callable[[RolloutClient], list[psutil.Process]], start_system: StartSystem
 ) -> None:
     client = start_system(system={"keeper": True, "heartbeat_timeout": 4.0})
     client.submit_batch(batch_id=1, tasks=sleepers(4, 0.1) + sleepers(4, 6.0), batch_type="train")
     wait_until(lambda: client.batch(1).completed_task_count >= 4, "four tasks")
     before, family = client._link.admin, running_system.processes(client._link.admin)
     answer = finalize_in_thread(client, 1)
-    for pid in victims(client):
-        psutil.Process(pid).suspend()
+    for process in victims(client):
+        process.suspend()
     found = running_system.find
     wait_until(lambda: (found(client.config) or before)["pid"] != before["pid"], "the next life", timeout=60)
     assert answer.result(60)["finished_task_count"] == 8

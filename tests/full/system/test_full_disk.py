@@ -20,7 +20,7 @@ from tests.helpers.runs import command, make_config
 from tests.helpers.systems import StartSystem, limit_file_size, pid_of, play_batch, sleepers
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import LogReplaced, LogRewound, LogUnavailable
+from trinity_es.events.errors import LogRewound, LogUnavailable
 from trinity_es.testing import wait_until
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
@@ -161,28 +161,6 @@ def test_a_limit_of_file_sizes_is_answered_like_a_full_disk(start_system: StartS
     limit_file_size(client, psutil.RLIM_INFINITY)
     is_whole(client, 16)
     assert births(client) == 1
-
-
-def test_a_log_that_is_renamed_under_the_system_takes_nothing_until_it_is_back(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
-    client = start_system()
-    client.submit_batch(batch_id=1, tasks=sleepers(16, seconds=0.2), batch_type="train")
-    path = Path(client.config.store.url.removeprefix("sqlite:///"))
-    head = client.log.head().position
-    path.rename(tmp_path / "aside")
-    for batch in (2, 3, 4):
-        with pytest.raises(LogReplaced, match="is gone"):
-            client.submit_batch(batch_id=batch, tasks=sleepers(2), batch_type="train")
-    with pytest.raises(LogReplaced, match="put that file back under this name"):
-        client.finalize_train_batch(1, timeout=15)
-    assert f"{path} is gone" in client.status()["trouble"]
-    with pytest.raises(LogReplaced, match="while it was read"):
-        client.log.head()
-    (tmp_path / "aside").rename(path)
-    is_whole(client, 16)
-    assert births(client) == 1
-    assert client.log.head().position > head
 
 
 def test_a_deleted_log_is_not_begun_again_by_the_next_coordinator(start_system: StartSystem, tmp_path: Path) -> None:

@@ -22,10 +22,9 @@ from tests.helpers.runs import (
     ROWS,
     STEPS,
     SteadyTrainer,
-    command,
     count,
     events_of,
-    kill_run,
+    killed_when,
     make_config,
     outcome,
     went_well,
@@ -34,7 +33,6 @@ from trinity_es.config.config import Config, load_config
 from trinity_es.events import vocabulary as ev
 from trinity_es.projections.reading.resume_point import prompts_used
 from trinity_es.system import leftovers
-from trinity_es.testing import wait_until
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -113,13 +111,18 @@ def check_complete(config: Config, steps: int, used: dict[str, dict[int, int]]) 
 ONCE = {"questions": dict.fromkeys(range(ROWS), 1)}
 
 
+def completed(path: Path) -> tuple[Config, list[tuple[str, Any]]]:
+    """Play a run to its end; returns what happened in it."""
+    config = load_config(path)
+    went_well("run", path, cwd=path.parent.parent)
+    check_complete(config, STEPS, ONCE)
+    return config, order(config)
+
+
 @pytest.mark.slow
 def test_p34_fully_async_generates_while_it_trains_and_never_has_more_in_flight(tmp_path: Path) -> None:
     path = config_of(tmp_path / "run", seconds=0.8, sync_style="fully_async", max_inflight_batches=2)
-    config = load_config(path)
-    went_well("run", path, cwd=tmp_path)
-    check_complete(config, STEPS, ONCE)
-    happened = order(config)
+    _, happened = completed(path)
     for step in range(1, STEPS):
         assert before(happened, ("submitted", step + 1), ("trained", step))  # not waiting for the weights
     for step in range(3, STEPS + 1):
@@ -131,10 +134,7 @@ def test_p34_fully_async_generates_while_it_trains_and_never_has_more_in_flight(
 @pytest.mark.slow
 def test_p34_sync_offset_generates_ahead_with_the_weights_of_the_step_before(tmp_path: Path) -> None:
     path = config_of(tmp_path / "run", sync_style="fixed", sync_interval=1, sync_offset=1)
-    config = load_config(path)
-    went_well("run", path, cwd=tmp_path)
-    check_complete(config, STEPS, ONCE)
-    happened = order(config)
+    config, happened = completed(path)
     for step in range(2, STEPS + 1):
         assert before(happened, ("submitted", step), ("weights", step - 1))
         assert before(happened, ("generated", step), ("weights", step - 1))  # so which weights it is from is known
@@ -147,9 +147,7 @@ def test_p34_sync_offset_generates_ahead_with_the_weights_of_the_step_before(tmp
 @pytest.mark.slow
 def test_p34_trainer_driven_publishes_when_the_trainer_says_so(tmp_path: Path) -> None:
     path = config_of(tmp_path / "run", trainer="Choosing", sync_style="trainer_driven", max_inflight_batches=2)
-    config = load_config(path)
-    went_well("run", path, cwd=tmp_path)
-    check_complete(config, STEPS, ONCE)
+    config, _ = completed(path)
     assert [e.version for _, e in events_of(config, "WeightsPublished")] == [1, 4, 5]  # the last ones always
     # Evals belong to weights: 2 and 4 were passed when version 4 came, and that is measured once.
     submitted = [e for _, e in events_of(config, "BatchSubmitted")]
@@ -168,11 +166,7 @@ MOMENTS: dict[str, Callable[[Config], bool]] = {
 
 
 def die_and_resume(path: Path, reached: Callable[[Config], bool], moment: str) -> Config:
-    config = load_config(path)
-    with command("run", path, cwd=path.parent) as running:
-        wait_until(lambda: reached(config) or running.poll() is not None, moment, timeout=60)
-        assert running.poll() is None, running.communicate()
-        kill_run(config, running)
+    config = killed_when(reached, path, moment)
     went_well("resume", path, *AT_ONCE, cwd=path.parent)
     return config
 

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.helpers.parity_rows import NewId
 from tests.helpers.systems import StartSystem, pid_of, play_batch
 from trinity_es import Task, Workflow
 from trinity_es.actors.guardian.supervision import CHECK_SECONDS
@@ -23,8 +24,6 @@ from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.experience import Experience
 from trinity_es.events.vocabulary import AttemptFailed
 from trinity_es.testing import wait_until
-
-NewId = Callable[[], int]
 
 
 def one() -> list[Experience]:

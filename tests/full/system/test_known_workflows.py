@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests.helpers.parity_rows import NewId
 from tests.helpers.systems import StartSystem
 from trinity_es import MultiTurnWorkflow, Workflow
 from trinity_es.client.rollout_client import RolloutClient
@@ -16,7 +16,6 @@ from trinity_es.events.experience import Experience
 from trinity_es.events.values import Status, Task
 from trinity_es.testing import wait_until
 
-NewId = Callable[[], int]
 TALK = [
     {"role": "user", "content": "one"}, {"role": "assistant", "content": "two"},
     {"role": "user", "content": "three"}, {"role": "assistant", "content": "four"},

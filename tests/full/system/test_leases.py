@@ -22,6 +22,7 @@ import trinity_es
 from benchmarks.chaos_faults import by_kind, kill
 from benchmarks.chaos_hosts_trainer import asked
 from tests.helpers.handmade import cli
+from tests.helpers.parity_rows import NewId
 from tests.helpers.sandboxes import AsyncUses, Service, Uses
 from tests.helpers.systems import StartSystem, end, events, kill_system, pid_of, play_batch, scripted
 from trinity_es import Task, Workflow, connect
@@ -34,7 +35,6 @@ from trinity_es.testing import wait_until
 
 _log = logging.getLogger(__name__)
 KILLS = int(os.environ.get("TRINITY_ES_LEASE_KILLS", "5"))
-NewId = Callable[[], int]
 SEED = int(os.environ.get("TRINITY_ES_LEASE_SEED", "1"))
 
 

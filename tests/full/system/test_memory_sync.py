@@ -20,10 +20,9 @@ from tests.helpers.of_the_day import of_the_day
 from tests.helpers.runs import (
     AT_ONCE,
     SteadyTrainer,
-    command,
     count,
     events_of,
-    kill_run,
+    killed_when,
     make_config,
     outcome,
     went_well,
@@ -32,7 +31,6 @@ from tests.helpers.systems import StartSystem
 from trinity_es import Explorer
 from trinity_es.config.config import Config, load_config
 from trinity_es.events.errors import ConfigError
-from trinity_es.testing import wait_until
 from trinity_es.weights import shared_memory
 
 pytestmark = pytest.mark.timeout(240)
@@ -136,12 +134,8 @@ def test_p34_after_kill_9_of_everything_a_run_in_memory_ends_as_if_nothing_had_b
 ) -> None:
     reached, lost, checkpoint = MOMENTS[moment]
     path = memory_config(tmp_path / "run")
-    config = load_config(path)
-    tidy(config)
-    with command("run", path, cwd=tmp_path) as running:
-        wait_until(lambda: reached(config) or running.poll() is not None, moment, timeout=90)
-        assert running.poll() is None
-        kill_run(config, running)
+    tidy(load_config(path))
+    config = killed_when(reached, path, moment, 90)
     version = published(config)[-1][0]
     if lost:
         shutil.rmtree(shared_memory.memory_dir(config))

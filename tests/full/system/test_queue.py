@@ -8,13 +8,13 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import trinity_es
+from tests.helpers.parity_rows import NewId
 from tests.helpers.systems import StartSystem, kill_everybody, pid_of, play_batch
 from trinity_es import Task
 from trinity_es.client import connection
@@ -27,7 +27,6 @@ from trinity_es.events.values import BatchId
 from trinity_es.testing import SleepWorkflow, wait_until
 
 pytestmark = pytest.mark.timeout(240)
-NewId = Callable[[], int]
 
 
 def generate(client: RolloutClient, *batch_ids: BatchId, n: int = 4) -> None:

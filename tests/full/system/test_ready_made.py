@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import trinity_es
-from tests.helpers.graders import FAULTS
 from tests.helpers.systems import StartSystem, play_batch, scripted
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.vocabulary import AttemptFailed, BatchSubmitted
@@ -61,21 +60,3 @@ def test_p57_a_ready_made_workflow_runs_by_its_name_and_its_log_names_its_class(
     assert result["metrics"]["rollout/accuracy/mean"] == 1.0
     [task] = next(r.event.tasks or [] for r in client.log.events(batch) if isinstance(r.event, BatchSubmitted))
     assert task["workflow"] == WORKFLOWS.paths[workflow]
-
-
-def test_p57_graders_that_fail_are_attempted_again_and_never_a_reward(
-    start_system: StartSystem, tmp_path: Path
-) -> None:
-    """Each way to fail is what half of the rows' answers lead to."""
-    ways = [how for how in FAULTS if how not in ("memory",)]
-    rules = [{"prompt": f"<{how}>", "response": how} for how in ways]
-    rows = [{"question": f"<{how}>"} for how in ways] + [{"question": "fine"}] * 3
-    explorer = {"rollout_model": {"script": {"rules": rules, "response": "fine"}}, "max_retry_times": 1}
-    buffer = taskset(tmp_path, "single_turn", rows, reward_fn="tests.helpers.graders:Faulty")
-    client = start_system(explorer=explorer, buffer=buffer)
-    result, failed, rewards = finalized(client, 1, client.config)
-    assert rewards == [1.0] * 6
-    assert {event.kind for event in failed} == {"grader"}
-    assert len([event for event in failed if not event.retry]) == len(ways)
-    assert len(failed) == 2 * len(ways), "each is attempted once more"
-    assert result["metrics"]["rollout/accuracy/mean"] == 1.0

@@ -31,6 +31,7 @@ from tests.helpers.runs import (
     explored,
     finish_here,
     kill_run,
+    killed_when,
     make_config,
     outcome,
     outcomes,
@@ -73,11 +74,7 @@ def test_promise_3_and_4_after_kill_9_of_everything_a_resumed_run_ends_as_if_not
 ) -> None:
     interval, reached = MOMENTS[moment]
     path = make_config(tmp_path / "run", interval=interval)
-    config = load_config(path)
-    with command("run", path, cwd=tmp_path) as running:
-        wait_until(lambda: reached(config) or running.poll() is not None, moment, timeout=60)
-        assert running.poll() is None
-        kill_run(config, running)
+    config = killed_when(reached, path, moment)
     finished = {(s, e.task) for s, e in events_of(config, "TaskFinished")}
     rows_of = path.with_name("train.jsonl")
     rows_before = rows_of.read_text()
@@ -105,15 +102,19 @@ def test_a_run_that_dies_again_and_again_still_uses_every_prompt_once(
     tmp_path: Path, undisturbed: Callable[[int], dict[str, Any]]
 ) -> None:
     path = make_config(tmp_path / "run")
-    config = load_config(path)
     for number in (1, 2):
-        with command("run", path, cwd=tmp_path) as running:
-            wait_until(lambda n=number: count(config, "TaskFinished", n) >= 1, f"step {number}", timeout=60)
-            kill_run(config, running)
+        config = killed_when(lambda c, n=number: count(c, "TaskFinished", n) >= 1, path, f"step {number}")
     went_well("resume", config.store.url, *AT_ONCE, cwd=tmp_path)
     assert outcome(config) == undisturbed(1)
     decisions = Counter(e.decision for _, e in events_of(config, "RecoveryDecided"))
     assert decisions["resume"] >= 1  # not at each death: a step may just have ended by then
+
+
+def kill_command_in_step_2(path: Path, config: Config) -> None:
+    with command("run", path, cwd=path.parent) as running:
+        wait_until(lambda: count(config, "TaskFinished", 2) >= 1, "step 2", timeout=60)
+        running.kill()
+        running.communicate(timeout=30)
 
 
 @pytest.mark.slow
@@ -122,10 +123,7 @@ def test_a_run_of_which_only_the_command_was_killed_goes_on_in_its_system_and_en
 ) -> None:
     path = make_config(tmp_path / "run", system={"detach": True})
     config = load_config(path)
-    with command("run", path, cwd=tmp_path) as running:
-        wait_until(lambda: count(config, "TaskFinished", 2) >= 1, "step 2", timeout=60)
-        running.kill()
-        running.communicate(timeout=30)
+    kill_command_in_step_2(path, config)
     assert leftovers.leftovers(config)
     taskset = path.parent / "train.jsonl"
     taskset.rename(taskset.with_suffix(".away"))  # a resume that comes to nothing leaves it whose it was
@@ -156,10 +154,7 @@ def test_a_system_has_the_settings_of_the_run_or_the_run_is_refused(tmp_path: Pa
         assert running_system.is_up(config), "it was not started by the run"
     finally:
         assert cli("down", path).exit_code == 0
-    with command("run", path, cwd=tmp_path) as running:
-        wait_until(lambda: count(config, "TaskFinished", 2) >= 1, "step 2", timeout=60)
-        running.kill()
-        running.communicate(timeout=30)
+    kill_command_in_step_2(path, config)
     assert running_system.is_up(config), "it was detached"
     code, _, err = finish_here("resume", path, *AT_ONCE[:2], *other, cwd=tmp_path)
     assert (code, leftovers.leftovers(config)) == (0, []), err
@@ -171,10 +166,7 @@ def test_a_system_that_the_keeper_brought_up_again_after_its_command_died_too_is
     tmp_path: Path,
 ) -> None:
     path = make_config(tmp_path / "run", system={"keeper": True, "detach": True})
-    config = load_config(path)
-    with command("run", path, cwd=tmp_path) as running:
-        wait_until(lambda: count(config, "TaskFinished", 2) >= 1, "step 2", timeout=60)
-        kill_run(config, running)
+    config = killed_when(lambda c: count(c, "TaskFinished", 2) >= 1, path, "step 2")
     try:
         again = "the keeper to start the system again"
         wait_until(lambda: len(events_of(config, "CoordinatorStarted")) == 2, again, timeout=60)
@@ -368,11 +360,8 @@ def test_a_demo_that_was_killed_is_resumed_by_name_of_nothing_and_ends_as_a_demo
 
 def test_p37_the_metrics_of_a_run_that_was_killed_are_whole_and_none_is_there_twice(tmp_path: Path) -> None:
     path = make_config(tmp_path, monitor={"monitor_type": ["tensorboard"]})
-    config = load_config(path)
-    file = Path(config.run_dir) / "metrics.jsonl"
-    running = command("run", path, cwd=tmp_path)
-    wait_until(lambda: file.exists() and '"step":3' in file.read_text(), "step 3", 90)
-    kill_run(config, running)
+    file = Path(load_config(path).run_dir) / "metrics.jsonl"
+    config = killed_when(lambda _: file.exists() and '"step":3' in file.read_text(), path, "step 3", 90)
     with file.open("a") as torn:
         torn.write('{"step":')
     went_well("resume", path, *AT_ONCE, cwd=tmp_path)

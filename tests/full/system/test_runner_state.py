@@ -160,24 +160,6 @@ async def test_p14_every_runner_tells_what_it_plays(start_system: StartSystem) -
     assert last["workflow_id"] in {row["workflow_id"] for row in rows}
 
 
-def test_p14_a_runner_that_does_not_answer_is_told_as_it_is_known(
-    system_for: StartSystem, new_id: Callable[[], int]
-) -> None:
-    client, batch = system_for(explorer=REPORTING), new_id()
-    client.submit_batch(batch_id=batch, tasks=sleepers(4, 30.0), batch_type="train")
-    busy(client, 4)
-    pid = pid_of(client, "runner-0")
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        states = client.get_all_state()
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    assert (states["runner-0"]["answered"], states["runner-1"]["answered"]) == (False, True)
-    assert (states["runner-0"]["state"], states["runner-0"]["units"]) == ("ready", 2)
-    assert states["runner-0"]["running"] == []
-    client.abort_batch(batch, reason="seen enough")
-
-
 def test_p14_the_coordinators_log_has_a_table_of_it(system_for: StartSystem, new_id: Callable[[], int]) -> None:
     client, batch = system_for(explorer=REPORTING), new_id()
     client.submit_batch(batch_id=batch, tasks=sleepers(1, 30.0), batch_type="train")

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.of_the_day import of_the_day
 from tests.helpers.scheduling import AsyncDummy, Dummy, NewId, OneRun, dummies, load
 from tests.helpers.systems import StartSystem, sleepers
 from trinity_es import Scheduler, Task
@@ -101,20 +100,6 @@ async def test_p18_without_clear_the_rest_goes_on_and_a_later_call_returns_only_
     scheduler.schedule(dummies(3, timeout=1, workflow=AsyncDummy), batch_id=batch)
     assert len((await scheduler.get_results(batch_id=batch, timeout=1.5))[0]) == 3
     assert await scheduler.get_results(batch_id=batch, timeout=1.5) == ([], [])
-
-
-@pytest.mark.parametrize("workflow", of_the_day([Dummy, AsyncDummy]))  # in turns; ALL=1 plays both
-async def test_p12_p18_a_hung_workflow_fails_after_its_attempts_without_a_timeout_of_ours(
-    shared: RolloutClient, new_id: NewId, workflow: type[Dummy]
-) -> None:
-    async with Scheduler(shared.config) as scheduler:
-        batch = new_id()
-        scheduler.schedule(dummies(1, timeout=1, workflow=workflow), batch_id=batch)
-        statuses, experiences = await scheduler.get_results(batch_id=batch)
-        assert [s.ok for s in statuses] == [True, False]
-        assert "max_timeout" in (statuses[1].message or "")
-        assert len(experiences) == 1
-    assert load(shared) == 0
 
 
 async def test_p1_p17_lower_batch_first_and_first_in_first_out_inside(start_system: StartSystem) -> None:
@@ -296,14 +281,3 @@ async def test_p3_p18_experiences_of_many_steps_and_runs_have_their_ids(
         units = [(u.run_id_base, u.runs) for batch in batches for r in client.log.events(batch)
                  if isinstance(r.event, ev.TasksDispatched) for u in r.event.units]
         assert Counter(units) == {(0, 2): 6, (2, 2): 6}
-
-
-async def test_p8_p18_eval_tasks_have_metrics_and_no_experiences(scheduler: Scheduler, new_id: NewId) -> None:
-    batch = f"{new_id()}/gsm8k"
-    tasks = dummies(4)
-    tasks[1].is_eval = tasks[2].is_eval = True
-    scheduler.schedule(tasks, batch)
-    scheduler.schedule(tasks[1:2], batch)
-    statuses, experiences = await scheduler.get_results(batch)
-    assert [s.metric["reward"] for s in statuses] == [0.5] * 5
-    assert [e.eid.task for e in experiences] == [0, 3]

@@ -17,7 +17,7 @@ from tests.helpers.systems import StartSystem, kill_system, pid_of, play_batch, 
 from trinity_es import BatchLifecycleState, Scheduler
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import NotRunning, StartupError
+from trinity_es.events.errors import NotRunning
 from trinity_es.system import running_system
 from trinity_es.testing import wait_until
 
@@ -57,24 +57,6 @@ async def test_p20_wait_all_goes_on_while_tasks_finish_and_cancels_nothing_witho
     with pytest.raises(TimeoutError):
         await scheduler.wait_all(timeout=0.5, clear_timeout_tasks=False)
     assert [s.ok for s in (await scheduler.get_results(batch))[0]] == [True]
-
-
-async def test_p21_many_callers_and_two_schedulers_on_one_store(shared: RolloutClient, new_id: NewId) -> None:
-    async with Scheduler(shared.config) as one, Scheduler(shared.config) as other:
-
-        async def use(scheduler: Scheduler, batch: int, number: int) -> None:
-            scheduler.schedule(sleepers(number, 0.05), batch)
-            statuses, experiences = await scheduler.get_results(batch, min_num=number, timeout=60)
-            assert len(statuses) == number
-            assert {e.eid.batch for e in experiences} == {batch}
-            assert [e.eid.task for e in experiences] == list(range(number))
-
-        await asyncio.gather(*(use(s, new_id(), 2 + i % 3) for i in range(6) for s in (one, other)))
-        batch = new_id()
-        one.schedule(sleepers(3), batch)
-        other.schedule(sleepers(2), batch)
-        assert len((await other.get_results(batch))[0]) == 5
-        assert not one.has_step(batch)
 
 
 async def test_p21_two_callers_of_one_batch_never_get_the_same(shared: RolloutClient, new_id: NewId) -> None:
@@ -243,13 +225,6 @@ def test_p18_promise_2_everything_is_killed_and_another_scheduler_collects_the_r
             assert scheduler.client.log.verify() == []
 
     asyncio.run(after(asyncio.run(before())))
-
-
-async def test_p16_start_says_why_an_engine_cant_start(tmp_path: Path) -> None:
-    config = scripted(tmp_path, explorer={"rollout_model": {"script": {"no such key": 1}}})
-    with pytest.raises(StartupError, match="no such key"):
-        await Scheduler(config).start()
-    assert running_system.find(config) is None
 
 
 async def test_p23_after_the_warmup_an_attempt_may_take_so_many_times_what_attempts_took(

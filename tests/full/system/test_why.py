@@ -109,27 +109,6 @@ def test_a_workflow_that_hangs_its_runner_is_told_from_a_slow_one(start_system: 
     os.kill(pid_of(client, "runner-0"), signal.SIGKILL)  # or the end of the system would wait for it
 
 
-def test_an_engine_that_does_not_start_and_a_runner_that_loads(start_system: StartSystem) -> None:
-    client = start_system(
-        explorer={"rollout_model": {"engine_type": "tests.full.system.test_why:NoEngine"}}, wait=False
-    )
-    client.submit_batch(batch_id=1, tasks=[sleep(0.0)] * 3, batch_type="train")
-    why = wait_for(client, 1, "failed")
-    assert "task 0, run 0, attempt 1 of 3 and 2 more units without a runner: runner-0 #1 failed" in why.sentence
-    assert "no GPU of that kind" in why.sentence
-    assert (why.stalled, why.waiting[0].person) == (True, True)
-    code, found = told(client, "status")
-    assert code == 1
-    assert any(p.startswith("runner-0 failed: ") and "trinity-es up" in p for p in found["problems"])
-
-
-class NoEngine:
-    """An engine that can't be."""
-
-    def __init__(self, config: Any) -> None:
-        raise RuntimeError("no GPU of that kind")
-
-
 # --- a dead system --------------------------------------------------------------------------------------------------
 def test_a_dead_system_is_explained_by_its_log_and_by_a_client_that_outlived_it(start_system: StartSystem) -> None:
     client = start_system(system={"keeper": False})

@@ -6,13 +6,12 @@ import contextlib
 import os
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.helpers.parity_rows import recorded
+from tests.helpers.parity_rows import NewId, recorded
 from tests.helpers.systems import StartSystem, pid_of, play_batch
 from tests.helpers.ways_to_end import WAYS
 from trinity_es import Task, Workflow
@@ -24,8 +23,6 @@ from trinity_es.events.vocabulary import AttemptFailed
 from trinity_es.system import running_system
 from trinity_es.system.leftovers import leftovers
 from trinity_es.testing import SleepWorkflow, wait_until
-
-NewId = Callable[[], int]
 
 
 class Misbehaves(Workflow):
