@@ -18,7 +18,7 @@ from trinity_es.dashboard.page import Nav, Route
 
 __all__ = ["MODULES", "navigation", "routes"]
 
-MODULES = ["overview", "batches", "batch", "rollouts", "runners", "weights", "compare", "events"]
+MODULES = ["overview", "batch_list", "batch", "rollouts", "runners", "weights", "compare", "events"]
 
 
 def routes() -> list[Route]:
