@@ -180,6 +180,21 @@ def test_a5_a_thousand_tasks_in_one_batch(shared: RolloutClient, batch: int) -> 
     assert seen == {(task, run): 1 for task in range(1000) for run in range(2)}
 
 
+def test_a_task_larger_than_a_message_may_be_runs(shared: RolloutClient, batch: int) -> None:
+    task = Task(workflow=SleepWorkflow, raw_task={"document": "y" * 600_000})
+    play_batch(shared, batch, [task])
+
+
+def test_results_of_a_unit_larger_than_a_message_may_be_are_recorded(shared: RolloutClient, batch: int) -> None:
+    runs = 2500
+    tasks = [Task(workflow=SleepWorkflow, repeat_times=runs)]
+    shared.submit_batch(batch_id=batch, tasks=tasks, batch_type="eval")
+    assert shared.finalize_eval_batch(batch, timeout=60)["finished_task_count"] == 1
+    [task] = shared.log.replay(batch).tasks
+    assert sorted(task.done) == list(range(runs))
+    assert {run.metrics["reward"] for run in task.done.values()} == {1.0}
+
+
 async def test_the_async_face_has_the_known_names(shared: RolloutClient, new_id: NewId) -> None:
     coordinator = await RolloutCoordinator.get_actor(shared.config)
     await coordinator.prepare()

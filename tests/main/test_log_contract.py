@@ -400,6 +400,13 @@ class TestOpening:
         with pytest.raises(LogTooNew, match=r"position 1 .*BatchTeleported"):
             _ = next(log.read()).event
 
+    def test_a_log_can_be_closed_and_opened_as_often_as_one_likes(self, open_log: Open) -> None:
+        for i in range(5):
+            with open_log() as log:
+                write(log, "a", i, i)
+        assert open_log().stream_version("a") == 5
+
+
 class TestImmutability:
     @pytest.mark.parametrize("statement", [
         "UPDATE es_event SET data = metadata", "DELETE FROM es_event", "DELETE FROM es_event WHERE position = 1",

@@ -184,6 +184,15 @@ class TestAServerThatRestarts:
             with log.engine.connect() as connection:
                 assert connection.execute(text("SELECT count(*) FROM es_event")).scalar_one() == 1
 
+    def test_loses_nothing_that_was_acknowledged_also_with_the_lesser_durability(self, own_server: Server) -> None:
+        url = own_server.url(own_server.new_database())
+        with EventLog.open(url, create=True, durability="process") as log:
+            for i in range(20):
+                write(log, "a", i)
+            own_server.stop()
+            own_server.start()
+            assert log.head().position == 20
+
     def test_payloads_wait_for_it_and_are_stored_once(self, own_server: Server) -> None:
         store = open_payloads(own_server.url(own_server.new_database()), patience=0.1)
         own_server.stop()

@@ -206,6 +206,20 @@ class Lacked(SleepWorkflow):
 """
 
 
+def test_a_coordinator_that_dies_leaves_the_hosts_to_the_next_one(start_head: StartHead) -> None:
+    head = start_head()
+    with host_joins(head.url, "b", head.folder):
+        ready(head.client, "b")
+        head.submit(1, 96, 0.5)
+        wait_until(lambda: head.settled() >= 8, "8 tasks", 30)
+        psutil.Process(pid_of(head.client, "coordinator")).kill()
+        head.finish(1, 96)
+        wait_until(lambda: bool(head.client.status()["hosts"][0]["connected"]), "b finds the next coordinator", 30)
+        assert head.ran_on(1)["b"] > 0
+    assert head.events(ev.AttemptFailed, ev.HostLost) == []
+    assert [e.epoch for e in head.events(ev.HostJoined)] == [1]
+
+
 def test_a_host_is_drained_by_a_person_and_its_join_ends(start_head: StartHead) -> None:
     with with_host(start_head) as (head, b):
         head.submit(1, 64, 0.5)

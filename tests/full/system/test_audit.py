@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from datetime import UTC, datetime
+from pathlib import Path
 
+import psutil
 import pytest
 
 import trinity_es
 from tests.helpers.paths import ROOT
-from tests.helpers.systems import play_batch, sleepers, started
+from tests.helpers.systems import StartSystem, limit_file_size, play_batch, sleepers, started
+from trinity_es import BatchLifecycleState
+from trinity_es.events.errors import BatchNotFound, LogUnavailable
 from trinity_es.projections.reading.log_reader import canonical
+from trinity_es.testing import wait_until
 
 AUDITOR = """
 import sys, json
@@ -69,6 +76,55 @@ def test_a2_a_dead_log_is_read_without_torch_vllm_or_actors(dead_log: tuple[str,
     assert told["middle"][0] == "running"
     assert 0 < told["middle"][1] <= 6
     assert told["problems"] == []
+
+
+def test_a2_state_at_a_position_and_at_a_time(dead_log: tuple[str, dict[str, object]]) -> None:
+    with trinity_es.open_log(dead_log[0]) as log:
+        events = list(log.events(1))
+        before = log.replay(1, at=events[0].position)
+        assert (before.state, before.completed_task_count) == (BatchLifecycleState.RUNNING, 0)
+        assert log.replay(1, at=events[-1].position).state is BatchLifecycleState.FINALIZED
+        ended = datetime.fromtimestamp(events[-1].recorded_at, UTC)
+        assert log.replay(1, at=ended).state is BatchLifecycleState.FINALIZED
+        with pytest.raises(BatchNotFound, match="not submitted yet"):
+            log.replay(1, at=events[0].position - 1)
+        with pytest.raises(BatchNotFound, match="no batch 99"):
+            log.replay(99)
+        with pytest.raises(BatchNotFound, match="there is one with the id 1"):
+            log.replay("1")
+
+
+def test_verify_finds_a_payload_that_was_changed_and_one_that_is_gone(
+    dead_log: tuple[str, dict[str, object]], tmp_path: Path
+) -> None:
+    before = Path(dead_log[0].removeprefix("sqlite:///"))
+    path = shutil.copytree(before.parent, tmp_path / "copy") / before.name
+    files = sorted(p for p in Path(f"{path}.payloads").rglob("*") if p.is_file())
+    changed = files[0]
+    os.chmod(changed, 0o600)
+    data = bytearray(changed.read_bytes())
+    data[len(data) // 2] ^= 1
+    changed.write_bytes(data)
+    files[1].unlink()
+    with trinity_es.open_log(str(path)) as log:
+        problems = "\n".join(log.verify())
+    assert changed.name in problems
+    assert files[1].name in problems
+
+
+def test_a6_a_full_disk_is_an_error_and_loses_nothing(start_system: StartSystem) -> None:
+    client = start_system()
+    result = play_batch(client, 1, sleepers(2))
+    limit_file_size(client, 1024)
+    with pytest.raises(LogUnavailable):
+        client.submit_batch(batch_id=2, tasks=sleepers(2), batch_type="train")
+    limit_file_size(client, psutil.RLIM_INFINITY)
+    with pytest.raises(BatchNotFound):
+        client.batch(2)
+    wait_until(lambda: client.status()["runners"], "the runner to be known again")
+    play_batch(client, 2, sleepers(2))
+    assert canonical(client.finalize_train_batch(1)) == canonical(result)
+    assert client.log.verify() == []
 
 
 def test_a_time_as_it_is_shown_names_the_state_after_the_event_of_that_time(

@@ -19,7 +19,7 @@ from tests.helpers.systems import (
     scripted,
     tasks,
 )
-from trinity_es.events.errors import StartupError
+from trinity_es.events.errors import NotRunning, StartupError
 from trinity_es.system import leftovers, lifecycle, running_system
 from trinity_es.testing import wait_until
 
@@ -58,6 +58,13 @@ def test_threads_that_call_while_everything_dies_get_their_answers(
         for thread in threads:
             thread.join(timeout=30)
     assert not errors, repr(errors[0])
+
+
+def test_without_a_keeper_a_client_is_told_at_once_what_to_do(start_system: StartSystem) -> None:
+    client = start_system()
+    kill_all(everything(client))
+    with pytest.raises(NotRunning, match="trinity-es up"):
+        client.finalize_train_batch(1, timeout=60)
 
 
 def test_a_start_whose_system_is_killed_under_it_says_so_and_does_not_wait_for_the_dead(tmp_path: Path) -> None:

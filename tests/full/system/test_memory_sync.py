@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import trinity_es
+from tests.helpers import systems
 from tests.helpers.memory_sync import play, served
 from tests.helpers.of_the_day import of_the_day
 from tests.helpers.runs import (
@@ -31,6 +33,9 @@ from tests.helpers.systems import StartSystem
 from trinity_es import Explorer
 from trinity_es.config.config import Config, load_config
 from trinity_es.events.errors import ConfigError
+from trinity_es.events.values import Task
+from trinity_es.system import leftovers, lifecycle
+from trinity_es.testing import SleepWorkflow, wait_until
 from trinity_es.weights import shared_memory
 
 pytestmark = pytest.mark.timeout(240)
@@ -70,6 +75,59 @@ def test_p34_weights_reach_the_engines_through_memory_and_are_read_back(
     with pytest.raises(KeyError, match=r"did you mean layer.bias"):
         client.get_weight("layer.bais")
     play(client, 1)
+
+
+def test_p34_a_checkpoint_of_what_is_in_memory_takes_its_place_and_nothing_is_left_after_the_end(
+    start_system: StartSystem, tmp_path: Path, tidy: Callable[[Config], None]
+) -> None:
+    client = start_system()
+    config = client.config
+    tidy(config)
+    client.sync_weights(1, state(1))
+    [(_, event)] = events_of(config, "WeightsPublished")
+    saved = Path(shutil.copytree(event.path, tmp_path / "saved"))
+    assert client.sync_weights(1, saved) == {"version": 1, "runners": ["runner-0"], "from_group": False}
+    assert published(config) == [(1, "memory"), (1, "checkpoint")]
+    assert len(events_of(config, "WeightsLoaded")) == 1
+    client.shutdown()
+    assert not shared_memory.memory_dir(config).exists()
+    lifecycle.start(config)
+    with trinity_es.connect(config) as again:
+        try:
+            again.wait_ready(60)
+            wait_until(lambda: served(again) == [1], "the runner to load the checkpoint")
+        finally:
+            again.shutdown()
+
+
+def test_p34_an_engine_that_comes_back_without_the_memory_serves_nothing_until_it_is_there_again(
+    start_system: StartSystem, tidy: Callable[[Config], None]
+) -> None:
+    client = start_system()
+    config = client.config
+    tidy(config)
+    client.sync_weights(3, state(3))
+    client.close()
+    systems.kill_all(leftovers.leftovers(config))
+    wait_until(lambda: not leftovers.leftovers(config), "every process to be gone")
+    shutil.rmtree(shared_memory.memory_dir(config))  # what a restart of the machine does
+    lifecycle.start(config)
+    with trinity_es.connect(config) as again:
+        try:
+            failed = wait_until(
+                lambda: [r for r in again.status()["runners"] if r["state"] == "failed"], "the runner to say so", 60
+            )
+            assert "it could not load weights 3" in failed[0]["reason"]
+            assert "shared memory" in failed[0]["reason"]
+            again.submit_batch(batch_id=1, tasks=[Task(workflow=SleepWorkflow)], batch_type="train")
+            with pytest.raises(TimeoutError):
+                again.finalize_train_batch(1, timeout=1.0)
+            assert events_of(config, "TaskFinished") == []
+            again.sync_weights(3, state(3))
+            wait_until(lambda: served(again) == [3], "the runner to have the weights again", 60)
+            assert again.finalize_train_batch(1, timeout=60)["finished_task_count"] == 1
+        finally:
+            again.shutdown()
 
 
 # --- the explorer ---------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from tests.helpers.systems import StartSystem, scripted
 from trinity_es import BatchLifecycleState, RolloutCoordinator, Task, Workflow
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events.experience import EID, Experience
-from trinity_es.events.vocabulary import TasksDispatched
+from trinity_es.events.vocabulary import AttemptFailed, TasksDispatched
 from trinity_es.system import running_system
 from trinity_es.testing import SleepWorkflow, wait_until
 
@@ -156,6 +156,36 @@ def test_p11_only_the_run_that_failed_is_attempted_again_on_another_runner(
         sent = [(d.runner, u.run_id_base, u.runs) for d in recorded(client, batch, TasksDispatched) for u in d.units]
         assert [unit[1:] for unit in sent] == [(0, 4)] + [(2, 1)] * (len(sent) - 1)
         assert all(a != b for (a, *_), (b, *_) in itertools.pairwise(sent)), "another runner, where there is one"
+
+
+class SwallowsItsEnd(Workflow):
+    is_async = True
+
+    async def run_async(self) -> list[Experience]:
+        while True:
+            try:
+                await asyncio.sleep(600)
+            except asyncio.CancelledError:
+                continue
+
+
+class HangsInAWorker(Workflow):
+    def run(self) -> list[Experience]:
+        time.sleep(600)
+        raise AssertionError
+
+
+@pytest.mark.parametrize("workflow", [SleepWorkflow, SwallowsItsEnd, HangsInAWorker])
+def test_p12_a_hung_workflow_is_stopped_and_its_only_place_is_free(
+    in_order: RolloutClient, new_id: NewId, workflow: type[Workflow]
+) -> None:
+    batch = new_id()
+    tasks = [Task(workflow=workflow, workflow_args={"seconds": 600}), Task(workflow=Says)]
+    assert [e.eid.task for e in train(in_order, batch, tasks)] == [1]
+    failed = recorded(in_order, batch, AttemptFailed)
+    assert [(f.task, f.kind) for f in failed] == [(0, "timeout")] * 2
+    assert "no end after 1.5 s (max_timeout)" in failed[0].message
+    wait_until(lambda: in_order.status()["runners"][0]["load"] == 0, "the place to be free")
 
 
 def test_c8_an_engine_that_is_not_ready_in_time_is_started_again(start_system: StartSystem) -> None:

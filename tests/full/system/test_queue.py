@@ -136,6 +136,29 @@ def test_p29_asked_again_after_a_lost_answer_it_is_the_same_experiences(
     assert len(taken(client)) == earlier + 2
 
 
+def test_p29_the_coordinator_dies_again_and_again_under_those_who_take(
+    system_for: StartSystem, new_id: NewId
+) -> None:
+    client, batches = system_for(buffer=queue()), [new_id() for _ in range(5)]
+    earlier = len(taken(client))
+    generate(client, *batches, n=8)
+    got: list[str] = []
+
+    def trainer() -> None:
+        for _ in range(5):
+            got.extend(names(client.take_experiences(4)))
+
+    threads = [threading.Thread(target=trainer) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for takes in (2, 5, 8):
+        wait_until(lambda: len(taken(client)) >= earlier + takes, f"{takes} takes", 60)  # noqa: B023  # waited for in this turn
+        os.kill(pid_of(client, "coordinator"), signal.SIGKILL)
+    for thread in threads:
+        thread.join(timeout=90)
+    assert sorted(got) == sorted(f"{batch}/{task}" for batch in batches for task in range(8))
+
+
 def test_p29_a_trainer_back_at_its_checkpoint_takes_again_what_later_steps_took(start_system: StartSystem) -> None:
     client = start_system(buffer=queue())
     generate(client, 1, 2)

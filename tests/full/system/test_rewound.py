@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 import trinity_es
 from tests.helpers.database_trouble import on
 from tests.helpers.faults import Server, rewind
-from tests.helpers.systems import StartSystem, kill_all, kill_system, pid_of, play_batch, sleepers
+from tests.helpers.systems import StartSystem, end, kill_all, kill_system, pid_of, play_batch, scripted, sleepers
 from trinity_es.cli import app
 from trinity_es.client import accept_rewind, health, teardown
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
-from trinity_es.events.errors import LogRewound
+from trinity_es.events.errors import LogRewound, NotRunning
 from trinity_es.events.store.log import EventLog
 from trinity_es.projections.reading.log_reader import open_log
 from trinity_es.system import lifecycle, remembered_log_end, running_system
@@ -261,3 +261,25 @@ def test_the_keeper_starts_nothing_on_a_log_that_lost_what_it_knew(start_system:
     wait_until(lambda: "was at position" in keeper_log.read_text(), "the keeper to refuse", timeout=30)
     refused(client)
     assert running_system.find(config) is None
+
+
+def test_a_store_that_was_removed_with_its_folder_is_new_and_one_that_was_moved_goes_on(tmp_path: Path) -> None:
+    config = scripted(tmp_path / "a")
+    lifecycle.start(config)
+    with trinity_es.connect(config) as client:
+        client.wait_ready(60)
+        play(client, 1)
+        end(client)
+    (tmp_path / "a").rename(tmp_path / "b")
+    moved = scripted(tmp_path / "b")
+    for settings in (moved, config):  # moved, and made anew where it was
+        lifecycle.start(settings)
+        with trinity_es.connect(settings) as client:
+            client.wait_ready(60)
+            play(client, 2)
+            assert client.log.verify() == []
+            end(client)
+    with open_log(moved.store.url) as log:
+        assert [b.batch_id for b in log.batches()] == [1, 2]
+    with pytest.raises(NotRunning):
+        trinity_es.connect(moved)

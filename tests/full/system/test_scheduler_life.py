@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers.scheduling import AsyncDummy, NewId, dummies, load
 from tests.helpers.systems import StartSystem, kill_system, pid_of, play_batch, scripted, sleepers
-from trinity_es import BatchLifecycleState, Scheduler
+from trinity_es import BatchLifecycleState, Scheduler, Status
 from trinity_es.client.rollout_client import RolloutClient
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import NotRunning
@@ -273,3 +273,27 @@ async def test_p23_after_the_warmup_an_attempt_may_take_so_many_times_what_attem
         assert pace()[-1].timeout > limit  # those that timed out count: the pace follows tasks that get longer
         play_batch(client, 3, sleepers(2, 0.1))
         assert timeouts()[-1] == pace()[-2].timeout
+
+
+async def test_p7_p25_a_batch_that_ended_can_be_looked_at_also_when_its_id_was_used_again(
+    system_for: StartSystem, new_id: NewId
+) -> None:
+    client, batch, other = system_for(), new_id(), new_id()
+    result = play_batch(client, batch, sleepers(2, reward=0.25))
+    async with Scheduler(client.config) as scheduler:
+        scheduler.schedule(dummies(1, exception=1), other)
+        await scheduler.get_results(other, timeout=30)
+        before = client.log.head().position
+        scheduler.schedule(sleepers(3), other)
+        await scheduler.get_results(other, timeout=30)
+    state = client.batch(batch)
+    assert state.state is BatchLifecycleState.FINALIZED
+    assert state.final_result == result
+    assert all(isinstance(s, Status) and s.ok for s in state.statuses.values())
+    assert client.batch(other).completed_task_count == 3
+    past = client.log.replay(other, at=before)
+    assert (past.state, past.completed_task_count) == (BatchLifecycleState.FINALIZED, 2)
+    assert "Exception occurred" in (past.statuses[1].message or "")
+    assert past.taken.keys() == {0, 1}
+    assert [e.eid.task for e in client.read(past.experiences)] == [0]
+    assert len(list(client.experiences(other))) == 3

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,17 @@ def test_p36_while_weights_are_updated_engine_by_engine_no_request_fails_and_one
         assert [e.response_text for e in recorded(client, message)] == [text]
 
 
+def test_p36_a_single_engine_loads_weights_too_and_requests_wait_for_it(
+    start_system: StartSystem, tmp_path: Path
+) -> None:
+    client = start_system(mode="serve", explorer={"rollout_model": {"script": {"load_seconds": 0.5}}})
+    with serving(client.config) as proxy, Load(proxy, clients=4) as load:
+        client.sync_weights(1, weights(tmp_path, 1), timeout=60)
+        load.more()
+    assert load.failed == []
+    assert client.status()["runners"][0]["model_version"] == 1
+
+
 def test_p36_weights_that_cannot_be_loaded_leave_every_engine_serving(
     system_for: StartSystem, tmp_path: Path
 ) -> None:
@@ -355,6 +367,26 @@ def test_p36_after_the_proxy_was_killed_and_then_everything_a_reward_finds_its_a
         from trinity_es.client import teardown
 
         teardown.end_system(config)
+
+
+def test_p36_a_coordinator_that_dies_in_an_update_leaves_one_engine_serving_and_the_next_one_goes_on(
+    start_system: StartSystem, tmp_path: Path
+) -> None:
+    client = start_system(mode="serve", explorer=two_engines(load_seconds=2.0))
+    with serving(client.config) as proxy, Load(proxy, clients=4) as load:
+        path = weights(tmp_path, 1)
+        with ThreadPoolExecutor(1) as pool:
+            synced = pool.submit(lambda: client.sync_weights(1, path, timeout=60))
+            wait_until(lambda: events(client, ev.WeightsPublished), "the weights to be published")
+            pid = pid_of(client, "coordinator")
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: pid_of(client, "coordinator") not in (0, pid), "another coordinator", 60)
+            synced.result(90)
+        load.more()
+    assert load.failed == []
+    loaded = list(client.log.read(types=["WeightsLoaded"]))
+    assert sorted(r.event.runner for r in loaded if isinstance(r.event, ev.WeightsLoaded)) == ["runner-0", "runner-1"]
+    assert loaded[1].recorded_at - loaded[0].recorded_at > 1.9
 
 
 def test_the_code_in_the_page_on_serving_runs(served: tuple[RolloutClient, Proxy]) -> None:

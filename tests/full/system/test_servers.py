@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import time
@@ -33,6 +34,7 @@ from trinity_es.events.experience import Experience
 from trinity_es.testing import wait_until
 
 pytestmark = pytest.mark.timeout(600)
+_log = logging.getLogger(__name__)
 
 
 def test_a_server_that_is_not_there_yet_is_waited_for_and_is_not_late(
@@ -52,6 +54,24 @@ def test_a_server_that_is_not_there_yet_is_waited_for_and_is_not_late(
         assert not events(client, ev.RunnerLost)
         later.start()
         wait_until(lambda: client.status()["servers"][1]["state"] == "ready", "the other", 60)
+
+
+def test_the_key_is_in_no_file_of_the_run(
+    start_system: StartSystem, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRINITY_ES_ENGINE_KEY", "open-sesame-12345")
+    server = stand_in(tiny, tmp_path / "server.log", "--api-key", "open-sesame-12345").start()
+    with ended(server):
+        server.ready()
+        run = tmp_path / "run"
+        run.mkdir()
+        client = start_system(folder=run, explorer=over_http(tiny, urls=[server.url]))
+        play_batch(client, 1, letters(4))
+        server.kill()
+        wait_until(lambda: events(client, ev.RunnerLost), "its end to be noticed")
+        files = [f for f in run.rglob("*") if f.is_file()]
+        assert files
+        assert [f for f in files if b"open-sesame" in f.read_bytes()] == []
 
 
 class AsksTheJudge(Workflow):

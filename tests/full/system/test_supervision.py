@@ -115,3 +115,16 @@ def test_a_runner_that_is_stopped_is_ended_and_its_work_done_elsewhere(
     psutil.Process(pid_of(client, "runner-0")).suspend()
     assert client.finalize_train_batch(1, timeout=60)["finished_task_count"] == 8
     assert "no sign of life" in events(client, ev.RunnerLost)[0].reason
+
+
+def test_a_runner_whose_loop_is_blocked_beats_on_and_is_ended_all_the_same(start_system: StartSystem) -> None:
+    client = start_system(
+        explorer={"max_retry_times": 1, "max_timeout": 600.0, "rollout_model": {
+            "script": {"rules": [{"prompt": "block", "block": True}], "response": "fine"},
+        }},
+        system=QUICK,
+    )
+    task = Task(workflow="single_turn", raw_task={"prompt": "block"}, reward_fn="tests.main.test_deaths:always_one")
+    play_batch(client, 1, [task])
+    assert not client.batch(1).statuses[0].ok
+    assert "blocked the engine's loop" in events(client, ev.RunnerLost)[0].reason

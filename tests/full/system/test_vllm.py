@@ -9,6 +9,7 @@ import numpy as np
 import psutil
 import pytest
 
+import trinity_es
 from tests.helpers.adapters import ByHand, adapter_for
 from tests.helpers.engines import largest_difference
 from tests.helpers.judged import JudgedWithATool
@@ -41,6 +42,23 @@ def serve_first_weights(client: RolloutClient, tiny: Path) -> None:
     """Publish the weights that the model began with, if another test has published others."""
     if version := client.status()["weights_version"]:
         client.sync_weights(version + 1, tiny)
+
+
+def test_a_failed_sync_leaves_the_engine_serving(client: RolloutClient, tiny: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text((tiny / "config.json").read_text())
+    version = client.status()["weights_version"] + 1
+    with pytest.raises(trinity_es.TrinityError, match=r"was not published: .*holds no weights"):
+        client.sync_weights(version, broken)
+    assert len(run(client, 10)) == 64
+
+
+def test_p12_a_request_that_takes_too_long_for_its_finalize_loses_nothing(client: RolloutClient) -> None:
+    client.submit_batch(batch_id=20, tasks=letters(64), batch_type="train")
+    with pytest.raises(TimeoutError):
+        client.finalize_train_batch(20, timeout=0.01)
+    assert client.finalize_train_batch(20, timeout=120)["finished_task_count"] == 64
 
 
 class AsksVLLM(Workflow):

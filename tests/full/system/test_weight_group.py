@@ -112,6 +112,26 @@ def test_p34_setup_weight_sync_group_by_hand_and_what_does_not_fit(client: Rollo
     assert client._publisher.sender is sender  # the group that was made by hand was used
 
 
+def test_p34_a_transfer_that_breaks_leaves_both_engines_serving_the_old_weights(
+    client: RolloutClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert client.sync_weights(1, state(1.5))["from_group"]
+    sender = client._publisher.sender
+    assert sender is not None
+
+    def half(given: Any) -> None:
+        sender.group.broadcast(given["layer.bias"])
+        sender.group = None  # as when its process dies
+
+    monkeypatch.setattr(sender, "send", half)
+    with pytest.raises(SyncError, match="did not come"):
+        client.sync_weights(2, state(2.5))
+    assert served(client) == [1, 1]
+    assert answers(client, 1) == {"1.5 by the group"}
+    assert client.sync_weights(3, state(3.5))["from_group"]
+    assert answers(client, 2) == {"3.5 by the group"}
+
+
 def test_p34_engines_that_know_no_groups_load_from_memory(start_system: StartSystem) -> None:
     client = start_system(synchronizer={"sync_method": "nccl", "sync_timeout": 60.0})
     try:
@@ -125,3 +145,5 @@ def test_p34_engines_that_know_no_groups_load_from_memory(start_system: StartSys
         play(client, 1)
     finally:
         shutil.rmtree(shared_memory.memory_dir(client.config), ignore_errors=True)
+
+
