@@ -11,13 +11,16 @@ import orjson
 from tests.simulation.world import Process
 from trinity_es.actors import messages, requests
 from trinity_es.actors.commands import Command, DrainHost, FinalizeBatch, SubmitBatch, encode
-from trinity_es.actors.hosts.link import FRAME_MESSAGES, Admission, Items
+from trinity_es.actors.hosts.admission import Admission, Items
 from trinity_es.actors.runner.outbox import Key, Outbox
 from trinity_es.events.software_version import VERSION
 from trinity_es.events.vocabulary import PayloadRef, RunResult
 
 if TYPE_CHECKING:
     from tests.simulation.many import ManyWorld
+
+FRAME_MESSAGES = 32
+"""Messages in a frame. The real end fills frames of 128 KiB; to pickle each message only to count them takes long."""
 
 LATENCY_SECONDS = 0.001
 """How long a frame is on its way between a host and the head."""

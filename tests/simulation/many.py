@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -62,9 +62,11 @@ class ManyWorld(World):
 
     def __init__(self, plan: Plan, clock: Callable[[], float]) -> None:
         made = schedule.config_of(schedule.make(0))
-        explorer = replace(made.explorer, max_timeout=1800.0, max_retry_times=5, stall_after=600.0)
-        hosts = replace(made.hosts, address="10.0.0.1:7700", timeout=plan.hosts_timeout)
-        super().__init__(plan.seed, replace(made, explorer=explorer, hosts=hosts))
+        explorer = {"max_timeout": 1800.0, "max_retry_times": 5, "stall_after": 600.0}
+        hosts = {"address": "10.0.0.1:7700", "timeout": plan.hosts_timeout}
+        super().__init__(plan.seed, made.model_copy(update={
+            "explorer": made.explorer.model_copy(update=explorer), "hosts": made.hosts.model_copy(update=hosts),
+        }))
         self.plan, self.meter, self.account = plan, Meter(clock), Account()
         self.invariants = self.account
         self.store = CountedStore(self.store.now, self.account.committed)
