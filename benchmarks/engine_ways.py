@@ -6,7 +6,7 @@ this benchmark starts, as a runner would start its child. They are measured in t
 second and CPU seconds of all processes a thousand tokens, as ratios (server / in the runner) with the interval that
 holds 95 % of the medians of 10,000 resamples. Before it prints: every run has all of its tokens, both logs are sound.
 
-`python -m benchmarks.engine_ways [CASE ...] [--json FILE] [--quick] [--rounds N]`. What came of it: docs/DECISIONS.md.
+`python -m benchmarks.engine_ways [CASE ...] [--json FILE] [--quick] [--rounds N]`.
 """
 
 from __future__ import annotations
