@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -45,17 +45,6 @@ class HostsConfig(Section):
     were published: room for two versions. Each host may have another: `join --set hosts.weights_dir=...`."""
     engines_on_head: bool = True
     """Engines on the head, too; false: it only leads, and all engines are on hosts that join."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_certificates(cls, data: Any) -> Any:
-        """Leave out the certificates that configs in older logs do not name: the connection is in TLS without them."""
-        if not isinstance(data, dict) or "tls" not in data:
-            return data
-        tls = data["tls"]
-        if not isinstance(tls, dict) or any(tls.values()):
-            raise ValueError("has tls: hosts speak TLS by themselves, leave it out")
-        return {key: value for key, value in data.items() if key != "tls"}
 
     @model_validator(mode="after")
     def _has_a_port(self) -> Self:

@@ -82,6 +82,11 @@ def test_a_head_without_engines_needs_hosts() -> None:
         config(hosts={"engines_on_head": False})
 
 
+def test_certificates_between_hosts_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"hosts\.tls.*hosts speak TLS by themselves, leave it out"):
+        config(hosts={"address": "10.0.0.1:7700", "tls": {"cert": "/c.pem"}})
+
+
 def test_an_agent_that_can_t_do_its_work_says_so_and_goes_on_trying(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

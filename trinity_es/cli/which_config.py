@@ -68,6 +68,7 @@ def settings_of_run(what: str | None, overrides: list[str] | None) -> Config:
     if not data:
         raise ConfigError(f"{masked(url)} holds no config yet: name the config file, as in "
                           "`trinity-es resume config.yaml`")
+    data.get("hosts", {}).pop("tls", None)  # of an older log: hosts speak TLS by themselves
     store = data.setdefault("store", {})
     _require_own_folders(url, store.get("url", ""), copied_from)
     # The recorded one has no password in it; the one that opened the log has.

@@ -51,7 +51,10 @@ _Section = TypeVar("_Section", bound=Section)
 _Model = TypeVar("_Model", bound=RolloutModelConfig)
 _TASKSETS = ("tasksets", "eval_tasksets")
 
-RENAMED = {"explorer.places": "it is explorer.max_concurrency now"}
+RENAMED = {
+    "explorer.places": "it is explorer.max_concurrency now",
+    "hosts.tls": "hosts speak TLS by themselves, leave it out",
+}
 """Keys of earlier releases, and what stands in their place."""
 
 

@@ -108,11 +108,13 @@ LINES = "<think>\nis it \\boxed{{5}}, or \\boxed{{7}}?\n</think>\n<answer>{}</an
         ("\n7\n", 1.0), ("\n8\n", 0.0), ("7", 1.0))),
     *((reward, response, "$x^2+y^2=25$", accuracy) for reward in ("accuracy_reward", "math_reward")
       for response, accuracy in (("so it is \\boxed{25}", 0.0), ("$25$", 0.0), ("\\boxed{x^2+y^2=25}", 1.0))),
+    *(("math_boxed_reward", f"\\boxed{{{answer}}}", "\\boxed{2}, so \\boxed{3}", accuracy) for answer, accuracy in (
+        ("3", 1.0), ("2", 0.0))),
 ])
 def test_the_accuracy_of_an_answer(reward: str, response: str, truth: Any, accuracy: float) -> None:
     found = said(reward, response, truth)
     assert found.pop("accuracy") == accuracy
-    assert found.keys() == ({"format_score"} if reward == "math_reward" else set())
+    assert found.keys() == ({"format_score"} if reward in ("math_reward", "math_boxed_reward") else set())
 
 
 def test_format_reward() -> None:

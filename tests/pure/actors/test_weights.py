@@ -299,6 +299,9 @@ def test_p34_a_group_that_is_not_whole_any_more_is_not_sent_over(broken_by: str)
 def test_p34_a_group_that_does_not_come_together_says_who_is_missing() -> None:
     fleet, _, _ = crew_of("runner-0", "runner-1")
     waiter = fleet.weights.group.join("id", GROUP)
+    for late in (GroupJoinResult("runner-1", 1, "another id"), GroupJoinResult("runner-1", 2, "id")):
+        fleet.weights.group.on_join_result(late)
+    assert "runner-1" in waiter.waiting_on
     fleet.weights.group.on_join_result(GroupJoinResult("runner-0", 1, "id"))
     fleet.on_death(RunnerDied("runner-1", 1, "killed"))
     assert not waiter.waiting_on
