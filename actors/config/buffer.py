@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from trinity_es.actors.config.section import Args, FileName, ImportName, Positive, Section
 from trinity_es.actors.engines.interface import Sampling
 from trinity_es.actors.engines.sampling import merged
+from trinity_es.actors.plugins import registered
 from trinity_es.events.errors import DataError
 
 __all__ = [
@@ -83,7 +84,8 @@ class TasksetConfig(Section):
     """JSONL file (a JSON object a line) or parquet file; or a folder of them, then `split` chooses; or a Hugging Face
     dataset directory (`save_to_disk`). `hub:owner/name`: a dataset of the Hugging Face hub.
     `reasoning_gym:leg_counting`: the tasks of a family of reasoning-gym, scored by its own scorer. `verifiers:NAME`:
-    the tasks of an installed environment, which it plays."""
+    the tasks of an installed environment, which it plays. `NAME:REST`: the tasks of an environment that an installed
+    package registers as NAME; if the package registers a workflow of this name too, it plays them."""
     split: str | None = None
     """In a folder: the file `<split>.jsonl` or `<split>.parquet`, or the dataset's split, is read. Of a dataset of the
     hub: its split, which is required."""
@@ -94,7 +96,8 @@ class TasksetConfig(Section):
     log as a commit, and what the run reads from then on."""
     args: Args = Field(default_factory=dict)
     """Of a family of reasoning-gym: its config, such as `size` (500), `seed` (0) and what else the family takes; of
-    `reasoning_gym:composite` also `datasets`, a list of `{name, weight, config}`."""
+    `reasoning_gym:composite` also `datasets`, a list of `{name, weight, config}`. Of another package's environment:
+    what it takes."""
     ratio: float = Field(default=1.0, gt=0.0)
     """Where several tasksets are trained on: this one's share of every step's tasks, against the ratios of the
     others. One that was read `epochs` times is over, and the others share the rest; the run ends when all are over."""
@@ -123,13 +126,13 @@ class TasksetConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _environments_own(cls, data: Any) -> Any:
-        """Have the tasks of an environment played by it."""
+        """Let the workflow that has an environment's name play its tasks."""
         path = data.get("path") if isinstance(data, dict) else None
-        if not isinstance(path, str) or not path.startswith("verifiers:"):
+        kind, rest = _kind_and_rest(path) if isinstance(path, str) else ("file", "")
+        if kind not in registered("workflow"):
             return data
         args = data.get("workflow_args") or {}
-        own = {"env": path.removeprefix("verifiers:")}
-        return {"workflow": "verifiers", **data, "workflow_args": {**own, **args} if isinstance(args, dict) else args}
+        return {"workflow": kind, **data, "workflow_args": {"env": rest, **args} if isinstance(args, dict) else args}
 
     @field_validator("rollout_args")
     @classmethod
@@ -139,7 +142,7 @@ class TasksetConfig(Section):
 
     @model_validator(mode="after")
     def _keys_fit(self) -> Self:
-        kind, rest = self.kind, self.path.partition(":")[2]
+        kind, rest = _kind_and_rest(self.path)
         if self.shuffle and self.data_selector is not None:
             raise ValueError("has shuffle and data_selector: keep one (data_selector: {selector_type: shuffle})")
         if kind == "hub" and not re.fullmatch(r"[\w.\-]+(/[\w.\-]+)?", rest):
@@ -153,17 +156,14 @@ class TasksetConfig(Section):
         for key in ("subset", "revision"):
             if kind != "hub" and getattr(self, key) is not None:
                 raise ValueError(f"has {key}, which only a dataset of the hub has (path: hub:owner/name)")
-        if kind != "reasoning_gym" and self.args:
+        if kind in ("file", "hub", "verifiers") and self.args:
             raise ValueError("has args, which only a family of reasoning-gym has (path: reasoning_gym:leg_counting)")
         return self
 
     @property
-    def kind(self) -> Literal["file", "hub", "reasoning_gym", "verifiers"]:
-        """Kind of source that `path` names."""
-        match self.path.partition(":"):
-            case [("hub" | "reasoning_gym" | "verifiers") as kind, ":", _]:
-                return kind
-        return "file"
+    def kind(self) -> str:
+        """Kind of source that `path` names: `file`, or a registered environment."""
+        return _kind_and_rest(self.path)[0]
 
     @property
     def file(self) -> Path:
@@ -173,6 +173,18 @@ class TasksetConfig(Section):
             return path
         names = (f"{self.split}.jsonl", f"{self.split}.parquet", self.split)
         return next((path / name for name in names if (path / name).exists()), path / names[0])
+
+    @property
+    def other_meaning(self) -> str:
+        """Other meaning of a path that names no file, as the end of an error."""
+        if ":" in self.file.name:
+            return f"; no installed package registers the environment {self.file.name.partition(':')[0]}"
+        return "" if self.file.suffix else "; a dataset of the Hugging Face hub is written hub:owner/name"
+
+
+def _kind_and_rest(path: str) -> tuple[str, str]:
+    kind, colon, rest = path.partition(":")
+    return (kind, rest) if colon and kind in registered("environment") else ("file", path)
 
 
 class ExplorerInputConfig(Section):

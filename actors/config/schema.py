@@ -6,6 +6,7 @@ The docstring under a field is its line in docs/CONFIG.md. A key stands here onl
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -24,23 +25,21 @@ from trinity_es.actors.config.section import (
     Seconds,
     Section,
     Text,
-    matching,
 )
 from trinity_es.actors.engines.interface import EngineConfig, LoRASettings
+from trinity_es.actors.plugins import registered
 
 __all__ = [
-    "ENGINES", "MONITORS", "AuxiliaryModelConfig", "ExplorerConfig", "ModelConfig", "MonitorConfig",
+    "AuxiliaryModelConfig", "ExplorerConfig", "ModelConfig", "MonitorConfig",
     "OverRolloutConfig", "RolloutModelConfig", "ServersConfig", "StoreConfig", "SynchronizerConfig", "SystemConfig",
     "TrainerConfig",
 ]
 
-ENGINES = {
-    "vllm": "trinity_es.actors.engines.vllm.engine:VLLMEngine",
-    "http": "trinity_es.actors.engines.http.engine:HTTPEngine",
-    "scripted": "trinity_es.testing:ScriptedEngine",
-}
-"""Engines by the name that a config gives; your own is named "module:Class" there."""
-_ENGINE = matching(rf"{'|'.join(ENGINES)}|[\w.]+:[\w.]+", f'one of {", ".join(ENGINES)}, "module:Class"')
+
+def _engine(value: str) -> str:
+    if value not in (engines := registered("engine")) and not re.fullmatch(r"[\w.]+:[\w.]+", value):
+        raise ValueError(f'must be one of {", ".join(sorted(engines))}, "module:Class", not {value!r}')
+    return value
 
 
 def _concurrency(value: Any) -> Any:
@@ -148,7 +147,7 @@ class ServersConfig(Section):
 class RolloutModelConfig(Section):
     """The engines that generate."""
 
-    engine_type: Annotated[str, _ENGINE] = "vllm"
+    engine_type: Annotated[str, AfterValidator(_engine)] = "vllm"
     """`vllm`, `http` (vLLM servers that others run: see `servers`), `scripted` (completions from `script`, no GPU), or
     the `module:Class` of an engine of yours."""
     model_path: str = Field(default="", json_schema_extra={"shown": "model.model_path"})
@@ -214,7 +213,7 @@ class RolloutModelConfig(Section):
 
     @property
     def engine_class(self) -> str:
-        return ENGINES.get(self.engine_type, self.engine_type)
+        return registered("engine").get(self.engine_type, self.engine_type)
 
     def engine_config(self, initial_version: int = 0) -> EngineConfig:
         """Return what a runner builds its engine with.
@@ -434,6 +433,3 @@ class SystemConfig(Section):
     hang_timeout: Seconds = 60.0
     """A runner whose engine's loop did not answer for so many seconds is ended and started again."""
 
-
-MONITORS = ("jsonl", "tensorboard", "wandb", "trackio", "mlflow", "swanlab")
-"""Monitors by the name that a config gives; your own is named "module:Class" there."""

@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 from typer.main import get_command, get_command_from_info
 from typer.models import CommandInfo
 
+from trinity_es.actors.plugins import registered, resolve
 from trinity_es.events.errors import ConfigError, LogRewound, TrinityError
 from trinity_es.events.software_version import VERSION
 
@@ -63,7 +64,7 @@ _COMMANDS = {
     "env": ("env", "Install environments of others, and try them."),
     "doctor": ("doctor", "Is what a run needs here?"),
 }
-"""Commands by name: the module of `commands/` that has each, and its line in the list."""
+"""Our commands by name, in the order of the list: the module of `commands/` that has each, and its line in the list."""
 
 
 class _Group(TyperGroup):
@@ -75,10 +76,13 @@ class _Group(TyperGroup):
         self.commands = names
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in _COMMANDS:
+        if cmd_name in _COMMANDS:
+            module, line = _COMMANDS[cmd_name]
+            function = getattr(import_module(f"trinity_es.cli.commands.{module}"), cmd_name.replace("-", "_"))
+        elif (path := registered("command").get(cmd_name)) is not None:
+            function, line = resolve(cmd_name, {cmd_name: path}, "command"), ""
+        else:
             return None
-        module, line = _COMMANDS[cmd_name]
-        function = getattr(import_module(f"trinity_es.cli.commands.{module}"), cmd_name.replace("-", "_"))
         if isinstance(function, typer.Typer):  # commands of its own
             return get_command(function)
         return get_command_from_info(
@@ -89,6 +93,9 @@ class _Group(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in _COMMANDS.items()])
+        if others := registered("command").keys() - _COMMANDS.keys():
+            with formatter.section("Commands of other packages"):
+                formatter.write_dl([(name, registered("command")[name]) for name in sorted(others)])
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if "--debug" in args:  # may stand anywhere

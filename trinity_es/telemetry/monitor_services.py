@@ -8,20 +8,22 @@ import posixpath
 import re
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 from trinity_es.config.config import Config
 from trinity_es.events.errors import ConfigError
 from trinity_es.events.private_files import make_private_folder
 
-__all__ = ["MlflowMonitor", "Monitor", "ServiceMonitor", "TensorboardMonitor", "known_monitors"]
+__all__ = ["MlflowMonitor", "Monitor", "SwanlabMonitor", "TensorboardMonitor", "TrackioMonitor", "WandbMonitor"]
 
 
 class Monitor(Protocol):
-    """Where metrics go. Built once with its `monitor_args`, then called from one thread."""
+    """Destination of metrics. Built once with its `monitor_args`, then called from one thread.
+
+    A class with a method `of_run(config, after, **monitor_args)` is built by it. `after` is that of `Monitors`.
+    """
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Take the metrics of a step: finite numbers by names with slashes. A step may come in several calls, and
@@ -38,6 +40,10 @@ class TensorboardMonitor:
     Needs the package tensorboard, and neither torch nor tensorflow. A run that goes on tells TensorBoard to forget the
     steps that are done again.
     """
+
+    @classmethod
+    def of_run(cls, config: Config, after: float | None, path: str = "tensorboard") -> Self:
+        return cls(str(Path(config.run_dir) / path), after=after)
 
     def __init__(self, path: str, *, after: float | None = None) -> None:
         writer = _needed("tensorboard", "tensorboard.summary.writer.event_file_writer")
@@ -62,10 +68,10 @@ class TensorboardMonitor:
         self._writer.close()
 
 
-class ServiceMonitor:
-    """`wandb`, `trackio`, `swanlab`: a run of the config's project and name; arguments are those of its `init`.
+class _Service:
+    """A run of the config's project and name; arguments are those of the package's `init`.
 
-    Needs the package. wandb and swanlab are offline with `mode: offline`, trackio is on this machine alone unless it is
+    wandb and swanlab are offline with `mode: offline`, trackio is on this machine alone unless it is
     given a `space_id`. A run that goes on is the same run there, by an id made from project, name and store. Steps that
     are done again are there with both values; swanlab keeps the first one.
 
@@ -73,7 +79,14 @@ class ServiceMonitor:
     as its own steps, and our step is the metric `step`, the x axis of all others.
     """
 
-    def __init__(self, package: str, config: Config, /, **args: Any) -> None:
+    package: ClassVar[str]
+
+    @classmethod
+    def of_run(cls, config: Config, after: float | None, **args: Any) -> Self:
+        return cls(config, **args)
+
+    def __init__(self, config: Config, /, **args: Any) -> None:
+        package = self.package
         self._package = _needed(package, package)
         one, folder = _id_of(config), config.run_dir
         short = sha256(one.encode()).hexdigest()[:20]
@@ -103,6 +116,24 @@ class ServiceMonitor:
             self._run.finish()
 
 
+class WandbMonitor(_Service):
+    """`wandb`; needs the package."""
+
+    package = "wandb"
+
+
+class TrackioMonitor(_Service):
+    """`trackio`; needs the package."""
+
+    package = "trackio"
+
+
+class SwanlabMonitor(_Service):
+    """`swanlab`; needs the package."""
+
+    package = "swanlab"
+
+
 class MlflowMonitor:
     """`mlflow`: a run in the experiment of the config's project; needs the package mlflow.
 
@@ -110,6 +141,10 @@ class MlflowMonitor:
     given. `experiment`: its name. A run that goes on is the same run there, found by the tag `trinity_es.run`. Names
     have `_at_` for `@` and `_` for other characters that MLflow refuses, with all metrics of that call.
     """
+
+    @classmethod
+    def of_run(cls, config: Config, after: float | None, **args: Any) -> Self:
+        return cls(config, **args)
 
     def __init__(self, config: Config, *, tracking_uri: str | None = None, experiment: str = "") -> None:
         mlflow = _needed("mlflow", "mlflow")
@@ -165,12 +200,3 @@ def _needed(package: str, module: str) -> Any:
             f"the monitor {package} needs the package {package} ({e}): pip install 'trinity-es[{package}]', or take it "
             "out of monitor.monitor_type"
         ) from e
-
-
-def known_monitors(config: Config, after: float | None) -> dict[str, Callable[..., Monitor]]:
-    run = Path(config.run_dir)
-    return {
-        "tensorboard": lambda path="tensorboard": TensorboardMonitor(str(run / path), after=after),
-        "mlflow": lambda **args: MlflowMonitor(config, **args),
-        **{package: partial(ServiceMonitor, package, config) for package in ("wandb", "trackio", "swanlab")},
-    }

@@ -25,7 +25,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from trinity_es.actors.plugins import build, look_in
+from trinity_es.actors.plugins import build, find, look_in, registered
 from trinity_es.config.config import Config
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.errors import ConfigError
@@ -34,7 +34,7 @@ from trinity_es.projections.reading.follow import look_again
 from trinity_es.projections.reading.log_reader import Log
 from trinity_es.telemetry import explorer_times
 from trinity_es.telemetry.metrics_file import DIGITS, JsonlMonitor, Place, Row
-from trinity_es.telemetry.monitor_services import Monitor, known_monitors
+from trinity_es.telemetry.monitor_services import Monitor
 from trinity_es.telemetry.opentelemetry import start_traces
 
 __all__ = ["Monitors"]
@@ -66,7 +66,10 @@ class Monitors:
         if strangers:
             raise ConfigError(f"monitor.monitor_args has {min(strangers)!r}, which monitor.monitor_type does not")
         for name in dict.fromkeys(n for n in settings.monitor_type if n != "jsonl"):
-            monitor = build("monitor", name, settings.monitor_args.get(name, {}), known_monitors(config, after), _SHAPE)
+            make = find("monitor", name, registered("monitor"), _SHAPE)
+            if hasattr(make, "of_run"):
+                make = partial(make.of_run, config, after)
+            monitor = build("monitor", name, settings.monitor_args.get(name, {}), {name: make}, _SHAPE)
             for method in ("log", "close"):
                 if not callable(getattr(monitor, method, None)):
                     raise ConfigError(f"monitor {name} has no method {method}: give {_SHAPE}", monitor=name)

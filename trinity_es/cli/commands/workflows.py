@@ -21,7 +21,7 @@ def workflows(as_json: JsonOption = False) -> None:
       trinity-es workflows
       trinity-es workflows --json
     """
-    found = {registry.what: _lines(registry) for registry in (WORKFLOWS, REWARD_FUNCTIONS)}
+    found = {registry.kind: _lines(registry) for registry in (WORKFLOWS, REWARD_FUNCTIONS)}
     if as_json:
         print_json(found)
         return
