@@ -249,5 +249,5 @@ async def test_a_stop_text_beside_a_speculation_is_refused_since_tokens_follow_i
 @pytest.mark.all
 @with_marks(*real)
 def test_vllms_own_speculation_on_a_cpu_is_refused(tiny: Path) -> None:
-    with pytest.raises(ConfigError, match=r"engine_args\.speculative_config: vllm \S+ on cpu tells logprobs"):
+    with pytest.raises(ConfigError, match=r"engine_args\.speculative_config: vllm \S+ on cpu gives wrong logprobs"):
         Live(EngineConfig(model_path=str(tiny), options=NGRAM))

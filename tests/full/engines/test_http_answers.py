@@ -192,7 +192,7 @@ async def test_an_answer_that_can_not_be_counts_for_nothing_and_is_the_servers_f
                 pass
         assert not failed.value.details.get("refused")
     server.alone = False
-    with pytest.raises(EngineError, match="it fails what it answered when it was met") as failed:
+    with pytest.raises(EngineError, match="it fails a request that it answered at first") as failed:
         await engine.generate([BAD], replace(EIGHT, n=2))
     assert failed.value.details["dead"]
 
@@ -249,7 +249,7 @@ async def test_a_request_is_at_fault_where_vllm_says_so_and_answers_others(serve
 async def test_a_refusal_of_a_server_that_restarted_is_none(server: Wrong, engine: HTTPEngine) -> None:
     told = '{"error": {"message": "too long"}}'
     server.wrong, server.alone, server.label = {"status": 400, "body": told}, True, "default"
-    with pytest.raises(EngineError, match="it restarted, or somebody else changed its weights") as failed:
+    with pytest.raises(EngineError, match="it restarted, or something else changed its weights") as failed:
         await engine.generate([BAD], EIGHT)
     assert failed.value.details["dead"]
 
