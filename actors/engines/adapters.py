@@ -37,12 +37,11 @@ _FINITE: dict[str, tuple[Any, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
+    """Facts of an adapter folder: highest rank of its modules, size in bytes and SHA-256 of its two files."""
+
     rank: int
-    """The highest rank of its modules."""
     size: int
-    """Bytes of its two files."""
     digest: str
-    """SHA-256 of its two files."""
 
 
 def checked_adapter(
@@ -111,7 +110,6 @@ def _rank(settings: bytes) -> int:
 
 
 def _rank_of_tensors(data: bytes, shapes: Mapping[str, Sequence[int]] | None) -> int:
-    """Return the highest rank of the tensors. Raises ValueError if they don't fit each other or the model."""
     halves: dict[str, dict[str, list[int]]] = {}
     for name, kind, shape, raw in _tensors(data):
         match = _TENSOR.fullmatch(name)
@@ -156,7 +154,6 @@ def _base_shape(module: str, shapes: Mapping[str, Sequence[int]]) -> Sequence[in
 
 
 def _tensors(data: bytes) -> list[tuple[str, str, list[int], memoryview]]:
-    """Return (name, type, shape, bytes) of each tensor of a safetensors file. Raises ValueError."""
     from safetensors import SafetensorError, deserialize
 
     try:

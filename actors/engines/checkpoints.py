@@ -54,7 +54,6 @@ def resolve_model(path: str) -> str:
 
 
 def cached_model(model: str) -> str | None:
-    """Return the local folder of a hub model; None if it was never fetched."""
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(model, "config.json")
@@ -191,10 +190,7 @@ def unloadable(path: str, reference: dict[str, list[int]] | None, tied: bool) ->
 
 
 def difference(shapes: Mapping[str, Sequence[int]], reference: Mapping[str, Sequence[int]], tied: bool) -> str | None:
-    """Return why tensors of these shapes can't replace those of the served model; None: they can.
-
-    `tied`: lm_head is tied to the embedding, so it may be there or not.
-    """
+    """Return why tensors of these shapes can't replace the served ones; None: they can. `tied`: lm_head is optional."""
     either = {"lm_head.weight"} if tied else set()
     missing = sorted(reference.keys() - shapes.keys() - either)
     unknown = sorted(shapes.keys() - reference.keys() - either)

@@ -34,10 +34,9 @@ def visible() -> list[str]:
 
 
 def chosen(names: Sequence[str], first: int, count: int) -> str | None:
-    """Return `CUDA_VISIBLE_DEVICES` for an engine of `count` GPUs; None: leave it unset.
+    """Return `CUDA_VISIBLE_DEVICES` for an engine of `count` GPUs; None: leave it unset, also if there are too few.
 
-    If the engines together need more GPUs than there are, they wrap around and share (`gpu_memory_utilization` limits
-    each). An engine that alone needs more than there are gets None and fails with its own error.
+    If all engines together need more GPUs than there are, they share them (`gpu_memory_utilization` limits each).
     """
     if not names or count > len(names):
         return None
@@ -45,10 +44,7 @@ def chosen(names: Sequence[str], first: int, count: int) -> str | None:
 
 
 def lacking(engines: Iterable[tuple[str, int]], gpus: int) -> str:
-    """Return the first engine that needs more GPUs than this machine has; "" if none does.
-
-    With no GPU at all the answer is "" too: such an engine runs on cores, or reports itself what it lacks.
-    """
+    """Return the first engine that needs more GPUs than there are; "" if none does, or this machine has no GPU."""
     return next((name for name, count in engines if 0 < gpus < count), "")
 
 

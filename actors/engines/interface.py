@@ -125,10 +125,9 @@ class Generation:
     """One call of the engine for a client's request, with its completions once all of them are done."""
 
     text: str | None
-    """The prompt, if the client sent it as text."""
     sampling: Sampling
     further: dict[str, Any]
-    """Options of the request that `Sampling` has no field for."""
+    """Options of the request beyond the fields of `Sampling`."""
     before: int
     """The model version that was served when the call began."""
     completions: list[Completion] | None = None
@@ -147,7 +146,7 @@ class Recording(Protocol):
 
     @property
     def unsaid(self) -> Mapping[str, Any]:
-        """The part of the run's sampling that the client's API has no field for, by the names of `Sampling`."""
+        """The part of the run's sampling that the client's API can't express, by the names of `Sampling`."""
 
     @property
     def adapter(self) -> str:
@@ -164,7 +163,7 @@ class Recording(Protocol):
         """
 
     def begin(self, sampling: Sampling, further: dict[str, Any], text: str | None = None) -> Generation:
-        """Record that a call of the engine begins; `further`: options that `Sampling` has no field for."""
+        """Record that a call of the engine begins; `further`: options beyond the fields of `Sampling`."""
 
     def fail(self, error: EngineError) -> None:
         """Record that the engine failed."""
@@ -175,8 +174,8 @@ class Engine(Protocol):
 
     Optional attributes of a started engine are `version`, one line about what computes (`vllm 0.32.0 on cpu`); `dead`,
     why it will never answer again (None while it does; read every few seconds); `max_model_len` in tokens, to which
-    longer conversations are cut; `waits_for`, an external action that it waits for, whose time does not make its start
-    late; and `runs_wait`, what a person has to do before it answers again.
+    longer conversations are cut; `waits_for`, an external action that it waits for (a start that waits is not late);
+    and `runs_wait`, an action by a person that its requests wait for.
     An engine with an HTTP server of its own has `async application(name, recording)`. It returns an ASGI application of
     vLLM's API with the model called `name`; `recording()` returns the `Recording` of the current request, if any.
     The class of an auxiliary model's engine has a static method `load_tokenizer(config: EngineConfig) -> Tokenizer`,
@@ -233,10 +232,7 @@ class EngineLoad:
 
 
 class TellsLoad(Engine, Protocol):
-    """An engine that reports its load after each of its steps, on the event loop that it was started on.
-
-    `on_load` must be set before `start`; otherwise the engine may report nothing.
-    """
+    """An engine that reports its load after each step, on the loop of its start, if `on_load` was set before."""
 
     on_load: Callable[[EngineLoad], None] | None
 
@@ -263,10 +259,7 @@ class ServesAdapters(Engine, Protocol):
 
 
 class ReceivesWeights(Engine, Protocol):
-    """An engine that receives weights from the trainer's memory through a process group (nccl, gloo).
-
-    Rank 0 is the trainer. It broadcasts the tensors in the order of their names.
-    """
+    """An engine that receives the weights that the trainer, rank 0 of a process group, broadcasts (nccl, gloo)."""
 
     async def join_weight_group(
         self, address: str, port: int, rank_offset: int, world_size: int, timeout: float
@@ -278,8 +271,8 @@ class ReceivesWeights(Engine, Protocol):
         """
 
     async def receive_weights(self, version: int, path: str, timeout: float) -> None:
-        """Load weights like `load_weights`, but from the group. The folder `path` holds the same tensors.
+        """Load weights like `load_weights`, but from the group, in the order of the tensors' names.
 
-        Their names are read from `path`, which must stay: if a later change fails, it is loaded again. Raises
+        The folder `path` holds the same tensors, and must stay: if a later change fails, it is loaded again. Raises
         SyncError, and EngineError (`dead=True`) if the tensors do not arrive within `timeout` seconds.
         """

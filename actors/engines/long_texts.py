@@ -1,7 +1,6 @@
 """Tokenization of long texts: off the event loop, or refused without it if the text can't fit.
 
-A tokenizer takes a minute for some megabytes. On the engine's loop that would block every other request, and the runner
-would be taken for hung.
+Some megabytes take a tokenizer a minute, which would block the engine's loop until the runner is taken for hung.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def merged(base: Sampling, given: Mapping[str, Any], error: type[TrinityError], 
             value = value is not None  # as in vLLM: 0 is the sampled token's alone, null none
         fits, allowed = _RULES[name]
         if value is None and not fits(None):
-            continue  # null keeps the base's value
+            continue
         if not fits(value):
             raise error(f"{where}: {name} is {brief(value)}: give {allowed}")
         if name == "json_schema" and value and (excess := oversized(orjson.loads(value))):

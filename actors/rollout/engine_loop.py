@@ -50,7 +50,6 @@ def as_runner() -> None:
 
 
 def unit_context() -> contextvars.Context:
-    """Return the context for the workflow of the current unit."""
     context = contextvars.copy_context()
     context.run(_OWNER.set, UNIT.get())
     return context
@@ -62,7 +61,6 @@ class _KeptTask(asyncio.Task[Any]):
     owner: Any = None
 
     def cancel(self, msg: Any | None = None) -> bool:
-        """Cancel the task. Raises WorkflowError unless its owner or the runner calls."""
         if not self.done() and _OWNER.get() is not _RUNNER and (self.owner is None or _OWNER.get() != self.owner):
             raise WorkflowError(
                 f"a workflow cancelled a task that is not its own ({_task_name(self)}): cancel only tasks that it "
@@ -87,8 +85,6 @@ def _new_task(loop: asyncio.AbstractEventLoop, coro: Any, **more: Any) -> asynci
 
 
 def _for_the_runner(name: str) -> Any:
-    """Return this method of the loop with a check that refuses it to workflows."""
-
     def method(self: EngineLoop, *args: Any) -> Any:
         self._refuse(name)
         return getattr(_Loop, name)(self, *args)
@@ -165,7 +161,6 @@ class Limits:
         self._number = 0
 
     def begin(self, deadline: float) -> int:
-        """Begin a run of the current unit; returns its number for `end`."""
         self._number += 1
         self._deadlines[self._number] = (UNIT.get(), deadline)
         return self._number

@@ -27,7 +27,6 @@ from trinity_es.events.errors import StartupError, WorkflowError
 __all__ = ["Lease", "LeaseRecorder", "RunLeases", "driven", "running_loop"]
 
 RENEWALS = 3
-"""Number of renewals within a lease's time to live."""
 SHORTEST_TTL = 5.0
 """Minimum time to live in seconds, since each renewal is an event."""
 CANCEL_SECONDS = 1.0
@@ -52,10 +51,7 @@ class RunLeases:
         self._over = False
 
     def report(self, lease: str, what: str, **more: Any) -> Future[None]:
-        """Report a change. The future of a taken lease is done when that is in the log, any other at once.
-
-        Raises WorkflowError for a lease that is taken after the run ended.
-        """
+        """Report a change. The future of `taken` is done when it is in the log. Raises WorkflowError after the run."""
         done: Future[None] = Future()
         if what == "taken" and self._over:
             raise WorkflowError("the run is over: it can take no lease")
@@ -68,7 +64,6 @@ class RunLeases:
         return done
 
     async def report_and_wait(self, lease: str, what: str, more: Mapping[str, Any]) -> None:
-        """Report a change from a worker process, and wait for its future."""
         await asyncio.wrap_future(self.report(lease, what, **more))
 
     def close(self) -> None:
@@ -126,7 +121,6 @@ class Lease:
         return StartupError(f"{self._path} made nothing within {self.creation_timeout:g} s (creation_timeout)")
 
     def _accepted(self, handle: Any) -> Future[None] | None:
-        """Accept a created handle and report it; None if it came too late."""
         with self._deciding:
             if self._given_up or time.monotonic() >= self._until:
                 return None
@@ -187,7 +181,7 @@ class Lease:
 
     # --- in both kinds of workflows; in a sync one nothing here waits for a loop: see `driven` ----------------------
     async def _enter(self) -> Self:
-        self.provider = await self._call(build_provider, self._path, self._args)  # it may import for long
+        self.provider = await self._call(build_provider, self._path, self._args)
         try:
             await self._recorded(self._take())
             if time.monotonic() >= self._until:  # the coordinator would not look for it any more
@@ -233,7 +227,6 @@ class Lease:
             await self._in_time(self._create_async())
 
     async def _create_async(self) -> None:
-        """Create it: by an async `create` on this loop, by another one in a thread."""
         if inspect.iscoroutinefunction(self.provider.create):
             making = self.provider.create(self.key, self.ttl)
         else:
@@ -273,7 +266,6 @@ class Lease:
             self._close_loop()
 
     def _on_own_loop(self, awaitable: Awaitable[Any]) -> Any:
-        """Return the result of an awaitable, on this lease's own loop."""
         return self._own_loop().start(_awaited(awaitable)).result()  # interrupted, `_close_loop` cancels it
 
     def _own_loop(self) -> _OwnLoop:
@@ -325,7 +317,6 @@ def driven(coroutine: Coroutine[Any, Any, _T]) -> _T:
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
-    """Return the loop that runs in this thread, or None."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

@@ -43,10 +43,7 @@ STATE_BYTES = 4096
 
 
 class OpenAIServer(Protocol):
-    """The engine's endpoint for OpenAI clients (`serving/engine_server.py`).
-
-    A session belongs to one run, whose model keeps the answers to its clients until the run ends.
-    """
+    """The engine's endpoint for OpenAI clients (`serving/engine_server.py`); each run has a session there."""
 
     url: str
     name: str
@@ -104,7 +101,6 @@ class Model(OpenAIAccess):
 
     @property
     def model_version(self) -> int:
-        """The model version served now."""
         return self.engine.model_version
 
     @property
@@ -123,10 +119,7 @@ class Model(OpenAIAccess):
 
     # --- the workflow's state -----------------------------------------------------------------------------------------
     async def set_workflow_state(self, state: Mapping[str, Any]) -> None:
-        """Add fields to this run's state, which its runner shows while it plays (`get_runner_state`).
-
-        Raises WorkflowError if the state is no JSON object, or larger than `STATE_BYTES`.
-        """
+        """Add fields to this run's state in `get_runner_state`. Raises WorkflowError if it is no JSON, or too large."""
         try:
             merged_state = plain({**self.workflow_state, **state})
             size = len(orjson.dumps(merged_state))
@@ -194,7 +187,7 @@ class Model(OpenAIAccess):
     ) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Return log p(tokens[i] | tokens[:i]) for i >= 1: float32 [len(tokens) - 1], nats.
 
-        `token_ids` is another name of `tokens`. `temperature` defaults to the sampling's, or 1 if that is 0 (greedy).
+        `temperature` defaults to the sampling's, or 1 if that is 0 (greedy). `token_ids` is another name of `tokens`.
         """
         self._require_open()
         tokens = token_ids if tokens is None else tokens
@@ -307,10 +300,7 @@ class Model(OpenAIAccess):
             )
 
     def openai_endpoint(self) -> Endpoint:
-        """Return the endpoint for OpenAI clients of this run. Raises WorkflowError if the model has none.
-
-        An auxiliary model's endpoint is one of its engines, which keeps no answers of the run.
-        """
+        """Return the endpoint for OpenAI clients: of an auxiliary model one of its engines, which keeps no answers."""
         if isinstance(self.engine, RemoteEngine):
             return self.engine.endpoint(self._task)
         if self._server is None:

@@ -57,7 +57,6 @@ class OpenAIAccess(Remembering):
 
     @property
     def model_path(self) -> str:
-        """Another name of `model_name`."""
         return self.model_name
 
     def served_error(self) -> EngineError | None:
@@ -70,7 +69,7 @@ class OpenAIAccess(Remembering):
     async def aclose(self) -> None:
         self._close_client()
         if self._async_client is not None:
-            with contextlib.suppress(Exception):  # it may belong to another loop
+            with contextlib.suppress(Exception):
                 await self._async_client.close()
         self.forget()
 

@@ -39,9 +39,7 @@ class UnitResult:
     """The results and failures of some runs of a task."""
 
     results: list[RunResult] = field(default_factory=list)
-    """Completed runs, in order."""
     experiences: list[Experience] = field(default_factory=list)
-    """Experiences of the completed runs, in order."""
     failures: list[tuple[int, FailureKind, str]] = field(default_factory=list)
     model_version: int = 0
     model_version_end: int = 0
@@ -89,9 +87,9 @@ def _number_runs(experiences: Sequence[Experience], runs: range) -> None:
 def grouped_by_run(
     experiences: Sequence[Experience], runs: range, workflow: str, lost: Collection[int] = ()
 ) -> dict[int, list[Experience]]:
-    """Return the experiences of each run. Raises WorkflowError for an experience of a run not in `runs`.
+    """Return the experiences of each run. `lost`: failed runs, with which a workflow numbers its experiences itself.
 
-    `lost`: runs that the workflow reported as failed; then it has numbered its experiences itself.
+    Raises WorkflowError for an experience of a run not in `runs`.
     """
     if not lost:
         _number_runs(experiences, runs)
@@ -107,10 +105,7 @@ def grouped_by_run(
 
 
 def stamp(experiences: Sequence[Experience], task: Task, run: int, version: int, now: int) -> None:
-    """Set the ids of a run's experiences, and the oldest version that made a token of each.
-
-    `version`: served when the run began, for experiences without version spans; `now`: served now.
-    """
+    """Set the ids of a run's experiences, and the oldest version that made a token of each (`version` if unknown)."""
     for experience in experiences:
         made_by = min((v for v, _, _ in experience.version_spans), default=version)
         eid = experience.eid
@@ -122,7 +117,7 @@ def stamp(experiences: Sequence[Experience], task: Task, run: int, version: int,
             "task_index": task.index, "use_count": 0,
         }
         try:
-            experience.validate()  # the workflow may have changed it
+            experience.validate()
         except errors.NotFinite as e:  # a WorkflowError, so that another attempt is made
             raise errors.WorkflowError(e.message, **e.details) from e
 
@@ -136,7 +131,6 @@ def with_all(result: RunResult, usage: Usage) -> RunResult:
 
 
 def _forks(usage: Usage, runs: int) -> dict[str, float]:
-    """Return the metric of forks per run; nothing if no conversation went on."""
     return {"conversation_forks": usage.forks / runs} if usage.continued or usage.forks else {}
 
 

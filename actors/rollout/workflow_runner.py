@@ -42,10 +42,8 @@ __all__ = ["AuxiliaryModel", "WorkflowRunner"]
 GRACE_SECONDS = 2.0
 """How long a cancelled async workflow may take to end."""
 START_SECONDS = 120.0
-"""How long the import of a workflow's module may take."""
 RUNS_AT_ONCE = 256
-"""Maximum of a unit's async runs at the same time: as many as vLLM computes at once. 100,000 that begin together block
-the loop for half a minute, and precede all others in the engine's queue."""
+"""Maximum of a unit's async runs at once, as vLLM's. 100,000 together block the loop for half a minute."""
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +76,6 @@ class WorkflowRunner:
         self.auxiliary, self.defaults = auxiliary, dict(defaults or {})
         self.concurrent_mode, self.timeout, self.workers, self.server = concurrent_mode, timeout, workers, server
         self.engine_dead: str | None = None
-        """Why the engine will never answer again, once a run noticed."""
         self.played = RunActivity()
         self.limits = Limits()
         self._classes: dict[str, type[Any]] = {}
@@ -99,10 +96,7 @@ class WorkflowRunner:
         return status, [] if task.is_eval else done.experiences
 
     async def get_runner_state(self) -> dict[str, Any]:
-        """Return the state of the current or last workflow, with the fields of its `model.set_workflow_state`.
-
-        The fields are `workflow_id, model_version, begin_time, terminate_time` (null while it plays).
-        """
+        """Return id, model version and times of the current or last workflow, and its `model.set_workflow_state`."""
         names = ("workflow_id", "model_version", "begin_time", "terminate_time")
         state = {"model_version": self.engine.model_version, **runner_state(self.played)}
         return {**state["workflow_state"], **{name: state[name] for name in names}}
@@ -111,9 +105,8 @@ class WorkflowRunner:
         self, task: Task, batch_id: BatchId, runs: range, *, timeout: float | None = None,
         leases: LeaseRecorder | None = None,
     ) -> UnitResult:
-        """Play these runs of a task. Only cancellation raises; failures are part of the result.
-
-        `timeout`: seconds, instead of this runner's. `leases` records the leases that the runs take.
+        """Play these runs of a task, within `timeout` seconds if given. Failures are part of the result, and only a
+        cancellation raises.
         """
         task.batch_id = batch_id
         out = UnitResult(model_version=self.engine.model_version, timeout=timeout or self.timeout)
@@ -153,7 +146,7 @@ class WorkflowRunner:
                     await play(part)
 
             at_once = RUNS_AT_ONCE if portable is None or self.workers is None else self.workers.places
-            if self.concurrent_mode == "sequential" or len(parts) == 1:  # a worker process has no loop
+            if self.concurrent_mode == "sequential" or len(parts) == 1:
                 await play_on()
             else:
                 await asyncio.gather(*(play_on() for _ in range(min(len(parts), at_once))))
@@ -267,7 +260,6 @@ class WorkflowRunner:
         return [Model(a.engine, defaults=a.defaults, name=a.name, task=key) for a in self.auxiliary]
 
     def _build(self, cls: type[Any], task: Task, models: Sequence[Model]) -> Any:
-        """Return a workflow for this task: a new one, or an idle one after `reset`."""
         model, *auxiliary = models
         try:
             if getattr(cls, "can_reset", False) and self._idle.get(cls):
@@ -305,7 +297,6 @@ class WorkflowRunner:
         return returned
 
     def _limit(self, timeout: float | None) -> int:
-        """Begin a run with this timeout; returns the number for `limits.end`."""
         return self.limits.begin(math.inf if timeout is None else self.clock() + timeout + GRACE_SECONDS)
 
     async def _on_loop(self, workflow: Any, timeout: float | None, context: Context) -> Any:
@@ -315,7 +306,7 @@ class WorkflowRunner:
         playing.add_done_callback(self._over)
         try:
             await asyncio.wait({playing}, timeout=timeout)
-            if playing.cancelled():  # the workflow cancelled itself
+            if playing.cancelled():
                 raise outcome.ended(type(workflow), asyncio.CancelledError())
             if playing.done():
                 return playing.result()
@@ -333,7 +324,6 @@ class WorkflowRunner:
             playing.exception()  # else asyncio logs that it was never retrieved
 
     async def _off_loop(self, workflow: Any, timeout: float | None, context: Context) -> Any:
-        """Return the result of `run`. Raises OutOfTime, after which its thread goes on."""
         playing = asyncio.create_task(asyncio.to_thread(self._run_sync, workflow), context=context)
         try:
             await asyncio.wait({playing}, timeout=timeout)
@@ -354,7 +344,6 @@ class WorkflowRunner:
     async def _in_this_process(
         self, cls: type[Any], task: Task, runs: range, repeats: bool, models: Sequence[Model], out: UnitResult
     ) -> None:
-        """Play a workflow for one run, or for several that it repeats itself (`repeats`)."""
         started, before, usage = self.clock(), self.engine.model_version, models[0].usage
         context = unit_context()
         n = len(runs) if repeats else task.rollout_args.get("n") or self.defaults.get("n") or 1
@@ -388,7 +377,7 @@ class WorkflowRunner:
 
 
 def _copied(task: Task) -> Task:
-    """Return a copy of a task, such that a run may change its row and arguments in place."""
+    """Return a copy of a task whose row and arguments a run may change in place."""
     values = ("raw_task", "workflow_args", "reward_fn_args", "format_args", "rollout_args", "index")
     return replace(task, **{name: copy.deepcopy(getattr(task, name)) for name in values})
 

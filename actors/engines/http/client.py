@@ -1,8 +1,7 @@
 """HTTP client for hundreds of open requests to engines' servers: httpx's API over aiohttp's connections.
 
 httpx's own pool scans all its connections for each request: 16 ms of a core per request with 256 open, and aiohttp
-takes a fortieth. (The package httpx-aiohttp does the same, but reports a server that ended during a request as
-unreachable.) httpx and aiohttp are imported on use.
+takes a fortieth. (The package httpx-aiohttp reports a server that ended during a request as unreachable.)
 
 Every answer has a size limit: an endless one would fill the runner's memory, and a compressed one of 2 MiB can become
 10 GB. So requests ask for no compression, and may set a limit with `extensions=up_to(largest_answer(...))`.
@@ -45,7 +44,6 @@ def largest_answer(
 
 
 def up_to(most: int) -> dict[str, int]:
-    """Return httpx's `extensions` of a request whose answer may have `most` bytes."""
     return {"most_bytes": most}
 
 
@@ -57,8 +55,7 @@ def http_client(
 
     `connect`, `read`: timeouts in seconds; `trust_env`: use the environment's proxies; `transport`: for tests. Requests
     raise httpx's ConnectError or ConnectTimeout if the server saw nothing of the request, and other TransportErrors if
-    it may have. They raise EngineError for an answer that is compressed, or larger than its limit (LOOK_BYTES without
-    one).
+    it may have. They raise EngineError for an answer that is compressed, or larger than its limit (else LOOK_BYTES).
     """
     import httpx
 

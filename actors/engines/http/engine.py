@@ -11,10 +11,10 @@ Promises beyond the `Engine` interface:
   (NaN, a token that the model does not have) the engine repeats the request of its first contact. If that fails too,
   the engine ends, so a broken server takes no work from others. A request is at fault only if vLLM itself says so (400,
   413, 422) and the repeat is answered. 429 and 503 are waited out for a while first.
-- The end of this engine follows the end of its server, a restart, or a foreign change of its weights, as it follows the
-  end of a local process: the runner ends, and the next one waits for the server and starts from the beginning.
+- If the server ends, restarts, or gets other weights from elsewhere, the engine ends, as with a local process: the
+  runner ends, and the next one waits for the server and starts from the beginning.
 
-Weights come from a path that the server reads: into a running server (`VLLM_SERVER_DEV_MODE=1`), or by the user's
+Weights come from a path that the server reads, while it runs (`VLLM_SERVER_DEV_MODE=1`) or by the user's
 `restart_command`. Neither vllm nor torch is imported.
 """
 
@@ -59,8 +59,7 @@ REFUSED_LOOKS = 2
 TRY_SECONDS = 30.0
 """Timeout of the test request to a server that failed another one."""
 BRAKE_SECONDS = 0.1, 10.0
-"""First and longest pause after failed requests in a row, which doubles each time: else a server that fails everything
-but the test request would draw more than its share."""
+"""First and longest pause after failed requests in a row, which doubles: a failing server must not draw requests."""
 _TRIED = Sampling(max_tokens=4, ignore_eos=True)
 """Sampling of the test request, as plain as possible."""
 STOP_SECONDS = 8.0
@@ -91,7 +90,7 @@ class HTTPEngine(ServerWeights):
         self._watching: asyncio.Task[None] | None = None
         self._trying: asyncio.Task[bool] | None = None
         self._looking, self._looks, self._proven = asyncio.Lock(), 0, 0
-        """For `_confirm`: number of checks begun, and number of the newest successful one."""
+        """For `_confirm`: lock, number of checks begun, and number of the newest successful one."""
         self.runs_wait = ""
         self._answered, self._failed = 0.0, 0
         """Time of the last answer or stream event, and number of failed requests since a whole answer."""
@@ -99,7 +98,6 @@ class HTTPEngine(ServerWeights):
     # --- life -------------------------------------------------------------------------------------------------------
     @staticmethod
     def load_tokenizer(config: EngineConfig) -> Tokenizer:
-        """Return the tokenizer of `model_path`. Raises ConfigError if there is no such model."""
         from transformers import PreTrainedTokenizerFast  # AutoTokenizer imports torch: five seconds, and its memory
 
         model = resolve_model(config.model_path)
@@ -110,7 +108,6 @@ class HTTPEngine(ServerWeights):
         return tokenizer
 
     async def _check_tokenizer(self) -> None:
-        """Raise EngineError if the server's tokenizer differs from the model's."""
         ids = await self.server.tokenize(_PROBE)
         if ids is None or ids == list(self.tokenizer.encode(_PROBE)):
             return
@@ -153,7 +150,7 @@ class HTTPEngine(ServerWeights):
         except EngineError as e:
             if not isinstance(e, ServerGone) and not e.details.get("dead"):
                 raise
-            if str(e) != self.waits_for:  # log each reason once
+            if str(e) != self.waits_for:
                 _log.warning("%s could not be met: %s", self.server.url, e)
             self.waits_for = str(e)
             self.dead, self._label = _NOT_STARTED, None
@@ -187,7 +184,7 @@ class HTTPEngine(ServerWeights):
     def _die(self, reason: str) -> None:
         if self.dead in (None, _NOT_STARTED):  # the first reason counts
             self.dead = reason
-        self._open.set()  # wakes the requests that wait there
+        self._open.set()
         self._died.set()
 
     # --- supervision ------------------------------------------------------------------------------------------------
@@ -248,9 +245,7 @@ class HTTPEngine(ServerWeights):
         self._alive()
 
     async def _try(self) -> bool:
-        """Repeat the test request at a server that failed a request: one repeat for all that wait.
-
-        Returns False if it was inconclusive. Raises EngineError if it ended the engine.
+        """Send the test request to a server that failed another, once for all that wait; returns False if inconclusive.
         """
         if self._watching is None:  # during the first contact, whose caller reports the failure
             return True
@@ -287,11 +282,7 @@ class HTTPEngine(ServerWeights):
 
     # --- requests ---------------------------------------------------------------------------------------------------
     async def generate(self, prompt: str | list[int], sampling: Sampling) -> list[Completion]:
-        """Return `sampling.n` completions.
-
-        Raises EngineError: `refused=True` if this server will never serve the request, `dead=True` if it is gone or
-        another one answered.
-        """
+        """Return `sampling.n` completions. Raises EngineError with the details `refused` or `dead`, as VLLMEngine."""
         ids = await self._ids(prompt)
         self._check_logprobs(sampling)
         copies = sampling.n if sampling.temperature == 0.0 else 1
@@ -306,7 +297,6 @@ class HTTPEngine(ServerWeights):
         return await self._result(ids, sampling, read) * copies
 
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
-        """Yield one completion in parts. Raises EngineError like `generate`."""
         sampling = replace(sampling, n=1)
         ids, spans = await self._ids(prompt), self._server_facts().spans
         self._check_logprobs(sampling)
@@ -337,10 +327,7 @@ class HTTPEngine(ServerWeights):
                     return
 
     async def logprobs(self, token_ids: list[int], temperature: float = 1.0) -> list[float]:
-        """Return the logprob of each of `token_ids[1:]`.
-
-        A temperature other than 1 fetches the whole distribution, which is refused above 2 million values.
-        """
+        """Return the logprob of each of `token_ids[1:]`. Refused above 2 million values if the temperature is not 1."""
         ids = await self._ids(token_ids)
         size = len(self.tokenizer)  # type: ignore[arg-type]  # Hugging Face's have a length
         whole = whole_distribution(len(ids), size, temperature, _MAX_DISTRIBUTION)
@@ -360,7 +347,7 @@ class HTTPEngine(ServerWeights):
     async def _result(
         self, ids: list[int], sampling: Sampling, read: Callable[[Any, int], _T], of_prompt: int | None = None
     ) -> _T:
-        """Return the result of `read` for the server's response and the version that was served at the request."""
+        """Send a request; return the result of `read` for the response and the version served at the request."""
         async with self._request_slot() as version:
             request = self._request(ids, sampling, prompt_logprobs=of_prompt)
             response = await self._or_death(self.server.tokens(*request))
@@ -371,7 +358,6 @@ class HTTPEngine(ServerWeights):
         return result
 
     def _request(self, ids: list[int], sampling: Sampling, **more: Any) -> tuple[str, dict[str, Any], int]:
-        """Return a request's path and JSON, and the most bytes of its answer."""
         facts, room = self._server_facts(), (self.max_model_len or 0) - len(ids)
         request = body(ids, sampling, spans=facts.spans, model=facts.model, room=room, **more)
         return route(facts.spans), request, most_bytes(request, self._vocabulary)
@@ -421,10 +407,7 @@ class HTTPEngine(ServerWeights):
 
     # --- answers ----------------------------------------------------------------------------------------------------
     def _spans(self, answer: Answer, count: int, version: int) -> tuple[tuple[int, int, int], ...]:
-        """Return the versions of a whole answer's tokens. Raises EngineError if they are unknown.
-
-        `version`: of all tokens, if the server's answers carry no labels.
-        """
+        """Return a whole answer's version spans; `version` is that of answers without labels. Raises EngineError."""
         if answer.finish_reason == "abort":
             raise EngineError(f"{self.server.url} aborted the request: it is ending, or another client paused it")
         if not self._server_facts().spans:

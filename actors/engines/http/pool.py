@@ -24,9 +24,7 @@ SLACK_REQUESTS = 8
 REPORT_SECONDS = 5.0
 """How long a reported load counts: else an engine that was busy once would get no request and never report again."""
 AGAIN_SECONDS = 0.5
-"""Pause before an unreachable engine is tried again; a new URL ends it."""
 REMEMBERED = 16384
-"""Maximum number of tasks and conversations whose home is remembered."""
 MOST_LOST = 2
 """Maximum number of engines that may end during one request, since the request itself may end them."""
 
@@ -64,7 +62,6 @@ class Backend:
     """Requests of other callers, as last reported at the time `reported_at`."""
     reported_at: float = -math.inf
     away_until: float = -math.inf
-    """End of the pause after it could not be reached."""
     answered: int = 0
     failed: int = 0
 
@@ -127,11 +124,10 @@ class EnginePool:
             self._homes.popitem(last=False)
 
     def shun(self, engine: Backend, seconds: float = AGAIN_SECONDS) -> None:
-        """Send an engine that did not answer no requests for a while."""
+        """Send no requests for a while to an engine that did not answer."""
         engine.away_until = self._clock() + seconds
 
     async def wait(self, keys: Iterable[str], seconds: float, avoid: Container[str] = ()) -> Backend | None:
-        """Return what `choose` does, after waiting up to `seconds` for an engine."""
         keys, until = list(keys), self._clock() + seconds
         while (chosen := self.choose(keys, avoid)) is None and (left := until - self._clock()) > 0:
             with contextlib.suppress(TimeoutError):
@@ -163,7 +159,7 @@ class EnginePool:
                 engine.failed += 1
                 if isinstance(e, httpx.TransportError) or getattr(e, "lost", False):
                     self.shun(engine)
-                if not isinstance(e, httpx.ConnectError | httpx.ConnectTimeout):  # those never saw this request
+                if not isinstance(e, httpx.ConnectError | httpx.ConnectTimeout):
                     tried.append(engine.runner)
                     lost += getattr(e, "lost", True)
             finally:

@@ -88,7 +88,6 @@ class RemoteEngine:
     async def stream(
         self, prompt: str | list[int], sampling: Sampling, task: str | None = None
     ) -> AsyncGenerator[Completion, None]:
-        """Generate like `Engine.stream`, in one piece."""
         [whole] = await self.generate(prompt, replace(sampling, n=1), task)
         yield whole
 
@@ -125,7 +124,6 @@ class RemoteEngine:
             ) from e
 
     def _result(self, answer: httpx.Response, runner: str) -> dict[str, Any]:
-        """Return the JSON of a runner's answer. Raises EngineFailed for a dead engine, EngineError for an error."""
         status = answer.status_code
         try:
             result: dict[str, Any] = json.loads(answer.content)

@@ -43,8 +43,6 @@ BUSY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 UNLABELLED = "default"
 """vLLM's label of weights that were never labelled."""
 DEV_MODE = "VLLM_SERVER_DEV_MODE=1"
-"""Environment variable of a server that lets weights be loaded while it runs."""
-
 
 ASKED = "/inference/v1/generate", "/v1/completions"
 """Routes that generate tokens: the one for token ids, and the one that every version has."""
@@ -66,7 +64,6 @@ class ServerFacts:
     """Facts about a server, as it reports them at the first contact."""
 
     model: str
-    """The model's name in requests."""
     root: str
     """The folder or hub id that it was started with; empty if it does not say."""
     max_model_len: int
@@ -95,7 +92,6 @@ class VLLMServer:
         self._http: httpx.AsyncClient | None = None
         self._closed = False
         self._begun: dict[object, float] = {}
-        """Start times of the open requests for tokens."""
 
     def _client(self) -> httpx.AsyncClient:
         if self._closed:
@@ -159,7 +155,6 @@ class VLLMServer:
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
-        """Count a request as open."""
         request = object()
         self._begun[request] = time.monotonic()
         try:
@@ -168,17 +163,11 @@ class VLLMServer:
             del self._begun[request]
 
     def works_since(self, moment: float) -> bool:
-        """Return True if a request for tokens is open since before `moment` of the monotonic clock.
-
-        The server has accepted it, since it rejects others at once.
-        """
+        """Return True if the server has had a request for tokens since before `moment`: a busy one rejects at once."""
         return any(begun < moment for begun in self._begun.values())
 
     def unanswered(self, answered: float) -> str:
-        """Return, in words, since when requests for tokens have had no answer; empty if that is not long.
-
-        `answered`: time of the last answer, by the monotonic clock.
-        """
+        """Return in words since when requests for tokens got no answer; empty if not long (`answered`: the last)."""
         silent = time.monotonic() - max(answered, min(self._begun.values(), default=math.inf))
         if silent < UNANSWERED_SECONDS:
             return ""
@@ -195,14 +184,11 @@ class VLLMServer:
                         async for event in events:
                             yield event
                 return
-            except ServerGone as e:  # a busy server says so before the first event
+            except ServerGone as e:
                 await self._wait_out(e, pauses)
 
     async def _wait_out(self, gone: ServerGone, pauses: Iterator[float]) -> None:
-        """Wait before the retry at a busy server: for the next pause, or while the server itself is paused.
-
-        Raises `gone` if it says anything but busy, or if no pause is left.
-        """
+        """Wait for the next of `pauses`, or while the server is paused. Raises `gone` if it is no busy server's."""
         if gone.details.get("status") not in BUSY:
             raise gone
         if await self.rejects():
@@ -322,7 +308,6 @@ class VLLMServer:
 
     # --- weights ----------------------------------------------------------------------------------------------------
     async def set_label(self, label: str) -> None:
-        """Label its weights: every further token carries the label."""
         await self.ask("POST", "/update_weight_version", {"new_version": label}, seconds=LOOK_SECONDS)
 
     async def pause(self) -> None:

@@ -27,7 +27,6 @@ _ROUNDING = 1e-3
 """Maximum of a logprob: 0, and some room for rounding."""
 _ENDS = frozenset({"stop", "length", "abort", "repetition"})
 OTHERS = "; docs/ENGINES.md (Tried) names the versions of vLLM that tell it"
-"""End of an error about an answer that lacks a field."""
 UNREADABLE = KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError
 """Exceptions from reading JSON of an unexpected form."""
 
@@ -42,7 +41,6 @@ class Answer:
     finish_reason: str
     """Empty in all pieces but the last."""
     stop: str
-    """The stop text that ended it, if one did."""
     labels: list[tuple[str, int, int]]
     """`(label, start, end)`: label of the weights that made these tokens; empty if the route does not report it."""
 
@@ -54,7 +52,6 @@ class Answer:
 
 
 def route(spans: bool) -> str:
-    """Return the path of the request. `spans`: the server has `/inference/v1/generate`."""
     return ASKED[0 if spans else 1]
 
 
@@ -65,7 +62,7 @@ def body(
     """Return the request's JSON. `room`: tokens left in the context; `prompt_logprobs`: vLLM's field of that name."""
     shared: dict[str, Any] = {name: getattr(sampling, name) for name in SHARED}
     shared |= {"top_k": max(sampling.top_k, 0), "max_tokens": min(sampling.max_tokens, room)}
-    if sampling.logprobs:  # a token's row begins with the token itself, so one more
+    if sampling.logprobs:
         shared["logprobs"] = sampling.top_logprobs + 1 if sampling.top_logprobs else 0
     if sampling.stop:
         shared["stop"] = list(sampling.stop)
@@ -147,7 +144,6 @@ def _answer(choice: dict[str, Any], sampling: Sampling, spans: bool) -> Answer:
 
 
 def _check(answer: Answer, sampling: Sampling, vocabulary: int, whole: bool) -> None:
-    """Raise ValueError for an answer that no model can give."""
     if whole and not (answer.ids and answer.finish_reason) and answer.finish_reason != "abort":
         raise ValueError("it has no tokens" if answer.finish_reason else "it has no end")
     if len(answer.ids) > sampling.max_tokens:
@@ -174,7 +170,6 @@ def _logprob(value: Any, above: float = -math.inf) -> float:
 
 
 def _sampled_logprob(value: Any) -> float:
-    """Return the logprob of a sampled token, which can't be minus infinity."""
     return _logprob(value, _FLOOR)
 
 
@@ -224,10 +219,7 @@ def _token_id(name: str) -> int:
 def prompt_logprobs(
     response: Any, ids: Sequence[int], temperature: float, *, spans: bool, server: str = "the server"
 ) -> list[float]:
-    """Return the logprob of each token of the prompt but the first. Raises EngineError like `answers`.
-
-    If temperature != 1, `told` holds the logprobs of all tokens at each place.
-    """
+    """Return the logprob of each token of the prompt but the first; needs those of all tokens if temperature != 1."""
     try:
         response = response["prompt_logprobs"] if spans else response["choices"][0]["prompt_logprobs"]
         rows = [{int(token): _logprob(item["logprob"]) for token, item in row.items()} for row in response[1:]]

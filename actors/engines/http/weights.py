@@ -44,9 +44,7 @@ class ServerWeights:
 
     model_version: int
     version: str
-    """Version of vLLM, and the server's URL."""
     dead: str | None
-    """Why it will never answer again; None while it serves."""
 
     def __init__(self, config: EngineConfig, server: VLLMServer) -> None:
         self.config, self.server = config, server
@@ -63,7 +61,6 @@ class ServerWeights:
         """The restart command started the server with these weights."""
         self._facts: ServerFacts | None = None
         self._process = ""
-        """Start time of the server's process."""
         self._life = uuid4().hex[:12]
         self._label: str | None = None
         """Label of the weights served now; None if the server has no labels."""
@@ -80,16 +77,13 @@ class ServerWeights:
         self._open = asyncio.Event()
         """Set while requests may begin."""
         self._asking = 0
-        """Number of open requests."""
         self._changes: set[asyncio.Task[None]] = set()
         self._died = asyncio.Event()
 
     def _alive(self) -> None:
-        """Raise EngineError if the engine is dead."""
         raise NotImplementedError
 
     def _die(self, reason: str) -> None:
-        """Record that the engine will never answer again."""
         raise NotImplementedError
 
     async def _or_death(self, call: Coroutine[Any, Any, _T]) -> _T:
@@ -179,7 +173,7 @@ class ServerWeights:
     async def _started_with(self) -> tuple[int, str] | None:
         """Return the version that the server was started with, and its path; None if unknown.
 
-        The path alone does not prove it: two versions may be published from one path, such as the newest checkpoint.
+        The path alone proves nothing: two versions may be published from one path, such as the newest checkpoint.
         """
         root, initial, current = self._server_facts().root, (self.config.initial_version, self._model), self._current
         if current != initial and _same(root, current[1]):
@@ -225,7 +219,7 @@ class ServerWeights:
         async with self._swapping:
             self._alive()
             facts = self._server_facts()
-            if Path(path).is_dir():  # else perhaps only the server can see it
+            if Path(path).is_dir():
                 problem = await asyncio.to_thread(unloadable, path, self._shapes, self._tied)
                 if problem:
                     raise SyncError(f"version {version} was not loaded: {problem}; still serving {self.model_version}")
@@ -262,7 +256,6 @@ class ServerWeights:
             )
 
     async def _change(self, version: int, path: str) -> None:
-        """Load weights into the running server; if that fails, load the previous ones again."""
         try:
             await self._load_in_place(version, path)
         except (ServerGone, LabelLost):
@@ -302,7 +295,6 @@ class ServerWeights:
         await self.server.in_workers("trinity_forget_half_reload")
 
     async def _restart(self, version: int, path: str) -> None:
-        """Have the user's command restart the server with these weights."""
         self._restarting, self.waits_for = True, f"the restart command of {self.server.url}"
         try:
             await self._run_and_wait(version, path)
@@ -376,15 +368,11 @@ async def run_command(command: str, values: Mapping[str, str], *, seconds: float
 
 
 def _same(root: str, model: str) -> bool:
-    """Return True if both name the same folder or hub id."""
     return root == model or (os.path.isabs(model) and os.path.realpath(root) == os.path.realpath(model))
 
 
 def _unchanged_since(path: str, started: str) -> bool:
-    """Return True if the files at a path are older than a process's start, by their hosts' clocks; False if unknown.
-
-    `started`: seconds since 1970, as text.
-    """
+    """Return True if the files at a path are older than `started` (a Unix time, as text); False if unknown."""
     folder = Path(path)
     try:
         links = [link.lstat() for link in (folder, *folder.parents) if link.is_symlink()]

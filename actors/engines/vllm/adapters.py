@@ -30,9 +30,7 @@ from trinity_es.events.errors import EngineError, SyncError
 __all__ = ["AdapterServing", "ServedAdapter", "lora_arguments"]
 
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that vLLM accepts for `max_lora_rank`."""
 _ROOM_SECONDS = 0.1
-"""Interval between checks for a free place."""
 _log = logging.getLogger(__name__)
 
 
@@ -48,15 +46,10 @@ def lora_arguments(lora: LoRASettings | None, on_cpu: bool) -> dict[str, Any]:
 
 @dataclass(slots=True, eq=False)
 class ServedAdapter:
-    """One version of an adapter in vLLM."""
-
     name: str
     version: int
     request: Any
-    """vLLM's LoRARequest."""
     uses: int = 0
-    """Number of open requests that use it."""
-
 
 class AdapterServing:
     """The part of `VLLMEngine` that implements `ServesAdapters`."""

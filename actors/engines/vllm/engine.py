@@ -77,7 +77,6 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_MAX_STOP_STRINGS": "1000",  # as many as a task may have
 }
-"""Defaults of environment variables."""
 
 _STARTING = "it is starting"
 CUT_OFF_SECONDS = 1.0
@@ -107,12 +106,10 @@ class VLLMEngine(WeightChanges, AdapterServing):
         self._born: list[psutil.Process] = []
         self._printed: Printed | None = None
         self._printing: list[int] = []
-        """Processes whose output `_printed` collects, once the engine is started."""
         self._children_before: set[int] = set()
         self._watching: asyncio.Task[None] | None = None
         self._max_model_len = 0
         self.version = ""
-        """Version of vLLM, and the device."""
         self.on_load: Callable[[EngineLoad], None] | None = None
         self._speculates = bool(config.options.get("speculative_config"))
 
@@ -124,7 +121,6 @@ class VLLMEngine(WeightChanges, AdapterServing):
     # --- life -------------------------------------------------------------------------------------------------------
     @staticmethod
     def load_tokenizer(config: EngineConfig) -> Tokenizer:
-        """Return the tokenizer that vLLM would take for this config. Raises ConfigError if there is no such model."""
         names = ("trust_remote_code", "tokenizer_revision")
         more = {name.removeprefix("tokenizer_"): config.options[name] for name in names if name in config.options}
         plain = auto_tokenizer(config.options.get("tokenizer", resolve_model(config.model_path)), **more)
@@ -269,7 +265,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         return [p.pid for p in with_descendants(self._born or engine_processes(self._llm, self._children_before))]
 
     async def _end(self, reason: str) -> None:
-        if self._dead in (None, _STARTING):  # the first reason counts
+        if self._dead in (None, _STARTING):
             self._dead = reason
         if self._watching is not None:
             self._watching.cancel()
@@ -278,7 +274,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         born = self._born or (engine_processes(llm, self._children_before) if self._children_before else [])
         processes = with_descendants(born)
         if llm is not None:
-            with contextlib.suppress(Exception), silent("vllm.v1.engine.async_llm"):  # its processes are ended below
+            with contextlib.suppress(Exception), silent("vllm.v1.engine.async_llm"):
                 await asyncio.to_thread(llm.shutdown)
                 llm.shutdown = lambda: None  # __del__ calls it again, at exit even without its modules
         await asyncio.to_thread(end_processes, processes)
@@ -291,13 +287,12 @@ class VLLMEngine(WeightChanges, AdapterServing):
 
     @property
     def dead(self) -> str | None:
-        """Why it will never answer again; None while it serves. Without vLLM's task on the loop no answer arrives."""
+        """Why it will never answer again; None while it serves."""
         if self._dead is None and self._llm is not None and self._llm.errored:
             self._dead = self._ended("") if self._llm.is_running else "vLLM's task on the event loop ended"
         return self._dead
 
     def _ended(self, why: str) -> str:
-        """Return the reason with the error that the engine's process printed, else with `why`."""
         error = error_in(self._printed.text(), self._printing) if self._printed is not None else ""
         return f"its process ended ({error or why})" if error or why else "its process ended"
 
@@ -326,7 +321,6 @@ class VLLMEngine(WeightChanges, AdapterServing):
         return [completion_of(ids, o, sampling.top_logprobs, adapter) for o in outputs] * copies
 
     async def stream(self, prompt: str | list[int], sampling: Sampling) -> AsyncGenerator[Completion]:
-        """Yield one completion in parts. Raises EngineError like `generate`."""
         ids = await self._ids(prompt)
         params = sampling_params(dataclasses.replace(sampling, n=1))
         params.output_kind = output_kind("DELTA")
@@ -364,11 +358,10 @@ class VLLMEngine(WeightChanges, AdapterServing):
         async with contextlib.aclosing(self.outputs(ids, params, adapter)) as outputs:
             async for output in outputs:
                 last = output
-        assert last is not None  # else `outputs` raised
+        assert last is not None
         return last
 
     async def application(self, name: str, recording: Callable[[], Recording | None]) -> Any:
-        """Return vLLM's own HTTP application over this engine."""
         options = self.config.server_args
         return await vllm_server.application(self, self._alive(), self._model, name, options, recording)
 
@@ -415,7 +408,6 @@ class VLLMEngine(WeightChanges, AdapterServing):
         return await prompt_ids(self.tokenizer, prompt, self._max_model_len, remedy)
 
     def _translated(self, e: Exception) -> EngineError:
-        """Return an exception of vLLM as an EngineError with the details `dead` or `refused`."""
         if self._dead is not None:
             return EngineError(f"the engine serves nothing: {self._dead}", dead=True)
         if type(e).__name__ == "EngineDeadError" or (self._llm is not None and self._llm.errored):

@@ -21,7 +21,6 @@ __all__ = ["GlooInitInfo", "GlooWeightTransfer", "GlooWorkerExtension"]
 
 @dataclass(kw_only=True)
 class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not typed
-    """The same fields as NCCLWeightTransferInitInfo."""
 
     master_address: str
     master_port: int

@@ -21,7 +21,6 @@ __all__ = [
 _STOP_GRACE_SECONDS = 5.0
 """How long a process may take to end by itself, and again after it was killed."""
 LOOK_SECONDS = 10.0
-"""Interval between two checks of an engine's process."""
 SILENT_SECONDS = 600.0
 """How long a process may leave a question unanswered: much longer than one step takes on a slow CPU."""
 _log = logging.getLogger(__name__)
@@ -50,9 +49,7 @@ async def silence(
 
 
 class Printed:
-    """Output of this process and its children from now on, if stderr is a file. Only there do vLLM's processes say why
-    they ended.
-    """
+    """Output of this process and its children from now on, if stderr is a file: why vLLM's processes ended."""
 
     def __init__(self) -> None:
         self._file = ""
@@ -62,7 +59,6 @@ class Printed:
                 self._file, self._begin = os.readlink("/proc/self/fd/2"), status.st_size
 
     def text(self) -> str:
-        """Return the last 64 KiB; empty if the file can't be read."""
         with contextlib.suppress(OSError), open(self._file, "rb") as file:
             file.seek(max(self._begin, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             return file.read().decode(errors="replace")
@@ -78,7 +74,6 @@ _POINTER = re.compile(r"[Ss]ee (?:root cause|stack trace)")
 
 
 def points_elsewhere(error: BaseException) -> bool:
-    """Return True if an error of vLLM's only says that another process failed."""
     return bool(_POINTER.search(str(error)))
 
 
@@ -120,7 +115,6 @@ def _is_resource_tracker(process: psutil.Process) -> bool:
 
 
 def with_descendants(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Return the live ones of these processes, and all their descendants."""
     alive = {}
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -143,7 +137,6 @@ def silent(name: str) -> Iterator[None]:
 
 
 def end_processes(processes: list[psutil.Process]) -> None:
-    """Wait for these processes to end; kill those that don't."""
     _, alive = psutil.wait_procs(processes, timeout=_STOP_GRACE_SECONDS)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -115,10 +115,8 @@ class _TemplatedTokenizer:
 
 
 def with_template(tokenizer: Any, options: Mapping[str, Any]) -> Any:
-    """Return a tokenizer that renders chats as `vllm serve` does with these options, for callers without its server.
-
-    The options are `chat_template` (a file, or the template itself) and `default_chat_template_kwargs`. Raises
-    ConfigError.
+    """Return a tokenizer that renders chats as `vllm serve` does with `chat_template` (a file, or the template itself)
+    and `default_chat_template_kwargs`. Raises ConfigError.
     """
     template, variables = options.get("chat_template"), options.get("default_chat_template_kwargs") or {}
     if not template and not variables:
@@ -135,7 +133,6 @@ def with_template(tokenizer: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _list_adapters(models: Any, engine: Any) -> None:
-    """Add the engine's adapters to vLLM's list of models."""
     list_models = models.show_available_models
 
     async def with_adapters() -> Any:
@@ -234,7 +231,6 @@ class _RecordingClient:
     async def _recorded(
         self, record: Recording, generation: Generation | None, outputs: AsyncGenerator[Any], asked: Any, params: Any
     ) -> AsyncGenerator[Any]:
-        """Yield and record a request's outputs. `asked`: the client's sampling, `params`: that of the engine."""
         new_only = params.output_kind == output_kind("DELTA")
         tokenizer = self._llm.get_tokenizer()
         answers: dict[int, list[Completion]] = {}
@@ -261,7 +257,7 @@ class _RecordingClient:
         except EngineError as e:
             record.fail(e)
             if e.details.get("refused") and isinstance(e.__cause__, Exception):
-                raise e.__cause__ from None  # vLLM's server has a status for its own errors
+                raise e.__cause__ from None
             raise
 
 
@@ -274,8 +270,6 @@ def _text_alone(params: Any) -> bool:
 
 _FURTHER = ("stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "include_stop_str_in_output",
             "thinking_token_budget", "extra_args", "repetition_detection")
-"""Fields of vLLM's SamplingParams that change tokens and that `Sampling` lacks."""
-
 
 def _as_sampling(params: Any, adapter: str) -> tuple[Sampling, dict[str, Any]]:
     """Convert vLLM's SamplingParams to a `Sampling`, and a dict of the fields that it lacks."""

@@ -82,7 +82,6 @@ def changed(params: Any, changes: Mapping[str, Any]) -> Any:
 
 
 def _top_logprobs(output: Any, count: int) -> list[list[tuple[int, float]]] | None:
-    """Return the likeliest tokens at each place; vLLM's rows also have the sampled one."""
     if not count or output.logprobs is None:
         return None
     rows = (sorted(row.items(), key=lambda item: -item[1].logprob)[:count] for row in output.logprobs)
@@ -100,7 +99,6 @@ def _sampled_logprobs(logprobs: Any, ids: list[int]) -> list[float] | None:
 
 
 def completion_of(prompt: list[int], output: Any, top: int = 0, adapter: tuple[str, int] | None = None) -> Completion:
-    """Convert one of vLLM's outputs, made by `adapter`, with the `top` likeliest tokens at each place."""
     ids = [int(t) for t in output.token_ids]
     spans = tuple((int(s.version), int(s.start), int(s.end)) for s in getattr(output, "weight_versions", None) or ())
     return Completion(
@@ -119,10 +117,7 @@ def read_at_the_end(stop: Any, top_logprobs: int) -> dict[str, Any]:
 
 
 async def with_texts(tokenizer: Any, prompt: list[int], params: Any, outputs: list[Any]) -> None:
-    """Set the texts of a request's finished outputs if `read_at_the_end` had vLLM make none. `tokenizer` is vLLM's.
-
-    Long answers are detokenized off the event loop.
-    """
+    """Set the texts of finished outputs if `read_at_the_end` had vLLM make none, of long ones off the event loop."""
     if params.detokenize:
         return
 
@@ -157,8 +152,6 @@ def with_load(llm_class: Any, arguments: Any, tell: Callable[[EngineLoad], None]
 
 
 class _LoadReporter:
-    """A stat logger of vLLM that passes on the scheduler's figures."""
-
     def __init__(self, config: Any, tell: Callable[[EngineLoad], None]) -> None:
         self._tell, self._most_running = tell, config.scheduler_config.max_num_seqs
 

@@ -14,7 +14,6 @@ from typing import Any
 __all__ = ["GlooGroup", "WeightSender"]
 
 GLOO_SECONDS = 300.0
-"""How long a rank of a gloo group waits for the others, in each step."""
 LOOK_SECONDS = 0.05
 
 
@@ -56,10 +55,7 @@ class WeightSender:
         self, address: str, port: int, world_size: int, *, device: int | None = None, timeout: float = GLOO_SECONDS,
         given_up: threading.Event | None = None,
     ) -> None:
-        """Join the group. `device`: the GPU to send from, which no engine may use; None: gloo on the CPU.
-
-        Over gloo, setting `given_up` ends the wait with TimeoutError.
-        """
+        """Join the group. `device`: the GPU to send from, which no engine may use; None: gloo. `given_up`: for gloo."""
         self.device = device
         self.group: Any
         if device is not None:

@@ -38,7 +38,6 @@ class WeightChanges:
     model_version: int
     _llm: Any
     _dead: str | None
-    """Why the engine serves nothing; None: it serves."""
     _served: str
     """The folder of the served weights, which are loaded again if a change fails."""
 
@@ -49,7 +48,6 @@ class WeightChanges:
         self._swapping = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
         self._grouped = False
-        """True while it is in a group with the trainer."""
 
     def _alive(self) -> Any:
         """Return the AsyncLLM. Raises EngineError if the engine is dead."""
@@ -80,7 +78,6 @@ class WeightChanges:
     async def join_weight_group(
         self, address: str, port: int, rank_offset: int, world_size: int, timeout: float
     ) -> None:
-        """Join the trainer's group, and leave an earlier one."""
         llm = self._alive()
         info = {"master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size}
         async with self._swapping:
@@ -174,7 +171,6 @@ class WeightChanges:
         await self._in_workers("trinity_pack_again")
 
     async def _restore(self, version: int, path: str, cause: Exception) -> None:
-        """Load the served weights again after a reload that failed half-way."""
         try:
             await self._in_workers("trinity_forget_half_reload")
             await self._reload(self._served)

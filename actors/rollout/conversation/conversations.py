@@ -41,10 +41,7 @@ def plain_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def experience_of(c: Completion, text: str, spans: list[list[int]]) -> Experience:
-    """Return an answer to the prompt `text` as an experience. Raises WorkflowError for an answer without tokens.
-
-    `spans`: `[version, start, end]` over its tokens.
-    """
+    """Return an answer to the prompt `text` as an experience. Raises WorkflowError for an answer without tokens."""
     if not c.token_ids:
         raise WorkflowError("the model's answer has no token, so there is nothing to learn from: set rollout_args."
                             "max_tokens to 1 or more, and no stop string that the answer begins with")
@@ -69,7 +66,7 @@ class Conversing:
         return None
 
     def render(self, messages: list[Message], tools: Any, template: Mapping[str, Any] | None = None) -> list[int]:
-        """Return the prompt of a chat; `template`: further variables of the chat template (`enable_thinking`).
+        """Return the prompt of a chat. `template`: variables of the chat template (`enable_thinking`).
 
         Raises WorkflowError if the chat template refuses the messages.
         """
@@ -103,7 +100,6 @@ class Conversing:
         return continued or ids or self.encode(text), text
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text that contains its special tokens."""
         return encode(self.tokenizer, text)
 
     def marks(self) -> Marks:
@@ -207,7 +203,6 @@ class Conversing:
         )
 
     def _not_sampled(self, turn: Turn, messages: list[Message], tools: Any) -> list[int]:
-        """Return the indices of the assistant's messages that are no answers of the turn's sequence."""
         answers = [i for i, m in enumerate(messages) if m.get("role") == "assistant"]
         chain = turn.chain()
         if len(chain) >= len(answers):

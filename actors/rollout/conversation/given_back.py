@@ -28,8 +28,6 @@ class Fit(IntEnum):
     WHOLE = 2
     """All of the answer, up to white space, or as tool calls."""
     VERBATIM = 3
-    """Exactly the answer's text."""
-
 
 _MARKS = re.compile(r"</?[^<>\s=\"]+>|\[/?[A-Z_]+\]|```(?:json)?|\bfunctions?\b|:\d+\b")
 """Marks around a tool call's JSON: `<tool_call>`, `[TOOL_CALLS]`, `functions.name:0`."""
@@ -86,7 +84,6 @@ def _calls_fit(message: Mapping[str, Any], calls: list[tuple[str, Any]], text: s
 
 
 def _reasoning_fit(message: Mapping[str, Any], text: str) -> Fit:
-    """Return how well a message fits by its reasoning, if all else is equal."""
     thought, mark, _ = text.rpartition("</think>")
     sampled = thought.strip().removeprefix("<think>").strip()
     reasoning = str(message.get("reasoning_content") or message.get("reasoning") or "").strip()
@@ -121,7 +118,6 @@ def _as_call(value: Mapping[str, Any]) -> Iterator[Call]:
 
 
 def _objects(text: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the JSON objects in a text, and the texts before, between and after them."""
     objects, between, done, failed, at = list[dict[str, Any]](), list[str](), 0, 0, text.find("{")
     while at >= 0 and failed < _TRIES:
         try:
@@ -170,7 +166,6 @@ def _is_written(text: str, calls: list[tuple[str, Any]]) -> bool:
 
 
 def _scalars(value: Any) -> Iterator[str]:
-    """Yield the names and non-empty values in arguments, in order."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield str(name)

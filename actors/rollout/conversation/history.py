@@ -51,7 +51,6 @@ class Remembering(Conversing):
         self.turns = Turns(self.encode, lambda ids: self.tokenizer.decode(ids), self.marks)
         self._numbers = 0
         self._tools: list[Any] = []
-        """Distinct `tools` of this run's chats, the newest last."""
         self._history: dict[int, list[tuple[Experience, Turn]]] = {}
 
     def numbered(self) -> int:
@@ -149,10 +148,7 @@ class Remembering(Conversing):
         return joined
 
     def _newest_sampled(self, messages: Sequence[Message], tools: Any) -> tuple[Turn, int, Any] | None:
-        """Return the turn of the newest answer in a conversation that was sampled in it, its index, and its tools.
-
-        `tools` None: try those of this run's chats.
-        """
+        """Return the turn, index and tools of a conversation's newest sampled answer; None tools: try the run's."""
         candidates = self._tools[::-1] if tools is None else [tools]
         for i in range(len(messages) - 1, 0, -1):
             if messages[i].get("role") != "assistant":
@@ -163,7 +159,6 @@ class Remembering(Conversing):
         return None
 
     def _asked_in(self, messages: Sequence[Message], tools: Any) -> bool:
-        """Return True if this run requested an answer at some place of a conversation, or gave the same text."""
         prompts = {turn.rendered for turn in self.turns} - {None}
         texts = {turn.text.strip() for turn in self.turns if turn.rendered is not None} - {""}
         candidates = self._tools if tools is None else [tools]
@@ -173,7 +168,6 @@ class Remembering(Conversing):
         ) or (bool(prompts) and any(text in prompts for t in candidates for text in self.earlier_prompts(messages, t)))
 
     def _last_turn(self, messages: Sequence[Message], tools: Any) -> Turn | None:
-        """Return the turn of a conversation's last answer; None if this run did not sample it."""
         last = max((i for i, m in enumerate(messages) if m.get("role") == "assistant"), default=0)
         if not self.turns or not last or messages[last - 1].get("role") == "assistant":
             return None

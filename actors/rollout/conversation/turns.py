@@ -34,7 +34,6 @@ class Marks:
     """Texts that a chat template writes around an answer."""
 
     asks: str = ""
-    """The generation prompt."""
     opens: str = ""
     """White space before a finished answer."""
     closes: str | None = None
@@ -52,11 +51,8 @@ class Turn:
     text: str
     """The answer as its client got it, perhaps without special tokens."""
     tokens: Ids
-    """Ids of the prompt and the answer."""
     begin: int
-    """Index of the answer's first token."""
     logprobs: Numbers | None
-    """Logprobs of the answer's tokens."""
     info: Mapping[str, Any]
     """From its experience: `version_spans` and `adapter_spans` over the answer's tokens, `sampling`."""
     before: Turn | None
@@ -64,7 +60,6 @@ class Turn:
     cut: bool = False
     """The answer was cut off, by its maximum length or for lack of room."""
     followed: bool = False
-    """Another turn continues it."""
     given: bool = False
     """An experience was made of a conversation that ends with it."""
     decoded: tuple[str, str] | None = None
@@ -150,11 +145,7 @@ class Turns:
         self, rendered: str | None, prompt: Sequence[int], sampled: Sequence[int], logprobs: Numbers | None, text: str,
         info: Mapping[str, Any] | None = None, before: Turn | None = None, cut: bool = False,
     ) -> Turn:
-        """Record an answer and return its turn.
-
-        `prompt` and `sampled` are the ids of prompt and answer, `before` the result of that method; the other arguments
-        are fields of `Turn`.
-        """
+        """Record an answer and return its turn. `before` is the result of that method for `prompt`."""
         ids = np.array([*prompt, *sampled], dtype=np.int32)
         if before is not None:
             before.followed = True
@@ -210,7 +201,7 @@ class Turns:
         return None
 
     def _tail(self, turn: Turn, rest: str) -> str | None:
-        """Return the text after a turn's answer in the text after its prompt; None if that begins with another answer.
+        """Return what follows a turn's answer in `rest`, the text after its prompt; None if that is another answer.
 
         White space around the answer may be missing, as templates strip it.
         """
@@ -274,7 +265,7 @@ class Turns:
         since = "" if continued is None else continued[0].rendered or ""
         prompts = {t.rendered for t in self._turns if t.rendered is not None}
         if max(map(len, prompts), default=0) <= len(since):
-            return False  # there is no newer one
+            return False
         if earlier is not None:
             newest = next((text for text in earlier() if text in prompts), None)
             if newest is not None:  # else only the engine's own server can render these messages
@@ -294,7 +285,7 @@ def _past_blank(text: str, at: int) -> int:
 def _end_of_answer(answer: str, rest: str) -> int | None:
     """Return the end of an answer that `rest` begins with, up to white space beside marks; None if it does not."""
     at = 0
-    for part in _MARK.split(_NO_REASONING.sub("", answer)):  # texts and marks in turn
+    for part in _MARK.split(_NO_REASONING.sub("", answer)):
         if part := part.strip():
             at = _past_blank(rest, at)
             if not rest.startswith(part, at):

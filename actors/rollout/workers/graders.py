@@ -27,16 +27,12 @@ from trinity_es.events.errors import GraderError, StartupError, error_from_dict
 __all__ = ["GRADER_BYTES", "GRADER_SECONDS", "Graders"]
 
 GRADER_SECONDS = 10.0
-"""Default timeout of a call."""
 GRADER_BYTES = 2 * 1024**3
-"""Default maximum of a grader's memory."""
 ANSWER_BYTES = 4 * 1024**2
-"""Maximum size of a grader's result."""
 REWARDED = "trinity_es.workflows.rewards:rewarded"
 """Function that calls a task's reward; errors name the reward instead."""
 LOOK_SECONDS = 0.03
-"""Interval between checks of a grader's memory. There is no rlimit, since libraries take a MemoryError for an answer
-that they can't parse, which would then count as wrong."""
+"""Interval between checks of a grader's memory. By an rlimit, a MemoryError in a library would be a wrong answer."""
 
 
 class Graders:
@@ -49,7 +45,6 @@ class Graders:
     @classmethod
     @contextlib.asynccontextmanager
     async def alone(cls) -> AsyncIterator[Graders]:
-        """Give graders with their own templates inside the context."""
         templates = Templates("")
         try:
             yield cls(templates)
@@ -148,7 +143,6 @@ def _memory(child: Child) -> int:
 
 
 def _kill(child: Child) -> None:
-    """Kill a grader and its process group, also if it has ended itself."""
     if not child.forked.done() or child.forked.exception() is not None:
         return  # if it still starts, the closed socket ends it
     for kill, pid in ((os.kill, child.pid), (os.killpg, child.forked.result())):

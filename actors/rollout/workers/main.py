@@ -75,7 +75,7 @@ class _Link:
     def answered(self, number: int, call: int, ok: bool, data: bytes, index: int, version: int, usage: Any) -> None:
         future = self.waiting.pop(call, None)
         if future is None:
-            return  # `over` was faster
+            return
         model = self.models.get(index)
         if model is not None and number == self.number:
             model.saw(version, usage)
@@ -103,7 +103,6 @@ class _Link:
         return future
 
     def over(self) -> None:
-        """Fail all open calls of this run."""
         self.number, self.models = 0, {}
         for call in list(self.waiting):
             future = self.waiting.pop(call, None)
@@ -153,8 +152,6 @@ class _RemoteLeases(RunLeases):
 
 
 class _RemoteEngine:
-    """The attributes of an engine that a worker knows."""
-
     def __init__(self, index: int) -> None:
         self.index = index
         self.name = "rollout"
@@ -163,8 +160,6 @@ class _RemoteEngine:
 
 
 def _async_method(name: str) -> Any:
-    """Return a method that awaits this one of the runner's model."""
-
     async def method(self: _RemoteModel, *args: Any, **kwargs: Any) -> Any:
         return await asyncio.wrap_future(self.remote("model", name, args, kwargs))
 
@@ -172,8 +167,6 @@ def _async_method(name: str) -> Any:
 
 
 def _sync_method(name: str) -> Any:
-    """Return a method that calls this one of the runner's model."""
-
     def method(self: _RemoteModel, *args: Any, **kwargs: Any) -> Any:
         return self.remote("model", name, args, kwargs).result()
 
@@ -269,10 +262,7 @@ class _Player(WorkflowRunner):
 
 
 def refuse_group_signals() -> None:
-    """Have `os.kill(0, ...)`, `os.killpg(0, ...)` and the like raise PermissionError, also for all processes (-1).
-
-    The process group is the runner's, and a workflow that signals it means only its own children.
-    """
+    """Have `os.kill(0, ...)`, `os.killpg(0, ...)` and the like raise PermissionError: the group is the runner's."""
     kill, killpg = os.kill, os.killpg
 
     def require(group: int) -> None:

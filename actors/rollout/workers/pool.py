@@ -36,7 +36,6 @@ from trinity_es.events.values import BatchId
 __all__ = ["WorkerPool"]
 
 LAST_SECONDS = 1.0
-"""How long the last message of an ended worker may take to arrive."""
 
 _T = TypeVar("_T")
 
@@ -104,7 +103,6 @@ class WorkerPool:
                 return done
 
     async def close(self) -> None:
-        """Kill all workers; returns when they are gone."""
         self._closed = True
         for worker in list(self._alive):
             self._end(worker)
@@ -113,7 +111,6 @@ class WorkerPool:
         self._killer.shutdown(wait=False)
 
     async def _worker(self, workflow: str) -> _Worker:
-        """Return the last used worker of this workflow's module, or a new one."""
         module = workflow.partition(":")[0]
         for worker in self._idle[::-1]:
             if worker.module != module:
@@ -193,7 +190,6 @@ class _Worker:
         self.writer: asyncio.StreamWriter | None = None
         self.number = 0
         self.begun = False
-        """True if it has taken its current run."""
         self.imported = False
 
     async def started(self) -> None:
@@ -237,9 +233,7 @@ class _Worker:
         return await self._alive(self._serve(models))
 
     async def _alive(self, reading: Coroutine[Any, Any, _T]) -> _T:
-        """Return the result of `reading`. Raises WorkflowError if the process ends first, StartupError if its template
-        does.
-        """
+        """Return the result of `reading`. Raises WorkflowError if the process, StartupError if its template ends."""
         task, gone = asyncio.create_task(reading), self.child.gone
         try:
             # If a child has inherited its end of the pipe, the pipe stays open after it ended.
@@ -272,13 +266,12 @@ class _Worker:
             pass  # a call of a thread that an earlier run left behind
 
     async def _serve(self, models: Sequence[Model]) -> tuple[UnitResult, str | None]:
-        """Answer the worker's calls until its run is over."""
         calls: set[asyncio.Task[None]] = set()
         try:
             while True:
                 kind, number, *rest = await self._read()
                 if number != self.number:
-                    continue  # as in `_wait_for`
+                    continue
                 if kind == "begun":
                     self.begun = True
                     continue
@@ -303,13 +296,13 @@ class _Worker:
         except BaseException as e:
             current = asyncio.current_task()
             if current is not None and current.cancelling():
-                raise  # the run is over
+                raise
             ok, data = False, _pickled_error(e)
         self.write("answer", number, call, ok, data, index, model.model_version, model.usage)
 
 
 async def _call_result(model: Model, what: str, name: str, arguments: bytes) -> Any:
-    """Return the result of a worker's call; of a tokenizer's attribute, whether it is a method, and else its value."""
+    """Return the result of a worker's call; for an attribute of the tokenizer: is it a method, and else its value."""
     target = {"model": model, "leases": model.leases}.get(what) or model.tokenizer
     value = getattr(target, name)
     if what == "attribute":

@@ -40,8 +40,6 @@ from typing import Any
 __all__ = ["LENGTH", "MOST", "frame", "note"]
 
 LENGTH = struct.Struct("!Q")
-"""Header of a message: its size in bytes."""
-
 
 def frame(*message: Any) -> bytes:
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)

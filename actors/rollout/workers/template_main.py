@@ -43,9 +43,7 @@ class _Template:
     def __init__(self, end: socket.socket) -> None:
         self.end = end
         self.children: dict[int, int] = {}
-        """pid -> number."""
         self.generators: list[Any] = []
-        """numpy generators that modules made without a seed."""
 
     def serve(self) -> None:
         """Execute orders until the runner is gone. A forked child executes its own order, and serves on if it may."""
@@ -110,7 +108,7 @@ class _Template:
         try:
             self.end.sendall(note(*message))
         except OSError:
-            os._exit(1)  # the runner is gone
+            os._exit(1)
 
     def obey(self, order: str, *arguments: Any) -> None:
         """Work as a worker or a grader and exit, or import a module and return. Runs in a child."""
@@ -201,7 +199,7 @@ def _name(name: str) -> None:
 def main() -> None:
     """Work as the first template of a runner. Arguments: socket's fd, runner's pid, log file."""
     _, fd, parent, log_file = sys.argv
-    del sys.argv[1:]  # workflows must not see these arguments
+    del sys.argv[1:]
     end_with_parent(int(parent))
     _name("worker-template")
     worker_main.refuse_group_signals()  # also by modules that are imported here

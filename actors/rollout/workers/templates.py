@@ -26,23 +26,19 @@ __all__ = ["START_SECONDS", "Child", "Templates", "ended"]
 START_SECONDS = 120.0
 """How long a process may take until it is ready, or a workflow's module to be imported."""
 FORK_SECONDS = 30.0
-"""How long a template may take to fork."""
 EXIT_SECONDS = 5.0
-"""How long a process may take to exit."""
 
 _log = logging.getLogger(__name__)
 
 
 class Child:
-    """A process that a template forks."""
-
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.forked: asyncio.Future[int] = loop.create_future()
         """Its pid. Raises StartupError if it could not be forked."""
         self.gone: asyncio.Future[int | None] = loop.create_future()
         """Its exit status once it has ended; None if it ended with its template."""
-        self.forked.add_done_callback(lambda f: f.cancelled() or f.exception())  # it may never be awaited
+        self.forked.add_done_callback(lambda f: f.cancelled() or f.exception())
 
     @property
     def pid(self) -> int | None:
@@ -59,8 +55,6 @@ class Child:
 
 
 class _Template:
-    """One template process. `end`: this side of its socket."""
-
     def __init__(self, end: socket.socket, process: Child | subprocess.Popen[bytes]) -> None:
         self.end, self.process = end, process
         self.children: dict[int, Child] = {}
@@ -121,7 +115,6 @@ class _Template:
             self.answer.set_result((kind, *rest, "")[:2])
 
     def lost(self) -> None:
-        """Record that it ended with all its children."""
         if not self.alive:
             return
         self.alive = False
@@ -153,9 +146,9 @@ class Templates:
         return await self._template(workflow) is not None
 
     async def fork(self, workflow: str, child: Child, theirs: socket.socket, order: str = "work") -> bool:
-        """Fork a worker for this workflow; returns False if it has to import the module first. Raises like `prepare`.
+        """Fork a worker (or with `grade` a grader) for this workflow; returns False if it has to import the module.
 
-        With the order `grade` it forks a grader, which calls a function of the module.
+        Raises like `prepare`.
         """
         template = await self._template(workflow)
         await (template or await self._base()).fork(child, theirs, order)
@@ -195,7 +188,6 @@ class Templates:
     async def _cached(
         self, module: str, make: Callable[[], Coroutine[Any, Any, _Template | None]]
     ) -> _Template | None:
-        """Return the template of this module, made once for all callers, and again after it ended."""
         task = self._templates.get(module)
         if task is None or (task.done() and not _serves(task)):
             task = self._templates[module] = asyncio.create_task(make())
@@ -233,14 +225,13 @@ class Templates:
                 template.close()
 
     async def _start_base(self) -> _Template:
-        if self._process is not None:  # the previous one, which is ending
+        if self._process is not None:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         main = "trinity_es.actors.rollout.workers.template_main"
         code = f"import sys; sys.path[:] = {sys.path!r}; from {main} import main; main()"
         arguments = [str(theirs.fileno()), str(os.getpid()), self.log_file]
-        # Workflows must not see the system's key.
         environment = {k: v for k, v in os.environ.items() if k not in (KEY_VARIABLE, FILE_VARIABLE)}
         try:
             # Not in a pool's thread: PDEATHSIG is sent when the thread that started the process ends.
@@ -269,7 +260,6 @@ class Templates:
 
 
 def _serves(task: asyncio.Task[Any]) -> bool:
-    """Return True if the template that this task made is alive, or None."""
     if task.cancelled() or task.exception() is not None:
         return False
     template = task.result()
