@@ -68,7 +68,7 @@ def checked_adapter(
     if max_rank is not None and rank > max_rank:
         raise SyncError(
             f"the adapter at {folder} can't be served: its rank is {rank}, engines are ready for {max_rank}: raise "
-            "explorer.rollout_model.lora.max_rank, which takes a restart"
+            "explorer.rollout_model.lora.max_rank and restart"
         )
     digest = hashlib.sha256(hashlib.sha256(settings).digest() + hashlib.sha256(data).digest()).hexdigest()
     return AdapterFiles(rank, len(settings) + len(data), digest)

@@ -62,15 +62,12 @@ class _KeptTask(asyncio.Task[Any]):
 
     def cancel(self, msg: Any | None = None) -> bool:
         if not self.done() and _OWNER.get() is not _RUNNER and (self.owner is None or _OWNER.get() != self.owner):
+            name = getattr(self.get_coro(), "__qualname__", None) or self.get_name()
             raise WorkflowError(
-                f"a workflow cancelled a task that is not its own ({_task_name(self)}): cancel only tasks that it "
-                "made, not asyncio.all_tasks()"
+                f"a workflow cancelled a task that is not its own ({name}): cancel only tasks that it made, not "
+                "asyncio.all_tasks()"
             )
         return super().cancel(msg)
-
-
-def _task_name(task: asyncio.Task[Any]) -> str:
-    return getattr(task.get_coro(), "__qualname__", None) or task.get_name()
 
 
 def _new_task(loop: asyncio.AbstractEventLoop, coro: Any, **more: Any) -> asyncio.Task[Any]:

@@ -86,8 +86,8 @@ class Lease:
     ) -> None:
         """Raise WorkflowError if an argument can't be recorded or a duration is out of range."""
         if not (ttl >= SHORTEST_TTL and 0.0 < creation_timeout <= ttl):
-            raise WorkflowError(f"a lease has ttl {ttl} and creation_timeout {creation_timeout}: ttl is at least "
-                                f"{SHORTEST_TTL:g} s, and creation_timeout more than 0 and at most that")
+            raise WorkflowError(f"a lease has ttl {ttl} and creation_timeout {creation_timeout}: ttl must be at least "
+                                f"{SHORTEST_TTL:g} s, and creation_timeout above 0 and at most ttl")
         self._leases, self._path = leases, provider
         self._args = self._recordable("the arguments of a lease's provider", dict(args or {}))
         self.ttl, self.creation_timeout = float(ttl), float(creation_timeout)

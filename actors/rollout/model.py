@@ -240,9 +240,9 @@ class Model(OpenAIAccess):
             return sampled
         if not (as_text or judges) and self._asked_in(chat, tools):
             raise WorkflowError(
-                "no answer of this conversation is in it as it was sampled, after the prompt that it was sampled for, "
-                "or several fit that differ in the reasoning which it leaves out: keep that (reasoning_content), or "
-                "return extract_experience_from_history(); as_text=True learns from the text as it stands"
+                "no answer of this run is in the conversation as it was sampled, or several fit that differ only in "
+                "reasoning that it leaves out. Keep the reasoning (reasoning_content), return "
+                "extract_experience_from_history(), or train on the text alone with as_text=True"
             )
         limit = longest - 1 if longest else None
         experience = await off_the_loop(is_large(chat), lambda: self.tokenized(chat, tools=tools, limit=limit))
@@ -335,7 +335,7 @@ class Model(OpenAIAccess):
     def _require_open(self) -> None:
         if self._over:
             raise WorkflowError(
-                "this model answers no more, its run is over: let a workflow await all that it starts, and read "
+                "this model can't answer, its run is over: let a workflow await all that it starts, and read "
                 "self.model again in each run (a workflow that is reset gets another one)"
             )
 

@@ -309,7 +309,7 @@ class HTTPEngine(ServerWeights):
                 try:
                     event = await self._or_death(anext(events))
                 except StopAsyncIteration:
-                    raise EngineError(f"{self.server.url} ended a stream without an end") from None
+                    raise EngineError(f"{self.server.url} ended a stream without a finish_reason") from None
                 self._answered = time.monotonic()
                 for answer in self._answers(event, sampling, ids, whole=False):
                     count += len(answer.ids)
@@ -427,8 +427,8 @@ class HTTPEngine(ServerWeights):
         plain = plain and not (s.presence_penalty or s.frequency_penalty or s.json_schema or s.min_tokens)
         if s.logprobs and not self._processed and not (plain and s.repetition_penalty == 1.0):
             raise EngineError(
-                f"{self.server.url} gives logprobs before temperature, top_p and the like, which are not those of the "
-                "distribution that is sampled from: start it with --logprobs-mode processed_logprobs", refused=True,
+                f"{self.server.url} gives logprobs before temperature, top_p and the like, not those of the sampled "
+                "distribution: start it with --logprobs-mode processed_logprobs", refused=True,
             )
 
     async def _gives_processed_logprobs(self) -> bool:

@@ -95,7 +95,7 @@ class VLLMServer:
 
     def _client(self) -> httpx.AsyncClient:
         if self._closed:
-            raise ServerGone(f"{self.url} is asked nothing any more")
+            raise ServerGone(f"the connection to {self.url} was closed: its engine was stopped")
         if self._http is None:
             self._http = http_client(
                 base_url=self.url, headers={"authorization": f"Bearer {self._key}"} if self._key else {},

@@ -133,7 +133,7 @@ def _answer(choice: dict[str, Any], sampling: Sampling, spans: bool) -> Answer:
             ordered = (sorted(row, key=lambda item: -item[1]) for _, row in rows)
             top = [[item for item in row if item[1] > _FLOOR][: sampling.top_logprobs] for row in ordered]
     if reason is not None and reason not in _ENDS:
-        raise ValueError(f"it ended for {reason!r:.80}")
+        raise ValueError(f"its finish_reason is {reason!r:.80}")
     stop = choice.get("stop_reason")
     versions = choice.get("weight_versions") or ()
     labels = [(str(span["version"]), _integer(span["start"]), _integer(span["end"])) for span in versions]
@@ -145,7 +145,7 @@ def _answer(choice: dict[str, Any], sampling: Sampling, spans: bool) -> Answer:
 
 def _check(answer: Answer, sampling: Sampling, vocabulary: int, whole: bool) -> None:
     if whole and not (answer.ids and answer.finish_reason) and answer.finish_reason != "abort":
-        raise ValueError("it has no tokens" if answer.finish_reason else "it has no end")
+        raise ValueError("it has no tokens" if answer.finish_reason else "it has no finish_reason")
     if len(answer.ids) > sampling.max_tokens:
         raise ValueError(f"it has {len(answer.ids)} tokens where {sampling.max_tokens} were asked for")
     strange = next((token for token in answer.ids if not 0 <= token < vocabulary), None)

@@ -198,9 +198,8 @@ class ServerWeights:
         if found != label:
             kind = LabelLost if self._process else ServerGone  # else it may have restarted
             raise kind(
-                f"{url} does not keep the label of its weights: it took another (/update_weight_version), and tells "
-                f"{found!r} (/weight_info): give the URL of a single server with one API process, that no other run "
-                "uses, and not an address of several servers"
+                f"{url} does not keep the label of its weights: after /update_weight_version, /weight_info says "
+                f"{found!r}. Give the URL of a single server with one API process, which no other run uses"
             )
 
     async def load_weights(self, version: int, path: str) -> None:
@@ -239,7 +238,7 @@ class ServerWeights:
             except SyncError:
                 raise
             except Exception as e:
-                self._die(f"version {version} did not get into it: {e}")
+                self._die(f"loading version {version} into it failed: {e}")
                 self._alive()
             finally:
                 self._changing = False
@@ -249,8 +248,8 @@ class ServerWeights:
         facts = self._server_facts()
         if facts.on_cpu and self._tied and not facts.extension:
             raise SyncError(
-                f"version {version} was not loaded: vLLM on a CPU would keep the old head of a model whose head is its "
-                "embedding. Start the server with --worker-extension-cls "
+                f"version {version} was not loaded: vLLM on a CPU would keep the old head of a model whose head is "
+                "tied to its embedding. Start the server with --worker-extension-cls "
                 "trinity_es.actors.engines.vllm.weights.WorkerExtension, or give "
                 "explorer.rollout_model.servers.restart_command"
             )

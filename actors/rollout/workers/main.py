@@ -98,7 +98,7 @@ class _Link:
         self.waiting[call] = future
         if number != self.number:
             self.waiting.pop(call, None)
-            raise WorkflowError("the run is over: its model answers no more")
+            raise WorkflowError("the run is over: its model can't answer")
         self.send("call", number, call, index, what, name, arguments)
         return future
 
@@ -107,7 +107,7 @@ class _Link:
         for call in list(self.waiting):
             future = self.waiting.pop(call, None)
             if future is not None:
-                future.set_exception(WorkflowError("the run is over: its model answers no more"))
+                future.set_exception(WorkflowError("the run is over: its model can't answer"))
 
 
 class _RemoteTokenizer:
