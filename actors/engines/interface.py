@@ -176,10 +176,10 @@ class Engine(Protocol):
     why it will never answer again (None while it does; read every few seconds); `max_model_len` in tokens, to which
     longer conversations are cut; `waits_for`, an external action that it waits for (a start that waits is not late);
     and `runs_wait`, an action by a person that its requests wait for.
-    An engine with an HTTP server of its own has `async application(name, recording)`. It returns an ASGI application of
+    An engine with its own HTTP server has `async application(name, recording)`, which returns an ASGI application of
     vLLM's API with the model called `name`; `recording()` returns the `Recording` of the current request, if any.
     The class of an auxiliary model's engine has a static method `load_tokenizer(config: EngineConfig) -> Tokenizer`,
-    which may block: the processes that call that engine over HTTP render and decode themselves.
+    which may block: processes that call the engine over HTTP render and decode themselves.
     """
 
     model_version: int
@@ -232,7 +232,7 @@ class EngineLoad:
 
 
 class TellsLoad(Engine, Protocol):
-    """An engine that reports its load after each step, on the loop of its start, if `on_load` was set before."""
+    """An engine that reports its load after each step, on its event loop, if `on_load` was set before `start`."""
 
     on_load: Callable[[EngineLoad], None] | None
 

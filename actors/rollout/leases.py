@@ -51,7 +51,7 @@ class RunLeases:
         self._over = False
 
     def report(self, lease: str, what: str, **more: Any) -> Future[None]:
-        """Report a change. The future of `taken` is done when it is in the log. Raises WorkflowError after the run."""
+        """Report a change. The future of `taken` is done when it is in the log; after the run `taken` raises."""
         done: Future[None] = Future()
         if what == "taken" and self._over:
             raise WorkflowError("the run is over: it can take no lease")
@@ -328,7 +328,6 @@ async def _awaited(value: Any) -> Any:
 
 
 def _call_here(call: Callable[..., Any], *args: Any) -> None:
-    """Call a provider's method in a thread without a loop; an async one gets a loop."""
     result = call(*args)
     if inspect.isawaitable(result):
         asyncio.run(_awaited(result))

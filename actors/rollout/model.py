@@ -1,10 +1,9 @@
 """The model that a workflow calls: `self.model`.
 
-A runner makes one `Model` per run, over an engine that all runs share. It turns messages and prompts into token ids,
-calls the engine, and returns experiences that lack only the reward. It counts tokens and weight versions (`usage`). The
-runner adds ids, task and run; the workflow sets rewards and retries.
+A runner makes one `Model` per run, over an engine that all runs share. Its answers are experiences that lack only the
+reward, which the workflow sets, and the ids, which the runner sets. `usage` counts tokens and weight versions.
 
-Async workflows await the `*_async` methods. A sync workflow, in a thread or a worker process (`workers/main.py`), calls
+Async workflows await the `*_async` methods. Sync workflows, in a thread or a worker process (`workers/main.py`), call
 their blocking twins. Both may use OpenAI clients instead, whose answers are kept as experiences until the run ends.
 """
 
@@ -56,7 +55,6 @@ class OpenAIServer(Protocol):
 def _blocking(
     call: Callable[Concatenate[Model, _P], Coroutine[Any, Any, _T]]
 ) -> Callable[Concatenate[Model, _P], _T]:
-    """Return the blocking twin of a model's async method."""
     name = call.__name__
 
     @functools.wraps(call)
@@ -238,11 +236,11 @@ class Model(OpenAIAccess):
             elif sampled.logprobs is None or temperature not in (None, self.sampling.temperature):
                 await self._set_logprobs(sampled, temperature, longest)
             return sampled
-        if not (as_text or judges) and self._asked_in(chat, tools):
+        if not (as_text or judges) and self._answered_in(chat, tools):
             raise WorkflowError(
-                "no answer of this run is in the conversation as it was sampled, or several fit that differ only in "
-                "reasoning that it leaves out. Keep the reasoning (reasoning_content), return "
-                "extract_experience_from_history(), or train on the text alone with as_text=True"
+                "no answer of this run is in the conversation as it was sampled, after the prompt that it was sampled "
+                "for, or several fit that differ only in reasoning that it leaves out. Keep the reasoning "
+                "(reasoning_content), return extract_experience_from_history(), or train on the text with as_text=True"
             )
         limit = longest - 1 if longest else None
         experience = await off_the_loop(is_large(chat), lambda: self.tokenized(chat, tools=tools, limit=limit))

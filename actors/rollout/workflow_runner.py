@@ -1,7 +1,4 @@
-"""Execution of one unit: some runs of one task, by its workflow, on one engine.
-
-`WorkflowRunner` knows neither actors nor the log, so it also works in a user's own process. Times come from `clock`
-(monotonic seconds).
+"""Execution of one unit: some runs of one task, by its workflow, on one engine. No actor and no log is needed.
 
 An async workflow plays on the event loop and is cancelled at its timeout. If it swallows the cancellation, its run is
 over after `GRACE_SECONDS`; if it blocks the loop, it can't be ended here. A sync workflow plays in a worker process,
@@ -58,7 +55,7 @@ class AuxiliaryModel:
 
 
 class WorkflowRunner:
-    """Player of workflows on an engine.
+    """Player of workflows on an engine. Times come from `clock` (monotonic seconds).
 
     `concurrent_mode`: the runs of a task are `sequential`, `asynchronous` (at once on the loop) or `multi-threading`.
     `timeout`: seconds for one attempt at a unit. Workflows with `can_reset` are reused. `workers` plays sync workflows
@@ -105,9 +102,7 @@ class WorkflowRunner:
         self, task: Task, batch_id: BatchId, runs: range, *, timeout: float | None = None,
         leases: LeaseRecorder | None = None,
     ) -> UnitResult:
-        """Play these runs of a task, within `timeout` seconds if given. Failures are part of the result, and only a
-        cancellation raises.
-        """
+        """Play these runs of a task, within `timeout` seconds. Failures are in the result; only cancellation raises."""
         task.batch_id = batch_id
         out = UnitResult(model_version=self.engine.model_version, timeout=timeout or self.timeout)
         begun: list[float] = []
@@ -179,10 +174,10 @@ class WorkflowRunner:
         if not isinstance(task.workflow, str):
             return task.workflow
         if task.workflow not in self._classes:
-            self._classes[task.workflow] = await self._imported(task.workflow)
+            self._classes[task.workflow] = await self._import_class(task.workflow)
         return self._classes[task.workflow]
 
-    async def _imported(self, name: str) -> type[Any]:
+    async def _import_class(self, name: str) -> type[Any]:
         """Return the class of this name. A user's module is imported first in a template process, then here."""
         path = self.registry.get(name, name)
         module, _, attribute = path.partition(":")
@@ -335,7 +330,6 @@ class WorkflowRunner:
 
     @staticmethod
     def _run_sync(workflow: Any) -> Any:
-        """Call `run`, and raise WorkflowError if it raises SystemExit and the like."""
         try:
             return workflow.run()
         except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as e:

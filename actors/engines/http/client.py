@@ -67,7 +67,6 @@ def http_client(
 
 
 def _limited(transport: httpx.AsyncBaseTransport) -> httpx.AsyncBaseTransport:
-    """Return a transport that raises EngineError for answers that are too large or compressed."""
     import httpx
 
     class Counted(httpx.AsyncByteStream):

@@ -59,8 +59,8 @@ REFUSED_LOOKS = 2
 TRY_SECONDS = 30.0
 """Timeout of the test request to a server that failed another one."""
 BRAKE_SECONDS = 0.1, 10.0
-"""First and longest pause after failed requests in a row, which doubles: a failing server must not draw requests."""
-_TRIED = Sampling(max_tokens=4, ignore_eos=True)
+"""First and longest pause after failed requests in a row, which doubles: a failing server must not attract requests."""
+_TEST_SAMPLING = Sampling(max_tokens=4, ignore_eos=True)
 """Sampling of the test request, as plain as possible."""
 STOP_SECONDS = 8.0
 """How long a stop waits for a running change of weights: less than the guardian waits for the stop."""
@@ -88,7 +88,7 @@ class HTTPEngine(ServerWeights):
         self._processed = True
         """Logprobs are of the sampled distribution, for any sampling."""
         self._watching: asyncio.Task[None] | None = None
-        self._trying: asyncio.Task[bool] | None = None
+        self._testing: asyncio.Task[bool] | None = None
         self._looking, self._looks, self._proven = asyncio.Lock(), 0, 0
         """For `_confirm`: lock, number of checks begun, and number of the newest successful one."""
         self.runs_wait = ""
@@ -139,19 +139,19 @@ class HTTPEngine(ServerWeights):
 
     async def _connect(self) -> bool:
         """Wait for the server, load its first weights and test it; return False if it went away meanwhile."""
-        await self._reach()
+        await self._wait_until_reachable()
         try:
             await self._check_tokenizer()
-            await self._meet()
+            await self._read_facts()
             await self._first_weights()
             self.dead = None
             self._open.set()
-            await self._first_try()
+            await self._first_test()
         except EngineError as e:
             if not isinstance(e, ServerGone) and not e.details.get("dead"):
                 raise
             if str(e) != self.waits_for:
-                _log.warning("%s could not be met: %s", self.server.url, e)
+                _log.warning("connecting to %s failed: %s", self.server.url, e)
             self.waits_for = str(e)
             self.dead, self._label = _NOT_STARTED, None
             self._died.clear()
@@ -159,7 +159,7 @@ class HTTPEngine(ServerWeights):
             return False
         return True
 
-    async def _first_try(self) -> None:
+    async def _first_test(self) -> None:
         """Test the server, and report waits meanwhile. Raises EngineError; ServerGone if it went away."""
         trying = asyncio.create_task(self._gives_processed_logprobs())
         try:
@@ -176,7 +176,7 @@ class HTTPEngine(ServerWeights):
         if self._changes and self.dead is None:
             await asyncio.wait(self._changes, timeout=STOP_SECONDS)
         self._die("it was stopped")
-        for task in (self._watching, self._trying):
+        for task in (self._watching, self._testing):
             if task is not None:
                 task.cancel()
         await self.server.close()
@@ -242,25 +242,24 @@ class HTTPEngine(ServerWeights):
                 self._looks = number = self._looks + 1
                 await self._check_identity()
                 self._proven = number
-        self._alive()
+        self._require_alive()
 
-    async def _try(self) -> bool:
-        """Send the test request to a server that failed another, once for all that wait; returns False if inconclusive.
-        """
+    async def _test(self) -> bool:
+        """Test a server that failed a request, once for all that wait; return False if that was inconclusive."""
         if self._watching is None:  # during the first contact, whose caller reports the failure
             return True
-        if self._trying is None or self._trying.done():
-            self._trying = asyncio.create_task(self._conclusive_test())
-        conclusive = await asyncio.shield(self._trying)
-        self._alive()
+        if self._testing is None or self._testing.done():
+            self._testing = asyncio.create_task(self._run_test())
+        conclusive = await asyncio.shield(self._testing)
+        self._require_alive()
         return conclusive
 
-    async def _conclusive_test(self) -> bool:
+    async def _run_test(self) -> bool:
         begun = time.monotonic()
-        path, request, most = self._request(self._tried_with, _TRIED)
+        path, request, most = self._request(self._test_prompt, _TEST_SAMPLING)
         try:
             response = await self.server.ask("POST", path, request, seconds=TRY_SECONDS, most=most)
-            self._answers(response, _TRIED, self._tried_with)
+            self._answers(response, _TEST_SAMPLING, self._test_prompt)
             await self._check_identity()
         except EngineError as e:
             status = e.details.get("status")
@@ -274,9 +273,9 @@ class HTTPEngine(ServerWeights):
     async def _pause_after_failure(self) -> None:
         self._failed += 1
         first, longest = BRAKE_SECONDS
-        await self._or_death(asyncio.sleep(min(longest, first * 2.0 ** min(self._failed - 1, 10))))
+        await self._unless_dead(asyncio.sleep(min(longest, first * 2.0 ** min(self._failed - 1, 10))))
 
-    def _alive(self) -> None:
+    def _require_alive(self) -> None:
         if self.dead is not None:
             raise EngineError(f"{self.server.url} serves nothing: {self.dead}", dead=True)
 
@@ -292,7 +291,8 @@ class HTTPEngine(ServerWeights):
         def read(response: Any, version: int) -> list[Completion]:
             made = self._answers(response, sampling, ids)
             texts = [TextCutter(self.tokenizer, sampling.stop).add(a.ids, a.stop, last=True) for a in made]
-            return [a.completion(ids, t, self._spans(a, len(a.ids), version)) for a, t in zip(made, texts, strict=True)]
+            spans = [self._version_spans(a, len(a.ids), version) for a in made]
+            return [a.completion(ids, text, own) for a, text, own in zip(made, texts, spans, strict=True)]
 
         return await self._result(ids, sampling, read) * copies
 
@@ -307,7 +307,7 @@ class HTTPEngine(ServerWeights):
         ):
             while True:
                 try:
-                    event = await self._or_death(anext(events))
+                    event = await self._unless_dead(anext(events))
                 except StopAsyncIteration:
                     raise EngineError(f"{self.server.url} ended a stream without a finish_reason") from None
                 self._answered = time.monotonic()
@@ -320,8 +320,8 @@ class HTTPEngine(ServerWeights):
                         yield answer.completion(ids, text)
                         continue
                     if not spans:
-                        await self._or_death(self._confirm())
-                    made = answer.completion(ids, text, self._spans(answer, count, version))
+                        await self._unless_dead(self._confirm())
+                    made = answer.completion(ids, text, self._version_spans(answer, count, version))
                     self._failed = 0
                     yield made
                     return
@@ -337,7 +337,7 @@ class HTTPEngine(ServerWeights):
 
         def read(response: Any, version: int) -> list[float]:
             for answer in self._answers(response, sampling, ids):
-                self._spans(answer, len(answer.ids), version)
+                self._version_spans(answer, len(answer.ids), version)
             return prompt_logprobs(
                 response, ids, temperature, spans=self._server_facts().spans, server=self._server_name()
             )
@@ -350,9 +350,9 @@ class HTTPEngine(ServerWeights):
         """Send a request; return the result of `read` for the response and the version served at the request."""
         async with self._request_slot() as version:
             request = self._request(ids, sampling, prompt_logprobs=of_prompt)
-            response = await self._or_death(self.server.tokens(*request))
+            response = await self._unless_dead(self.server.tokens(*request))
             if not self._server_facts().spans:
-                await self._or_death(self._confirm())
+                await self._unless_dead(self._confirm())
             result = read(response, version)
         self._answered, self._failed = time.monotonic(), 0
         return result
@@ -376,8 +376,8 @@ class HTTPEngine(ServerWeights):
     async def _request_slot(self) -> AsyncIterator[int]:
         """Count a request as open, after a change of weights that excludes requests; give the version served."""
         await self._open.wait()
-        self._alive()
-        self._asking += 1
+        self._require_alive()
+        self._open_requests += 1
         try:
             yield self.model_version
         except ServerGone as e:
@@ -386,27 +386,27 @@ class HTTPEngine(ServerWeights):
             except EngineError as failure:  # `_watch` judges silence: it may be busy
                 if unreached(failure):
                     self._die(str(e))
-            self._alive()
+            self._require_alive()
             if "status" in e.details:
-                await self._try()
+                await self._test()
                 await self._pause_after_failure()
             raise EngineError(str(e)) from e  # the server serves: only this request failed
         except EngineError as e:
-            self._alive()
-            if await self._try() and e.details.get("refused"):
+            self._require_alive()
+            if await self._test() and e.details.get("refused"):
                 raise
             await self._pause_after_failure()
             raise EngineError(str(e)) from e
         finally:
-            self._asking -= 1
+            self._open_requests -= 1
 
     async def _ids(self, prompt: str | list[int]) -> list[int]:
-        self._alive()
+        self._require_alive()
         remedy = f"start {self.server.url} with a larger --max-model-len"
         return await prompt_ids(self.tokenizer, prompt, self.max_model_len or 0, remedy)
 
     # --- answers ----------------------------------------------------------------------------------------------------
-    def _spans(self, answer: Answer, count: int, version: int) -> tuple[tuple[int, int, int], ...]:
+    def _version_spans(self, answer: Answer, count: int, version: int) -> tuple[tuple[int, int, int], ...]:
         """Return a whole answer's version spans; `version` is that of answers without labels. Raises EngineError."""
         if answer.finish_reason == "abort":
             raise EngineError(f"{self.server.url} aborted the request: it is ending, or another client paused it")
@@ -415,14 +415,13 @@ class HTTPEngine(ServerWeights):
         strange = sorted({label for label, _, _ in answer.labels} - self._labels.keys())
         if strange:
             self._die(f"it answered with weights that this engine did not give it (labelled {strange[0]!r})")
-            self._alive()
+            self._require_alive()
         ends = [0, *(end for _, _, end in answer.labels)]
         if ends != sorted(ends) or ends != [*(start for _, start, _ in answer.labels), count]:
             raise EngineError(f"{self._server_name()} does not say which weights made each of {count} tokens{OTHERS}")
         return tuple((self._labels[label], start, end) for label, start, end in answer.labels)
 
     def _check_logprobs(self, s: Sampling) -> None:
-        """Raise EngineError for logprobs that would not be those of the sampled distribution."""
         plain = s.temperature in (0.0, 1.0) and s.top_p == 1.0 and s.top_k <= 0 and s.min_p == 0.0
         plain = plain and not (s.presence_penalty or s.frequency_penalty or s.json_schema or s.min_tokens)
         if s.logprobs and not self._processed and not (plain and s.repetition_penalty == 1.0):
@@ -434,6 +433,6 @@ class HTTPEngine(ServerWeights):
     async def _gives_processed_logprobs(self) -> bool:
         """Return True if a token that alone may be sampled has logprob 0."""
         self._vocabulary = vocabulary(self._model, self.tokenizer)
-        self._tried_with = [int(token) for token in self.tokenizer.encode("a")][-1:] or [0]
-        [made] = await self.generate(self._tried_with, replace(_TRIED, top_k=1))
+        self._test_prompt = [int(token) for token in self.tokenizer.encode("a")][-1:] or [0]
+        [made] = await self.generate(self._test_prompt, replace(_TEST_SAMPLING, top_k=1))
         return all(abs(value) < 1e-6 for value in made.logprobs or ())

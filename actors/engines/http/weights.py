@@ -76,24 +76,24 @@ class ServerWeights:
         """True while the server's weights, or the server itself, are replaced."""
         self._open = asyncio.Event()
         """Set while requests may begin."""
-        self._asking = 0
+        self._open_requests = 0
         self._changes: set[asyncio.Task[None]] = set()
         self._died = asyncio.Event()
 
-    def _alive(self) -> None:
+    def _require_alive(self) -> None:
         raise NotImplementedError
 
     def _die(self, reason: str) -> None:
         raise NotImplementedError
 
-    async def _or_death(self, call: Coroutine[Any, Any, _T]) -> _T:
+    async def _unless_dead(self, call: Coroutine[Any, Any, _T]) -> _T:
         """Return the result of a call. Raises EngineError if the engine ends first."""
         asking = asyncio.ensure_future(call)
         death = asyncio.ensure_future(self._died.wait())
         try:
             await asyncio.wait({asking, death}, return_when=asyncio.FIRST_COMPLETED)
             if not asking.done():
-                self._alive()
+                self._require_alive()
             return asking.result()
         finally:
             for task in (asking, death):
@@ -104,7 +104,7 @@ class ServerWeights:
         return self._facts
 
     # --- the server ---------------------------------------------------------------------------------------------------
-    async def _reach(self) -> None:
+    async def _wait_until_reachable(self) -> None:
         """Wait until the server answers. After `restart_after` seconds, run the restart command once."""
         began, commanded, reported = time.monotonic(), False, ""
         while True:
@@ -127,7 +127,7 @@ class ServerWeights:
                 _log.warning("waiting for %s: %s", self.server.url, problem)
             await asyncio.sleep(WATCH_SECONDS)
 
-    async def _meet(self) -> None:
+    async def _read_facts(self) -> None:
         facts = self._facts = await self.server.facts()
         self._process = await self.server.started()
         if not facts.loads and not self._process:
@@ -207,7 +207,7 @@ class ServerWeights:
 
         Raises SyncError if the checkpoint can't be loaded, EngineError (`dead=True`) if the attempt ended the engine.
         """
-        self._alive()
+        self._require_alive()
         change = asyncio.ensure_future(self._load(version, path))
         self._changes.add(change)
         change.add_done_callback(self._changes.discard)
@@ -216,7 +216,7 @@ class ServerWeights:
 
     async def _load(self, version: int, path: str) -> None:
         async with self._swapping:
-            self._alive()
+            self._require_alive()
             facts = self._server_facts()
             if Path(path).is_dir():
                 problem = await asyncio.to_thread(unloadable, path, self._shapes, self._tied)
@@ -231,15 +231,15 @@ class ServerWeights:
                 self._refuse_stale_head(version)
             try:
                 # Answers without labels must be of one version: no request may be open during the change.
-                async with contextlib.nullcontext() if facts.spans and facts.loads else self._held():
+                async with contextlib.nullcontext() if facts.spans and facts.loads else self._without_requests():
                     self._changing = True
                     change = self._change(version, path) if facts.loads else self._restart(version, path)
-                    await self._or_death(change)
+                    await self._unless_dead(change)
             except SyncError:
                 raise
             except Exception as e:
                 self._die(f"loading version {version} into it failed: {e}")
-                self._alive()
+                self._require_alive()
             finally:
                 self._changing = False
             self.model_version, self._served = version, path
@@ -310,7 +310,7 @@ class ServerWeights:
             try:
                 problem = await self.server.unhealthy()
                 if not problem and await self.server.started() != before:
-                    await self._meet()
+                    await self._read_facts()
                     if not _same(self._server_facts().root, path):
                         raise EngineError(
                             f"the restart command gave a server of {self._server_facts().root}, not of {path}: it must "
@@ -331,11 +331,11 @@ class ServerWeights:
         )
 
     @contextlib.asynccontextmanager
-    async def _held(self) -> AsyncIterator[None]:
+    async def _without_requests(self) -> AsyncIterator[None]:
         """Hold new requests back inside, after all open ones have ended."""
         self._open.clear()
         try:
-            while self._asking:
+            while self._open_requests:
                 await asyncio.sleep(0.02)
             yield
         finally:

@@ -66,7 +66,7 @@ class AdapterServing:
         self._ordering = asyncio.Lock()
         self._sweeping: asyncio.Task[None] | None = None
 
-    def _alive(self) -> Any:
+    def _live_llm(self) -> Any:
         raise NotImplementedError
 
     @property
@@ -97,7 +97,7 @@ class AdapterServing:
 
         vLLM reads the files itself, so they are checked again afterwards.
         """
-        llm = self._alive()
+        llm = self._live_llm()
         from vllm.lora.request import LoRARequest
 
         async with self._ordering:
@@ -115,7 +115,7 @@ class AdapterServing:
                         "raise explorer.rollout_model.lora.max_adapters"
                     )
                 await asyncio.sleep(_ROOM_SECONDS)
-                self._alive()
+                self._live_llm()
                 await self._sweep()
             new = ServedAdapter(name, version, LoRARequest(f"{name}@{version}", next(self._numbers), path))
             try:
@@ -127,7 +127,7 @@ class AdapterServing:
                     await self._remove(new)
                     raise
             except Exception as e:
-                self._alive()
+                self._live_llm()
                 current = self.adapters.get(name)
                 kept = "no version of it is served" if current is None else f"still serving {current}"
                 raise SyncError(f"version {version} of adapter {name!r} was not loaded: {short(e)}; {kept}") from e

@@ -1,8 +1,8 @@
-"""The vLLM engine.
+"""The vLLM engine. vllm and torch are imported in `start`.
 
-A runner builds one `VLLMEngine` and calls it on one asyncio loop, which may run in any thread. vLLM spawns processes
-(EngineCore, and a worker per GPU): `pids()` lists them, `stop()` ends them, and once the engine is up they end within a
-second of the death of the process that started them.
+A runner calls it on one asyncio loop, which may run in any thread. vLLM spawns processes (EngineCore, and a worker per
+GPU): `stop()` ends them, and once the engine is up they end within a second of the death of the process that started
+them.
 
 Promises beyond the `Engine` interface:
 - Prompts are sent as token ids, so `Completion.prompt_token_ids` is what the model read.
@@ -14,8 +14,6 @@ Promises beyond the `Engine` interface:
 - Requests in flight survive a change of weights. Their KV cache, and the prefix cache, are dropped and recomputed from
   their tokens with the new weights, so no token is made from keys and values of the old ones. Tokens and logprobs made
   before the change stay: `version_spans` says which version made which.
-
-vllm and torch are imported in `start`, not here.
 """
 
 from __future__ import annotations
@@ -101,7 +99,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         AdapterServing.__init__(self)
         self._llm: Any = None
         self._dead: str | None = "it was not started"
-        self._asking: set[asyncio.Task[Any]] = set()
+        self._requests: set[asyncio.Task[Any]] = set()
         self._cut_off: set[asyncio.Task[Any]] = set()
         self._born: list[psutil.Process] = []
         self._printed: Printed | None = None
@@ -241,7 +239,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         two = sorted({*self.tokenizer.encode("a")[-1:], *self.tokenizer.encode("b")[-1:]})
         sampling = Sampling(temperature=2.0, max_tokens=64, ignore_eos=True, top_logprobs=2, seed=0)
         params = sampling_params(sampling, {"allowed_token_ids": two})
-        output, _ = await self._whole(prompt, params)
+        output, _ = await self._last_output(prompt, params)
         rows = completion_of(prompt, output.outputs[0], top=2).top_logprobs or []
         sums = [math.fsum(math.exp(p) for _, p in row) for row in rows]
         wrong = next((total for total in sums if not abs(total - 1.0) < _MOST_OFF), None)  # so is NaN
@@ -279,9 +277,9 @@ class VLLMEngine(WeightChanges, AdapterServing):
                 llm.shutdown = lambda: None  # __del__ calls it again, at exit even without its modules
         await asyncio.to_thread(end_processes, processes)
         until = time.monotonic() + CUT_OFF_SECONDS
-        while self._asking - {asyncio.current_task()} and time.monotonic() < until:
+        while self._requests - {asyncio.current_task()} and time.monotonic() < until:
             await asyncio.sleep(0.02)
-        for task in self._asking - {asyncio.current_task()}:  # vLLM never answers a request that came as it ended
+        for task in self._requests - {asyncio.current_task()}:  # vLLM never answers a request that came as it ended
             self._cut_off.add(task)
             task.cancel()
 
@@ -296,7 +294,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         error = error_in(self._printed.text(), self._printing) if self._printed is not None else ""
         return f"its process ended ({error or why})" if error or why else "its process ended"
 
-    def _alive(self) -> Any:
+    def _live_llm(self) -> Any:
         self.dead  # noqa: B018  # updates `_dead`
         if self._dead is not None:
             raise EngineError(f"the engine serves nothing: {self._dead}", dead=True)
@@ -309,13 +307,13 @@ class VLLMEngine(WeightChanges, AdapterServing):
         Raises EngineError: `refused=True` if this engine will never serve the request (too long, say), `dead=True` if
         the engine is gone.
         """
-        llm = self._alive()
+        llm = self._live_llm()
         ids = await self._ids(prompt)
         copies = sampling.n if sampling.temperature == 0.0 else 1
         if copies > 1:  # vLLM refuses n > 1 at temperature 0
             sampling = dataclasses.replace(sampling, n=1)
         params = sampling_params(sampling, read_at_the_end(sampling.stop, sampling.top_logprobs))
-        output, adapter = await self._whole(ids, params, sampling.adapter)
+        output, adapter = await self._last_output(ids, params, sampling.adapter)
         await with_texts(llm.get_tokenizer(), ids, params, output.outputs)
         outputs = sorted(output.outputs, key=lambda o: int(o.index))
         return [completion_of(ids, o, sampling.top_logprobs, adapter) for o in outputs] * copies
@@ -337,7 +335,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         above 20 million values. Raises EngineError like `generate`.
         """
         ids = await self._ids(token_ids)
-        vocabulary = int(self._alive().model_config.get_vocab_size())
+        vocabulary = int(self._live_llm().model_config.get_vocab_size())
         whole = whole_distribution(len(ids), vocabulary, temperature, _MAX_DISTRIBUTION)
         if len(ids) == 1:
             return []
@@ -347,13 +345,13 @@ class VLLMEngine(WeightChanges, AdapterServing):
             max_tokens=1, temperature=0.0, prompt_logprobs=-1 if whole else 0, detokenize=False,
             output_kind=output_kind("FINAL_ONLY"),
         )
-        output, _ = await self._whole(ids, params, adapter)
+        output, _ = await self._last_output(ids, params, adapter)
         rows = zip(list(output.prompt_logprobs)[1:], ids[1:], strict=True)
         if not whole:
             return [float(row[token].logprob) for row, token in rows]
         return [at_temperature(row[t].logprob, (p.logprob for p in row.values()), temperature) for row, t in rows]
 
-    async def _whole(self, ids: list[int], params: Any, adapter: str = "") -> tuple[Any, tuple[str, int] | None]:
+    async def _last_output(self, ids: list[int], params: Any, adapter: str = "") -> tuple[Any, tuple[str, int] | None]:
         last = None
         async with contextlib.aclosing(self.outputs(ids, params, adapter)) as outputs:
             async for output in outputs:
@@ -363,13 +361,13 @@ class VLLMEngine(WeightChanges, AdapterServing):
 
     async def application(self, name: str, recording: Callable[[], Recording | None]) -> Any:
         options = self.config.server_args
-        return await vllm_server.application(self, self._alive(), self._model, name, options, recording)
+        return await vllm_server.application(self, self._live_llm(), self._model, name, options, recording)
 
     async def outputs(
         self, prompt: Any, params: Any, adapter: str = "", request: str = "", **more: Any
     ) -> AsyncGenerator[tuple[Any, tuple[str, int] | None]]:
-        """Yield vLLM's outputs for a request, each with its adapter, to the finished one. Raises like `generate`."""
-        llm = self._alive()
+        """Yield vLLM's outputs for a request, each with its adapter; the last is finished. Raises like `generate`."""
+        llm = self._live_llm()
         if self._speculates and params.stop:
             raise EngineError("stop texts don't work with engine_args.speculative_config: vLLM also returns tokens "
                               "after the stop text, which would be trained on", refused=True)
@@ -378,7 +376,7 @@ class VLLMEngine(WeightChanges, AdapterServing):
         assert task is not None
         tokens = prompt_of_ids(prompt) if isinstance(prompt, list) else prompt
         with self._using(adapter) as served:
-            self._asking.add(task)
+            self._requests.add(task)
             made_by = None if served is None else (served.name, served.version)
             more["lora_request"] = served and served.request
             stream: AsyncIterator[Any] = llm.generate(tokens, params, request or uuid4().hex, **more)
@@ -387,27 +385,27 @@ class VLLMEngine(WeightChanges, AdapterServing):
                 async with contextlib.aclosing(stream) as outputs:  # type: ignore[type-var]  # vLLM's is a generator
                     async for last in outputs:
                         if self._dead is not None and any(o.finish_reason == "abort" for o in last.outputs):
-                            raise EngineError("it was cut off by the engine's end")  # `_translated` gives the reason
+                            raise EngineError("it was cut off by the engine's end")  # see `_as_engine_error`
                         yield last, made_by
                 if last is None or not last.finished:
                     raise RuntimeError("the request ended without an answer")
             except Exception as e:
-                raise self._translated(e) from e
+                raise self._as_engine_error(e) from e
             except asyncio.CancelledError as e:
                 if task not in self._cut_off:
                     raise
                 task.uncancel()  # `_end` cancelled it, not the caller
-                raise self._translated(RuntimeError("it was cut off by the engine's end")) from e
+                raise self._as_engine_error(RuntimeError("it was cut off by the engine's end")) from e
             finally:
-                self._asking.discard(task)
+                self._requests.discard(task)
                 self._cut_off.discard(task)
 
     async def _ids(self, prompt: str | list[int]) -> list[int]:
-        self._alive()
+        self._live_llm()
         remedy = "raise explorer.rollout_model.max_model_len"
         return await prompt_ids(self.tokenizer, prompt, self._max_model_len, remedy)
 
-    def _translated(self, e: Exception) -> EngineError:
+    def _as_engine_error(self, e: Exception) -> EngineError:
         if self._dead is not None:
             return EngineError(f"the engine serves nothing: {self._dead}", dead=True)
         if type(e).__name__ == "EngineDeadError" or (self._llm is not None and self._llm.errored):

@@ -49,8 +49,7 @@ class WeightChanges:
         self._background: set[asyncio.Task[None]] = set()
         self._grouped = False
 
-    def _alive(self) -> Any:
-        """Return the AsyncLLM. Raises EngineError if the engine is dead."""
+    def _live_llm(self) -> Any:
         raise NotImplementedError
 
     async def _end(self, reason: str) -> None:
@@ -78,7 +77,7 @@ class WeightChanges:
     async def join_weight_group(
         self, address: str, port: int, rank_offset: int, world_size: int, timeout: float
     ) -> None:
-        llm = self._alive()
+        llm = self._live_llm()
         info = {"master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world_size}
         async with self._swapping:
             self._grouped = False
@@ -118,7 +117,7 @@ class WeightChanges:
         await self._in_workers("trinity_pack_again")
 
     async def _change(self, version: int, path: str, load: Callable[[str], Awaitable[None]]) -> None:
-        self._alive()
+        self._live_llm()
         change = asyncio.ensure_future(self._load(version, path, load))
         self._background.add(change)
         change.add_done_callback(self._background.discard)
@@ -149,7 +148,7 @@ class WeightChanges:
     @contextlib.asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
         """Pause generation inside; afterwards resume it or end the engine."""
-        llm = self._alive()
+        llm = self._live_llm()
         try:
             try:
                 await llm.pause_generation(mode="keep", clear_cache=True)

@@ -158,7 +158,7 @@ class Remembering(Conversing):
                     return turn, i, candidate
         return None
 
-    def _asked_in(self, messages: Sequence[Message], tools: Any) -> bool:
+    def _answered_in(self, messages: Sequence[Message], tools: Any) -> bool:
         prompts = {turn.rendered for turn in self.turns} - {None}
         texts = {turn.text.strip() for turn in self.turns if turn.rendered is not None} - {""}
         candidates = self._tools if tools is None else [tools]

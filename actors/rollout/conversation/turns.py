@@ -241,7 +241,6 @@ class Turns:
         return dict.fromkeys((turn.text, whole)).keys()
 
     def _ends_there(self, tail: str, last: str) -> bool:
-        """Return True if an answer ends before this text, so that nothing was appended to it."""
         closes = self.marks.closes
         return (
             (tail == "" and not last) or (last != "" and tail.startswith(last))

@@ -32,7 +32,7 @@ ANSWER_BYTES = 4 * 1024**2
 REWARDED = "trinity_es.workflows.rewards:rewarded"
 """Function that calls a task's reward; errors name the reward instead."""
 LOOK_SECONDS = 0.03
-"""Interval between checks of a grader's memory. By an rlimit, a MemoryError in a library would be a wrong answer."""
+"""Interval between checks of a grader's memory. With an rlimit, libraries take a MemoryError for a wrong answer."""
 
 
 class Graders:
@@ -134,7 +134,6 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
 
 
 def _memory(child: Child) -> int:
-    """Return its memory in bytes, including the part shared with its template; 0 if it has ended."""
     pid = child.pid
     try:
         return 0 if pid is None else int(psutil.Process(pid).memory_info().rss)

@@ -4,8 +4,7 @@ A template process (`template_main.py`) forks it, and the runner's `WorkerPool` 
 runner: by PDEATHSIG (Linux), with its template, and at the end of its pipe.
 
 Any thread may call `generate`, `chat` and the like, which block it; the `*_async` methods work on any event loop of the
-workflow's own. OpenAI clients call the runner's endpoint over HTTP. `model.model_version` and `model.usage` are as of
-the last answer through the pipe; `model.engine` has nothing else.
+workflow's own. `model.model_version` and `model.usage` are as of the last answer through the pipe.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ thread, by `WorkflowRunner.execute`. If its process ends (os._exit, a segfault, 
 `workflow`. At a timeout, a cancellation, and the end of the pool the worker is stopped at once and killed, with its
 descendants.
 
-A worker is in the runner's process group, and ends by itself after the runner. It executes `workers/main.py`;
-`workers/protocol.py` lists the messages.
+A worker (`workers/main.py`) is in the runner's process group, and ends by itself after the runner.
 """
 
 from __future__ import annotations
@@ -302,7 +301,7 @@ class _Worker:
 
 
 async def _call_result(model: Model, what: str, name: str, arguments: bytes) -> Any:
-    """Return the result of a worker's call; for an attribute of the tokenizer: is it a method, and else its value."""
+    """Return the result of a worker's call; for an attribute of the tokenizer (it is a method, its value)."""
     target = {"model": model, "leases": model.leases}.get(what) or model.tokenizer
     value = getattr(target, name)
     if what == "attribute":

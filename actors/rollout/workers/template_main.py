@@ -6,7 +6,6 @@ only that child is lost. Threads, sockets, files and GPUs that a module opens on
 module is `unsafe`, and each worker imports it itself.
 
 A template has one thread and does nothing by itself. It ends with its parent (PDEATHSIG), and its workers with it.
-`workers/templates.py` is the runner's side, `workers/protocol.py` lists the messages.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class _Template:
         self.generators: list[Any] = []
 
     def serve(self) -> None:
-        """Execute orders until the runner is gone. A forked child executes its own order, and serves on if it may."""
+        """Execute orders until the runner is gone; a forked child executes its own first."""
         woken, wake = socket.socketpair()
         woken.setblocking(False)
         wake.setblocking(False)

@@ -133,8 +133,8 @@ async def test_a_request_that_vllm_forgets_ends_with_its_engine(tmp_path: Path) 
     (tmp_path / "config.json").write_text("{}")
     engine = VLLMEngine(EngineConfig(model_path=str(tmp_path)))
     engine._llm, engine._dead = Forgetful(), None
-    asked = asyncio.create_task(engine._whole([1], None))
-    given_up = asyncio.create_task(engine._whole([1], None))
+    asked = asyncio.create_task(engine._last_output([1], None))
+    given_up = asyncio.create_task(engine._last_output([1], None))
     await asyncio.sleep(0)
     given_up.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -242,7 +242,7 @@ async def test_a_stop_text_beside_a_speculation_is_refused_since_tokens_follow_i
     """vLLM finds a stop text in what several tokens of one step say, and keeps them all (vllm 47616)."""
     engine = speculating(tmp_path, 0.0, 0.0)
     with pytest.raises(EngineError, match="tokens behind it") as refused:
-        await engine._whole([1], SimpleNamespace(stop=["x"]))
+        await engine._last_output([1], SimpleNamespace(stop=["x"]))
     assert refused.value.details == {"refused": True}
 
 

@@ -288,7 +288,7 @@ async def test_requests_wait_for_the_end_of_a_pause_however_long_it_is(
     asked = [asyncio.create_task(_all_of(engine, prompt)) for prompt in ([5], [5, 6])]
     while looked < 20:
         await asyncio.sleep(0.01)
-    assert not await engine._try(), "a pause tells nothing of what the server can"
+    assert not await engine._test(), "a pause tells nothing of what the server can"
     assert engine.dead is None
     assert not any(request.done() for request in asked)
     await engine.server.resume()
@@ -372,7 +372,7 @@ async def test_a_server_that_takes_nothing_any_more_ends_the_engine(server: Wron
 async def test_a_server_that_does_not_keep_its_label_is_told_and_not_met_again_and_again(tiny: Path) -> None:
     server = LosesLabels(tiny)
     engine = unmet(server, tiny)
-    with pytest.raises(EngineError, match=r"http://a:1 does not keep the label .* tells 'default' .*: give the URL of"):
+    with pytest.raises(EngineError, match=r"http://a:1 does not keep the label .* says 'default'. Give the URL of"):
         await asyncio.wait_for(engine.start(), 20)
     assert server.asked == 0
 

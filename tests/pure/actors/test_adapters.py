@@ -249,7 +249,7 @@ class Serving(AdapterServing):
             vllm_config=SimpleNamespace(lora_config=config), add_lora=add, remove_lora=remove
         )
 
-    def _alive(self) -> Any:
+    def _live_llm(self) -> Any:
         return self._llm
 
 
