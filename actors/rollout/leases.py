@@ -117,10 +117,10 @@ class Lease:
             creation_timeout=self.creation_timeout,
         )
 
-    def _late(self) -> StartupError:
+    def _late_error(self) -> StartupError:
         return StartupError(f"{self._path} made nothing within {self.creation_timeout:g} s (creation_timeout)")
 
-    def _accepted(self, handle: Any) -> Future[None] | None:
+    def _accept(self, handle: Any) -> Future[None] | None:
         with self._deciding:
             if self._given_up or time.monotonic() >= self._until:
                 return None
@@ -132,21 +132,21 @@ class Lease:
         made = self.provider.create(self.key, self.ttl)
         if inspect.isawaitable(made):
             return made
-        reported = self._accepted(made)
+        reported = self._accept(made)
         if reported is None:
             with self._logged("came too late, and could not be released"):
                 _call_here(self.provider.release, self.key, made)
-            raise self._late()
+            raise self._late_error()
         reported.result()
         return None
 
     async def _finish(self, making: Awaitable[Any]) -> None:
         made = await making
-        reported = self._accepted(made)
+        reported = self._accept(made)
         if reported is None:
             with self._logged("came too late, and could not be released"):
                 await _call_async(self.provider.release, self.key, made)
-            raise self._late()
+            raise self._late_error()
         await asyncio.wrap_future(reported)
 
     async def _in_time(self, making: Coroutine[Any, Any, None]) -> None:
@@ -162,7 +162,7 @@ class Lease:
                 task.cancel()
                 await asyncio.wait({task}, timeout=CANCEL_SECONDS)
         if self._given_up:
-            raise self._late()
+            raise self._late_error()
         task.result()
 
     @contextlib.contextmanager
@@ -185,7 +185,7 @@ class Lease:
         try:
             await self._recorded(self._take())
             if time.monotonic() >= self._until:  # the coordinator would not look for it any more
-                raise self._late()
+                raise self._late_error()
             await self._make()
         except BaseException as e:
             await self._leave("could not be made", e)

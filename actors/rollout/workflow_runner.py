@@ -108,7 +108,7 @@ class WorkflowRunner:
         begun: list[float] = []
         try:
             cls = await self._workflow_class(task)
-            portable = self._portable(cls, task)
+            portable = self._portable_task(cls, task)
             repeats = getattr(cls, "can_repeat", False)
             parts = [runs] if repeats else [range(run, run + 1) for run in runs]
 
@@ -197,7 +197,7 @@ class WorkflowRunner:
                 return cls
             return resolve(name, self.registry, "workflow")
 
-    def _portable(self, cls: type[Any], task: Task) -> dict[str, Any] | None:
+    def _portable_task(self, cls: type[Any], task: Task) -> dict[str, Any] | None:
         """Return the task in the form for a worker process; None if it plays in this process."""
         if self.workers is None or getattr(cls, "is_async", False):
             return None

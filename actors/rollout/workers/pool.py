@@ -155,11 +155,11 @@ class WorkerPool:
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGSTOP)  # at once, since the kill takes a while
-        ending = asyncio.create_task(self._killed(worker, pid))
+        ending = asyncio.create_task(self._kill_and_wait(worker, pid))
         self._endings.add(ending)
         ending.add_done_callback(self._endings.discard)
 
-    async def _killed(self, worker: _Worker, pid: int) -> None:
+    async def _kill_and_wait(self, worker: _Worker, pid: int) -> None:
         await asyncio.get_running_loop().run_in_executor(self._killer, _kill, pid)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(worker.child.gone), EXIT_SECONDS)
@@ -193,7 +193,7 @@ class _Worker:
 
     async def started(self) -> None:
         self.reader, self.writer = await asyncio.open_connection(sock=self.end)
-        await self._alive(self._wait_for("ready"))
+        await self._unless_ended(self._wait_for("ready"))
 
     def hung_up(self) -> bool:
         """Return True if the other end is closed, which shows before its template reports the end."""
@@ -217,7 +217,7 @@ class _Worker:
             return
         self.write("import", workflow)
         try:
-            await asyncio.wait_for(self._alive(self._wait_for("imported")), START_SECONDS)
+            await asyncio.wait_for(self._unless_ended(self._wait_for("imported")), START_SECONDS)
         except TimeoutError:
             raise errors.WorkflowError(f"{workflow} was not imported after {START_SECONDS:.0f} s") from None
         self.imported = True
@@ -229,9 +229,9 @@ class _Worker:
         self.begun = False
         seen = [(model.name, model.sampling, model.model_version) for model in models]
         self.write("run", self.number, task, batch_id, task_id, runs, seen)
-        return await self._alive(self._serve(models))
+        return await self._unless_ended(self._serve(models))
 
-    async def _alive(self, reading: Coroutine[Any, Any, _T]) -> _T:
+    async def _unless_ended(self, reading: Coroutine[Any, Any, _T]) -> _T:
         """Return the result of `reading`. Raises WorkflowError if the process, StartupError if its template ends."""
         task, gone = asyncio.create_task(reading), self.child.gone
         try:

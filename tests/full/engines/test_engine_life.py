@@ -234,14 +234,14 @@ async def test_a_speculation_that_tells_other_logprobs_is_refused_at_the_start(
     await right._check_speculation([7] * 4)
     assert [params.allowed_token_ids for params in right._llm.asked] == [[97, 98]]
     for wrong in ((-5.56, -5.56), (0.0, -0.7), (math.nan, math.nan), (-math.inf, -math.inf)):
-        with pytest.raises(ConfigError, match=r"speculative_config: vllm 0 on cpu tells .* wrong .* leave it"):
+        with pytest.raises(ConfigError, match=r"speculative_config: vllm 0 on cpu gives wrong .* leave it"):
             await speculating(tmp_path, *wrong)._check_speculation([7] * 4)
 
 
 async def test_a_stop_text_beside_a_speculation_is_refused_since_tokens_follow_it(tmp_path: Path) -> None:
     """vLLM finds a stop text in what several tokens of one step say, and keeps them all (vllm 47616)."""
     engine = speculating(tmp_path, 0.0, 0.0)
-    with pytest.raises(EngineError, match="tokens behind it") as refused:
+    with pytest.raises(EngineError, match="tokens after the stop text") as refused:
         await engine._last_output([1], SimpleNamespace(stop=["x"]))
     assert refused.value.details == {"refused": True}
 
