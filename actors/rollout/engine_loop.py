@@ -71,7 +71,7 @@ class _KeptTask(asyncio.Task[Any]):
 
 
 def _new_task(loop: asyncio.AbstractEventLoop, coro: Any, **more: Any) -> asyncio.Task[Any]:
-    """Make a task, an ordinary one in a workflow's code. The loop's task factory."""
+    """Make a task, the loop's factory: an ordinary one in a workflow's code, else a `_KeptTask`."""
     if _OWNER.get() is not _RUNNER:
         return asyncio.Task(coro, loop=loop, **more)
     task = _KeptTask(coro, loop=loop, **more)
@@ -111,7 +111,7 @@ class EngineLoop(_Loop):
     def run_in_executor(  # type: ignore[override]  # without the types of its TypeVarTuple
         self, executor: Executor | None, func: Callable[..., Any], *args: Any
     ) -> Any:
-        """Run a function in a thread: of its own unit for a workflow that names no executor."""
+        """Run a function in a thread: a workflow's in its unit's threads, unless it names an executor."""
         owner = _OWNER.get()
         if executor is None and owner is not _RUNNER:
             executor = self._threads.get(owner)

@@ -45,7 +45,7 @@ class UnitResult:
     model_version_end: int = 0
     seconds: float = 0.0
     timeout: float | None = None
-    """In seconds."""
+    """Seconds."""
     other_tokens: tuple[int, int] = (0, 0)
     """Prompt and response tokens that belong to no single run: see `RunsFinished`."""
     lacks: bool = False
@@ -87,9 +87,9 @@ def _number_runs(experiences: Sequence[Experience], runs: range) -> None:
 def grouped_by_run(
     experiences: Sequence[Experience], runs: range, workflow: str, lost: Collection[int] = ()
 ) -> dict[int, list[Experience]]:
-    """Return the experiences of each run. `lost`: failed runs, with which a workflow numbers its experiences itself.
+    """Return the experiences of each run. Raises WorkflowError for an experience of a run not in `runs`.
 
-    Raises WorkflowError for an experience of a run not in `runs`.
+    `lost`: runs that the workflow reports as failed. If there are any, it has numbered its experiences itself.
     """
     if not lost:
         _number_runs(experiences, runs)

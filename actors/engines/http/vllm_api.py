@@ -188,7 +188,7 @@ class VLLMServer:
                 await self._wait_out(e, pauses)
 
     async def _wait_out(self, gone: ServerGone, pauses: Iterator[float]) -> None:
-        """Wait for the next of `pauses`, or while the server is paused. Raises `gone` if it is no busy server's."""
+        """Wait for the next of `pauses`, or while the server is paused. Raises `gone` if not busy, or none is left."""
         if gone.details.get("status") not in BUSY:
             raise gone
         if await self.rejects():

@@ -55,7 +55,7 @@ class WeightSender:
         self, address: str, port: int, world_size: int, *, device: int | None = None, timeout: float = GLOO_SECONDS,
         given_up: threading.Event | None = None,
     ) -> None:
-        """Join the group. `device`: the GPU to send from, which no engine may use; None: gloo. `given_up`: for gloo."""
+        """Join the group. `device`: the GPU to send from, which no engine may use; None: gloo, ended by `given_up`."""
         self.device = device
         self.group: Any
         if device is not None:

@@ -236,7 +236,7 @@ class Turns:
         return None
 
     def _texts(self, turn: Turn) -> Collection[str]:
-        """Return an answer's text as the client got it, and with special tokens but for the last."""
+        """Return the texts that a client may send back: the one it got, and one with special tokens but for the end."""
         whole = self._decoded(turn)[0].removesuffix(self.end_of(turn))
         return dict.fromkeys((turn.text, whole)).keys()
 

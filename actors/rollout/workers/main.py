@@ -218,7 +218,7 @@ class _RemoteModel(Model):
 
 
 class _Player(WorkflowRunner):
-    """A WorkflowRunner that plays in this thread, where nothing waits for an event loop."""
+    """A WorkflowRunner that plays in this thread. Nothing in it waits for an event loop."""
 
     def __init__(self, link: _Link) -> None:
         self.link = link

@@ -134,7 +134,7 @@ class Templates:
         self.log_file = log_file
         self._process: subprocess.Popen[bytes] | None = None
         self._templates: dict[str, asyncio.Task[_Template | None]] = {}
-        """By module; None: each worker imports it itself. "" is the first template, which imported no workflow."""
+        """Template by module; None: each worker imports it itself. The first one, without workflows, is under ""."""
         self._newest: _Template | None = None
         """The last template that imported a module. The next is forked from it, so that they share memory."""
 
