@@ -1,4 +1,4 @@
-"""A disk that refuses to be written: which one, how much room it has, what to do. In words, for errors."""
+"""Error texts of a disk that can't be written: which one, how much room it has, what to do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_FILE = "this process or machine can open no more files: raise the limit of op
 
 
 def is_out_of_files() -> bool:
-    """Return True if this process can open no file now: a database says then that its own can't be opened."""
+    """Return True if this process can open no file now; a database then reports that its own can't be opened."""
     try:
         os.close(os.open("/", os.O_RDONLY))
     except OSError as e:
@@ -30,7 +30,7 @@ def is_disk_full(e: OSError) -> bool:
 
 
 def refusal(path: Path, needed: int, e: OSError) -> str:
-    """Return why a file of about `needed` bytes could not be written there, and the way out."""
+    """Return why a file of about `needed` bytes could not be written, and the way out."""
     if is_disk_full(e):
         return room(path, needed)
     if e.errno == errno.EROFS:
@@ -45,19 +45,19 @@ def refusal(path: Path, needed: int, e: OSError) -> str:
 
 
 def room(path: Path, needed: int) -> str:
-    """Return how full the disk of `path` is, of which about `needed` bytes were wanted, and the way out."""
+    """Return how full the disk of `path` is, when about `needed` bytes were to be written, and the way out."""
     for folder in (path, *path.parents):
         try:
-            found = shutil.disk_usage(folder)
+            usage = shutil.disk_usage(folder)
         except OSError:
             continue
         break
     else:
         return f"the disk of {path} can't be asked how full it is: free space there, and it goes on by itself"
-    told = f"{_bytes(found.free)} of {_bytes(found.total)} are free, about {_bytes(needed)} are needed"
-    if found.free < needed:
-        return f"the disk of {folder} is full ({told}): free space there, and it goes on by itself"
-    return (f"the disk of {folder} takes no more ({told}, so a quota, a limit of file sizes or the disk itself stops "
+    sizes = f"{_bytes(usage.free)} of {_bytes(usage.total)} are free, about {_bytes(needed)} are needed"
+    if usage.free < needed:
+        return f"the disk of {folder} is full ({sizes}): free space there, and it goes on by itself"
+    return (f"the disk of {folder} takes no more ({sizes}, so a quota, a limit of file sizes or the disk itself stops "
             "it): free space or lift the limit, and it goes on by itself")
 
 
