@@ -212,7 +212,7 @@ BREAKS = (
           "pure/projections/test_batch.py::test_an_eval_whose_tasks_lost_runs_has_one_mean_over_all_and_says_how_many_are_"
           "missing"),
     Break(15, "A copy of a store has the lease of the original.", "events/store/leases.py",
-          'return "" if taken_for.is_same(here) else taken_for.place', 'return ""',
+          'return "" if taken_for.is_same(current) else taken_for.place', 'return ""',
           "main/test_log_contract.py::TestLease::test_nobody_holds_it_in_a_copy_of_the_store[sqlite]"),
 )
 
