@@ -1,9 +1,7 @@
-"""Events as bytes, and back.
+"""Events as JSON bytes, and back. Name and schema version have columns of their own.
 
-The bytes of an event are its fields as JSON (orjson, sorted keys); its name and schema version have columns of their
-own. `check` reads an event back before it is written, because an unreadable event would stop every replay for ever.
-The functions in `UPCASTERS` lift an older schema, one version at a time, before the event is built; stored bytes are
-never rewritten.
+`check` reads an event back before it is written, because an unreadable event would stop every replay for ever.
+`UPCASTERS` lift older schemas when an event is read; stored bytes are never rewritten.
 """
 
 from __future__ import annotations
@@ -27,10 +25,10 @@ UPCASTERS: dict[tuple[str, int], Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 
 def encode(event: Event) -> bytes:
-    """Return the event's fields as JSON bytes, the same bytes for the same event.
+    """Return the event's fields as JSON bytes, the same bytes for equal events.
 
-    Raises InvalidEvent, naming the event and the field, for values that JSON can't hold: NaN, infinities, objects, keys
-    that are no strings, integers beyond 64 bits, text that is no UTF-8.
+    Raises InvalidEvent, naming the field, for NaN, infinities, objects, keys that are no strings, integers beyond 64
+    bits, and text that is no UTF-8.
     """
     data = _write(event)
     _require_finite(event, data)
@@ -75,9 +73,9 @@ def _require_finite(event: Event, data: bytes) -> None:
 
 
 def decode(type_name: str, schema_version: int, data: bytes) -> Event:
-    """Return the event that was written as `type_name` in `schema_version`, lifted to today's schema.
+    """Return the event stored as `type_name` in `schema_version`, lifted to the current schema.
 
-    Raises LogTooNew for an event type or schema version of newer software, InvalidEvent for bytes of no such event.
+    Raises LogTooNew for a type or schema version of newer software, InvalidEvent for bytes of no such event.
     """
     cls = EVENTS.get(type_name)
     if cls is None:

@@ -72,7 +72,7 @@ class CustomField:
     destination_field: str
     """Name of the trainer's column."""
     data_type: str
-    """Name of its dtype ("float32"); a torch or numpy dtype is accepted and becomes its name."""
+    """Name of its dtype ("float32"); a torch or numpy dtype is converted to its name."""
 
     def __post_init__(self) -> None:
         dtype: Any = self.data_type

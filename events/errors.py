@@ -83,7 +83,7 @@ class NotFinite(DataError):
 
 # --- batches --------------------------------------------------------------------------------------------------------
 class BatchAlreadyActive(TrinityError, ValueError):
-    """submit_batch with the id of a batch that has not ended."""
+    """submit_batch with the id of a batch that is still open."""
 
 
 class BatchNotFound(TrinityError, KeyError):
@@ -200,7 +200,7 @@ class NotRunning(TrinityError):
 
 
 class WrongKey(TrinityError):
-    """The key of the actor system is missing, wrong, or readable by others; says where it was looked for."""
+    """The key of the actor system is missing, wrong, or readable by others; says which places were searched."""
 
 
 class VersionMismatch(TrinityError):

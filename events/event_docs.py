@@ -1,6 +1,6 @@
-"""docs/EVENTS.md, printed from the vocabulary: `python -m trinity_es.events.event_docs > docs/EVENTS.md`.
+"""Prints docs/EVENTS.md: `python -m trinity_es.events.event_docs > docs/EVENTS.md`.
 
-It reads the sources of `vocabulary/`, since Python itself drops the strings under fields.
+It parses the sources of `vocabulary/`, since Python itself drops the strings under fields.
 """
 
 from __future__ import annotations

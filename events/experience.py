@@ -1,9 +1,7 @@
-"""Experiences: what rollouts produce and trainers learn from, and their serialisation in large groups.
+"""Experiences, which rollouts produce and trainers learn from, and their serialisation.
 
-Workflows make `Experience`s, runners stamp and serialise them, the pipeline and the trainer read them. An experience is
-checked when it is made and again when it is serialised, since it is mutable in between: so in every payload the shapes
-agree and the numbers in the JSON part are finite. Arrays are numpy; torch tensors are accepted but torch is never
-imported, so an auditor's machine can read every payload. `payload_format.py` has the file format.
+An experience is checked when it is made and again when it is serialised, since it is mutable in between. Arrays are
+numpy; torch tensors are accepted but torch is never imported, so an auditor's machine can read every payload.
 """
 
 from __future__ import annotations
@@ -116,9 +114,9 @@ class Experience:
         self.validate()
 
     # --- checks -----------------------------------------------------------------------------------------------------
-    def _bad(self, name: str, problem: str, place: str = "", kind: type[DataError] = DataError) -> DataError:
+    def _error(self, name: str, problem: str, place: str = "", kind: type[DataError] = DataError) -> DataError:
         uid = self.eid.uid if isinstance(self.eid, EID) else repr(self.eid)
-        # Before its runner sets batch and task, an experience has no useful id.
+        # Until its runner sets batch and task, the id of an experience says nothing.
         unnamed = isinstance(self.eid, EID) and self.eid.batch == self.eid.task == ""
         subject = "a new experience" if unnamed else f"experience {uid}"
         return kind(f"{subject}: {name}{place} {problem}", eid=uid, field=name)
@@ -130,7 +128,7 @@ class Experience:
             return value
         array = self._array(name, value)
         if array.ndim != 1:
-            raise self._bad(name, f"has shape {array.shape}, expected one dimension")
+            raise self._error(name, f"has shape {array.shape}, expected one dimension")
         if array.dtype == dtype:
             return array.astype(dtype, copy=False)
         fits = {"i": "iu", "f": "fiu", "b": "biu"}[dtype.kind]
@@ -140,16 +138,16 @@ class Experience:
                 _warn_once(warning, name, array.dtype, dtype)
             fits += "f"
         if array.size and array.dtype.kind not in fits:
-            raise self._bad(name, f"has dtype {array.dtype}, expected {dtype}")
+            raise self._error(name, f"has dtype {array.dtype}, expected {dtype}")
         if dtype.kind == "i" and array.size:
             bounds = np.iinfo(dtype)
             if int(array.min()) < bounds.min or int(array.max()) > bounds.max:
-                raise self._bad(name, f"holds numbers that don't fit {dtype}")
+                raise self._error(name, f"holds numbers that don't fit {dtype}")
         try:
             with np.errstate(over="raise"):
                 return array.astype(dtype)
         except FloatingPointError as e:
-            raise self._bad(name, f"holds numbers that don't fit {dtype}", kind=NotFinite) from e
+            raise self._error(name, f"holds numbers that don't fit {dtype}", kind=NotFinite) from e
 
     def _array(self, name: str, value: Any) -> Array:
         try:
@@ -159,38 +157,35 @@ class Experience:
                     value = value.float()
             array = np.asarray(value)
         except (TypeError, ValueError, RuntimeError, OverflowError) as e:
-            raise self._bad(name, f"can't be made an array ({e})") from e
+            raise self._error(name, f"can't be made an array ({e})") from e
         dtype = array.dtype.newbyteorder("=")
         if dtype not in DTYPES:
-            raise self._bad(name, f"has dtype {array.dtype}, which can't be kept: use numbers or bools")
+            raise self._error(name, f"has dtype {array.dtype}, which can't be kept: use numbers or bools")
         return array.astype(dtype, copy=False)
 
     def _json(self, name: str, value: Any, kind: type) -> Any:
         if not isinstance(value, kind) or isinstance(value, str):
-            raise self._bad(name, f"is a {type(value).__name__}, expected a {kind.__name__}")
+            raise self._error(name, f"is a {type(value).__name__}, expected a {kind.__name__}")
         try:
             return plain(value)
         except NotPlain as e:
-            raise self._bad(name + "".join(reversed(e.path)), e.what) from None
+            raise self._error(name + "".join(reversed(e.path)), e.problem) from None
 
     def validate(self) -> None:
-        """Check every field, and bring values assigned since (tensors, lists, numpy scalars) to their types.
-
-        The constructor and `serialize_many` call this. Raises DataError naming the experience and the field.
-        """
+        """Check every field, and convert values assigned since (tensors, lists, numpy scalars). Raises DataError."""
         if not isinstance(self.eid, EID):
-            raise self._bad("eid", f"is a {type(self.eid).__name__}, expected an EID")
+            raise self._error("eid", f"is a {type(self.eid).__name__}, expected an EID")
         fields = self.__dict__
         for name in VECTORS:
             if fields[name] is not None:
                 fields[name] = self._vector(name, fields[name])
         if fields["tokens"] is None:
-            raise self._bad("tokens", "are missing")
+            raise self._error("tokens", "are missing")
         for name in _TOKENS:
             array = fields[name]
             if array is not None and array.size and array.min() < 0:
                 index = int(np.argmax(array < 0))
-                raise self._bad(name, f"is {array[index]}: a token id is 0 at least", place=f"[{index}]")
+                raise self._error(name, f"is {array[index]}: a token id is 0 at least", place=f"[{index}]")
         self._check_lengths()
         if self.reward is not None:
             self.reward = self._number(self.reward)
@@ -208,7 +203,7 @@ class Experience:
             value = fields[name]
             if value is not None:
                 if not isinstance(value, str):
-                    raise self._bad(name, f"is a {type(value).__name__}, expected text")
+                    raise self._error(name, f"is a {type(value).__name__}, expected text")
                 if not value.isascii():
                     self._json(name, [value], list)
         self.info = self._json("info", self.info, dict) if self.info else {}
@@ -217,18 +212,15 @@ class Experience:
             if fields[name] is not None:
                 fields[name] = self._json(name, fields[name], Sequence)
         if not all(isinstance(c, CustomField) for c in self.custom_fields):
-            raise self._bad("custom_fields", f"is {self.custom_fields!r}, expected a list of CustomField")
+            raise self._error("custom_fields", f"is {self.custom_fields!r}, expected a list of CustomField")
 
     def require_finite(self) -> None:
-        """Refuse NaN and infinities in the reward and in any array: a quick part of `validate`.
-
-        Raises NotFinite (a DataError) naming the experience, the field and the index.
-        """
+        """Refuse NaN and infinities in the reward and in any array. Raises NotFinite. A quick part of `validate`."""
         fields = self.__dict__
         reward = fields["reward"]
         if reward is not None and not abs(reward) <= LARGEST_REWARD:
             problem = f"is {reward}: only finite numbers can be recorded; trainers compute in float32, 1e30 is the most"
-            raise self._bad("reward", problem, kind=NotFinite)
+            raise self._error("reward", problem, kind=NotFinite)
         for name in _FINITE:
             if fields[name] is not None:
                 self._finite(name, fields[name])
@@ -240,7 +232,7 @@ class Experience:
             return
         index = [int(i) for i in np.argwhere(~np.isfinite(array))[0]]
         problem = f"is {array[tuple(index)]}: only finite numbers can be learned from"
-        raise self._bad(name, problem, str(index), NotFinite)
+        raise self._error(name, problem, str(index), NotFinite)
 
     def _number(self, value: Any) -> float:
         try:
@@ -248,7 +240,7 @@ class Experience:
                 raise TypeError("text")
             return float(value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as e:
-            raise self._bad("reward", f"is {shown(value)}, expected a number") from e
+            raise self._error("reward", f"is {shown(value)}, expected a number") from e
 
     def _check_lengths(self) -> None:
         seq = len(self.tokens)
@@ -256,11 +248,11 @@ class Experience:
         if isinstance(prompt, np.integer):
             self.prompt_length = prompt = int(prompt)
         if not isinstance(prompt, int) or isinstance(prompt, bool):
-            raise self._bad("prompt_length", f"is {shown(prompt)}, expected a number of tokens")
+            raise self._error("prompt_length", f"is {shown(prompt)}, expected a number of tokens")
         if self.experience_type == "dpo":
             if prompt != seq:
                 problem = f"is {shown(prompt)}, but a preference pair's prompt is its {seq} tokens"
-                raise self._bad("prompt_length", problem)
+                raise self._error("prompt_length", problem)
             return
         if self.experience_type == "single_turn":
             # A truncated prompt may leave no room for a response; Trinity-RFT's class allows it too.
@@ -269,7 +261,7 @@ class Experience:
             least, most = 0, seq
         if not least <= prompt <= most:
             problem = f"is {shown(prompt)}, expected {least} to {most} with tokens of shape ({seq},)"
-            raise self._bad("prompt_length", problem)
+            raise self._error("prompt_length", problem)
         response = seq - prompt
         self._cut_to_response(seq, prompt)
         if self.action_mask is None:
@@ -277,7 +269,7 @@ class Experience:
         fields = self.__dict__
         for name, (_, per_response) in VECTORS.items():
             if per_response and fields[name] is not None and len(fields[name]) != response:
-                raise self._bad(name, f"has shape {fields[name].shape}, but the response has {response} tokens "
+                raise self._error(name, f"has shape {fields[name].shape}, but the response has {response} tokens "
                                 f"(tokens of shape ({seq},), prompt_length {prompt})")
 
     def _cut_to_response(self, seq: int, prompt: int) -> None:
@@ -294,8 +286,8 @@ class Experience:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Experience):
             return NotImplemented
-        mine, theirs = self.__dict__, other.__dict__
-        return mine.keys() == theirs.keys() and all(_same(mine[name], theirs[name]) for name in mine)
+        own, theirs = self.__dict__, other.__dict__
+        return own.keys() == theirs.keys() and all(_is_equal(own[name], theirs[name]) for name in own)
 
     def __repr__(self) -> str:
         return (
@@ -304,7 +296,7 @@ class Experience:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return its readable part as plain JSON: everything but the arrays and fields that are None."""
+        """Return its fields as plain JSON, without arrays and fields that are None."""
         out: dict[str, Any] = {
             "eid": self.eid.to_dict(), "type": self.experience_type, "prompt_length": self.prompt_length,
             "response_length": len(self.tokens) - self.prompt_length, "info": self.info, "metrics": self.metrics,
@@ -316,14 +308,12 @@ class Experience:
 
     # --- as bytes ---------------------------------------------------------------------------------------------------
     def serialize(self) -> bytes:
-        """Return this experience alone as a payload. Raises DataError as `validate` does."""
+        """Return this experience alone as a payload. Raises DataError as `validate`."""
         return self.serialize_many([self])
 
     @classmethod
     def deserialize(cls, data: bytes) -> Self:
-        """Return the one experience of a payload.
-
-        Raises CorruptPayload; DataError if the payload holds another number of them.
+        """Return the one experience of a payload. Raises CorruptPayload; DataError for another number of experiences.
         """
         experiences = cls.deserialize_many(data)
         if len(experiences) != 1:
@@ -364,9 +354,8 @@ class Experience:
     def deserialize_many(cls, data: bytes, first: int = 0, count: int | None = None) -> list[Self]:
         """Return `count` experiences of a payload (None: all that follow) from `first` on, with writable arrays.
 
-        Raises DataError for a negative number. Raises CorruptPayload for bytes that `serialize_many` did not write,
-        for fewer than `first + count` experiences, and for a delivered payload, which refers to others and needs
-        `read_experiences`.
+        Raises DataError for a negative number. Raises CorruptPayload for other bytes, too few experiences, and a
+        delivered payload, which refers to others and needs `read_experiences`.
         """
         if first < 0 or (count is not None and count < 0):
             raise DataError(f"can't read {count} experiences from number {first} on: negative")
@@ -376,7 +365,7 @@ class Experience:
 
     @classmethod
     def of_fields(cls, all_fields: Iterable[dict[str, Any]]) -> list[Self]:
-        """Return experiences with these fields, which are not checked, since they were when they were written."""
+        """Return experiences with these fields unchecked, since they were checked when they were written."""
         out = []
         for fields in all_fields:
             experience = cls.__new__(cls)
@@ -396,9 +385,9 @@ def group_by(experiences: Iterable[Experience], id_type: Literal["task", "run", 
     return groups
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_equal(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray):
         return isinstance(b, np.ndarray) and same_array(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(_is_equal(a[key], b[key]) for key in a)
     return type(a) is type(b) and bool(a == b)

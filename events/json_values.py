@@ -17,8 +17,8 @@ _DEPTH = 200  # orjson refuses JSON nested deeper than 254, counting our own lev
 class NotPlain(Exception):
     """A value that can't be JSON; `path` leads to it, innermost first."""
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
         self.path: list[str] = []
 
 

@@ -65,12 +65,12 @@ def encode(items: list[dict[str, Any]], columns: Iterable[Column], sources: Sequ
     tensors: dict[str, Array] = {}
     for name, key, arrays in columns:
         for dtype in dict.fromkeys(a.dtype for a in arrays if a is not None):
-            mine = [a if a is not None and a.dtype == dtype else None for a in arrays]
-            shapes = [None if a is None else a.size if a.ndim == 1 else a.shape for a in mine]
-            flat = np.concatenate([a.ravel() for a in mine if a is not None])
-            number, same = str(len(written)), all_shapes.index(shapes) if shapes in all_shapes else shapes
+            of_dtype = [a if a is not None and a.dtype == dtype else None for a in arrays]
+            shapes = [None if a is None else a.size if a.ndim == 1 else a.shape for a in of_dtype]
+            flat = np.concatenate([a.ravel() for a in of_dtype if a is not None])
+            number, shapes_or_index = str(len(written)), all_shapes.index(shapes) if shapes in all_shapes else shapes
             tensors |= _as_runs(number, flat) or {number: flat}
-            written.append([name, key, DTYPES[dtype], same])
+            written.append([name, key, DTYPES[dtype], shapes_or_index])
             all_shapes.append(shapes)
     header = {"items": items, "columns": written} | ({"sources": list(sources)} if sources else {})
     tensors["header"] = np.frombuffer(orjson.dumps(header), np.uint8)
@@ -137,14 +137,14 @@ class _Read(NamedTuple):
 
 
 class Payload:
-    """An open payload: its items, and its arrays as views of the bytes, writable if the bytes are.
+    """An open payload: its items, and its arrays as views of the bytes.
 
-    Raises CorruptPayload for an unknown version or a wrong checksum. Foreign bytes may raise anything: use `decoding`.
+    Raises CorruptPayload for an unknown version or a wrong checksum. Other bytes may raise any error: use `decoding`.
     """
 
     def __init__(self, data: bytes | bytearray, *, checked: bool = False) -> None:
         """Skip the checksum if `checked`: the SHA-256 of the bytes was compared already."""
-        mark, self._tensors = _opened(data)
+        mark, self._tensors = _open_file(data)
         if mark["version"] not in _VERSIONS:
             raise CorruptPayload(
                 f"this payload has format version {mark['version']!r}, this software reads {_VERSION}: was it written "
@@ -169,7 +169,7 @@ class Payload:
         return range(first, last)
 
     def columns(self, numbers: Sequence[int]) -> Iterator[Column]:
-        """Yield the arrays of these different experiences. Call it for all of them only once.
+        """Yield the arrays of these different experiences; call it only once for all of them.
 
         The arrays of a part are copied: a view would keep the whole payload in memory.
         """
@@ -204,8 +204,8 @@ def _ends(shapes: list[Any]) -> list[int]:
     return list(accumulate(sizes, initial=0))
 
 
-def _opened(data: bytes | bytearray) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Return our mark and the tensors of a safetensors file, as views of its bytes. Raises any error."""
+def _open_file(data: bytes | bytearray) -> tuple[dict[str, Any], dict[str, Array]]:
+    """Return our mark and the tensors of a safetensors file, as views of its bytes. Bad bytes raise any error."""
     begin = 8 + int.from_bytes(data[:8], "little")
     head = orjson.loads(memoryview(data)[8:begin])
     mark = orjson.loads(head.pop("__metadata__")[_METADATA])

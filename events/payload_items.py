@@ -1,7 +1,7 @@
-"""Fields of an experience as a payload holds them: an item of JSON, and columns of arrays.
+"""Fields of an experience in a payload: an item of JSON, and columns of arrays.
 
-An item may be a difference: `of` is `[source, number]`, its base in another payload. `without` names fields that the
-base has and this experience lacks. All fields present, in the item or as arrays, replace those of the base.
+An item may be a difference from another experience, its base: `of` is `[source, number]` of the base, `without` names
+fields that only the base has. All other fields present, in the item or as arrays, replace those of the base.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def columns_of(fields: Sequence[Fields]) -> Iterator[Column]:
         if any(a is not None for a in arrays):
             yield Column(name, None, arrays)
     inputs = [f["multi_modal_inputs"] or {} for f in fields]
-    for key in dict.fromkeys(key for mine in inputs for key in mine):
-        yield Column("multi_modal_inputs", key, [mine.get(key) for mine in inputs])
+    for key in dict.fromkeys(key for of_one in inputs for key in of_one):
+        yield Column("multi_modal_inputs", key, [of_one.get(key) for of_one in inputs])
 
 
 def item_of(fields: Fields, eid: list[Any]) -> dict[str, Any]:
@@ -68,10 +68,7 @@ def item_of(fields: Fields, eid: list[Any]) -> dict[str, Any]:
 def difference(
     fields: Fields, item: dict[str, Any], base: Fields, base_item: dict[str, Any], of: tuple[int, int]
 ) -> tuple[dict[str, Any], Fields]:
-    """Return the item and arrays (for `columns_of`) that say how an experience differs from its base.
-
-    Fields are compared by bits: -0.0 is not 0.0, nor True 1.
-    """
+    """Return the item and arrays (for `columns_of`) that say how an experience differs, by bits, from its base."""
     changed = {k: v for k, v in item.items() if k not in base_item or orjson.dumps(v) != orjson.dumps(base_item[k])}
     without = [k for k in base_item if k not in item]
     arrays: Fields = dict.fromkeys((*ARRAYS, "multi_modal_inputs"))
@@ -107,7 +104,7 @@ def bases_of(payload: Payload, numbers: Sequence[int]) -> dict[int, dict[int, in
 def fields_in(payload: Payload, numbers: Sequence[int], bases: Mapping[int, Fields]) -> list[Fields]:
     """Return the fields of these experiences of a payload.
 
-    `bases` has the base's fields of each difference, by its index in `numbers`; they are reused for the result.
+    `bases` has the base's fields of each difference, by its index in `numbers`; the result reuses them.
     """
     items = payload.items
     all_fields = [_fields_of(items[number], bases.get(place)) for place, number in enumerate(numbers)]

@@ -1,7 +1,7 @@
 """Files and folders for this user alone, and locks on them.
 
-flock, like SQLite's own locks, only needs the right to read: any user who could read a log or a lock file could hold
-its lock. So the files of a run have mode 0600, in folders of mode 0700.
+flock and SQLite's locks only need the right to read, so any user who could read a file could hold its lock. That is why
+the files of a run have mode 0600, in folders of mode 0700.
 """
 
 from __future__ import annotations
@@ -25,14 +25,11 @@ LOOK_SECONDS = 0.02
 """Interval between two tries for a lock."""
 
 TELL_SECONDS = 2.0
-"""Seconds of waiting for a lock after which the caller is told who holds it."""
+"""Seconds of waiting for a lock after which `tell` gets a description of its holder."""
 
 
 def make_private_folder(path: str | Path) -> None:
-    """Make a folder and its missing parents, mode 0700, with their names on the disk. Raises OSError.
-
-    An existing folder keeps its mode, since it may be meant for others too.
-    """
+    """Make a folder and its missing parents, mode 0700, with their names on the disk. Raises OSError."""
     path = Path(path)
     if not path.is_dir():
         if path.parent != path:
@@ -43,7 +40,7 @@ def make_private_folder(path: str | Path) -> None:
 
 
 def require_regular(path: str | Path) -> None:
-    """Require a regular file: reading a pipe may never end, and /dev/zero does not. Raises OSError."""
+    """Require a regular file: reading a pipe or /dev/zero may never end. Raises OSError."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
 

@@ -1,7 +1,7 @@
-"""A decorator that makes frequently sent dataclasses pickle at a quarter of the usual cost.
+"""A decorator with which frequently sent dataclasses pickle at a quarter of the usual cost.
 
-Python looks up the fields of a frozen dataclass with slots for every object that is pickled or unpickled. That was a
-tenth of the coordinator's work for a task (docs/PROFILES.md).
+Python looks up the fields of a frozen dataclass with slots for every object, which was a tenth of the coordinator's
+work for a task (docs/PROFILES.md).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def quickly_pickled(cls: type[T]) -> type[T]:
-    """Make a frozen dataclass with slots and two fields or more pickle by the values of its fields, in their order."""
+    """Make a frozen dataclass with slots and at least two fields pickle by the values of its fields, in order."""
     patched: Any = cls
     names = [f.name for f in fields(patched)]
     setters = [vars(patched)[name].__set__ for name in names]

@@ -1,9 +1,8 @@
-"""Secrets: which values of a config and of a task must not be shown, and the file that keeps those of tasks.
+"""Secrets: which values of a config and of a task must not be shown, and the file for those of tasks.
 
-A value is a secret by its key (`SECRET_KEYS`), its type (`Secret`, pydantic's SecretStr), or its form (a bearer token,
-the known beginnings of API keys, a URL with a password). A recorded config has `***` in its place. A recorded task must
-be able to run again, so it has a name there, `${secret:...}`. The value is in a private file beside the text logs, and
-the runner puts it back just before the workflow gets the task.
+A value is a secret by its key, its type (`Secret`, pydantic's SecretStr), or its form (a bearer token, an API key, a
+URL with a password). Recorded configs have `***` instead. Recorded tasks have a name, `${secret:...}`, since they may
+run again: the value is in a private file, and the runner restores it just before the workflow gets the task.
 """
 
 from __future__ import annotations
@@ -78,7 +77,6 @@ class Secret(str):
 
 @lru_cache(4096)  # tasks have the same keys, thousands of times
 def is_secret_key(key: str) -> bool:
-    """Return True if a text under this key is a secret."""
     if _VARIABLE.fullmatch(key):
         return True
     name = re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower()).strip("_")
@@ -99,8 +97,8 @@ def is_secret(key: str, value: Any) -> bool:
 def replaced(value: Any, by: Callable[[str], str], key: str = "") -> Any:
     """Return a JSON value with every secret in it replaced.
 
-    Values in a list belong to the key of the list; values in a mapping belong to its key if that is a secret's
-    (`api_keys: {openai: ...}`).
+    Values in a list belong to its key, and values in a mapping to its key if that is a secret's (`api_keys: {openai:
+    ...}`).
     """
     if isinstance(value, Mapping):
         if (text := marked_text(value)) is not None:
@@ -145,10 +143,10 @@ def is_reference(value: Any) -> bool:
 
 def mask(value: Any, key: str = "") -> Any:
     """Return a JSON value without secrets or passwords in URLs, to be shown."""
-    return replaced(value, _masked, key)
+    return replaced(value, _mask_text, key)
 
 
-def _masked(value: str) -> str:
+def _mask_text(value: str) -> str:
     password = _URL_PASSWORD.search(value)
     if password and type(value) is str:
         return value[: password.start(1)] + MASK + value[password.end(1) :]
@@ -176,10 +174,9 @@ def masked_keys(value: Any, path: str = "") -> list[str]:
 
 
 class SecretFile:
-    """The secrets of tasks in a private file, one line each with name and value."""
+    """A private file with the secrets of tasks, one line each with name and value."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Use a file in `folder`, which is that of the run's text logs."""
         self._path = Path(folder) / "secrets"
         self._values: dict[str, str] = {}
 

@@ -1,7 +1,7 @@
-"""Values that travel: batch ids, tasks, their status.
+"""Batch ids, tasks and their status, without clock, database, actor or numpy.
 
-This module uses no clock, database, actor or numpy. A `Task` is what a trainer submits; `task_to_dict` is its only
-encoding, for messages, the log and the runner, so the recorded task is the one that ran.
+`task_to_dict` is the only encoding of a `Task`, for messages, the log and the runner, so the recorded task is the one
+that ran.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ BatchType = Literal["train", "eval", "collect"]
 """Kind of a batch. `train` and `eval` end by being finalized; a Scheduler takes the results of `collect` one by one."""
 
 FailureKind = Literal["data", "workflow", "timeout", "grader", "runner_lost", "infra"]
-"""Cause of a failed attempt: the task's data, the workflow's own code, the time limit, the grader, the death of the
-runner, our own machinery."""
+"""Cause of a failed attempt: the task's data, the workflow's code, the time limit, the grader, the runner's death, our
+own code."""
 
 
 class BatchLifecycleState(StrEnum):
@@ -62,17 +62,16 @@ _LOOKS_OTHER = re.compile(r"-?\d+\Z|'")
 
 
 def local_time(seconds: float, timespec: str = "seconds", sep: str = "T") -> str:
-    """Return a moment, in unix seconds, as local time with its offset, since an hour may come twice.
-
-    `timespec` and `sep` are those of `datetime.isoformat`.
+    """Return unix seconds as local time with its offset, as an hour may come twice. Arguments as of
+    `datetime.isoformat`.
     """
     return datetime.fromtimestamp(seconds, UTC).astimezone().isoformat(sep, timespec).replace("+00:00", "Z")
 
 
 def with_offset(at: datetime) -> datetime:
-    """Return a moment with its offset; one without a zone is local time.
+    """Return a moment with its offset; one without a zone is local.
 
-    Raises DataError for a local time that came twice or never, since clocks were set.
+    Raises DataError for a local time that came twice or never, since the clock was changed.
     """
     if at.tzinfo is not None:
         return at.astimezone()
@@ -132,9 +131,8 @@ def require_batch_id(value: Any) -> BatchId:
 
 
 def batch_stream(batch_id: BatchId) -> str:
-    """Return the name of a batch's stream. `12` and `"12"` are different batches: `batch/12`, `batch/'12'`.
-
-    Raises DataError if the value is no batch id.
+    """Return the name of a batch's stream: `batch/12` for `12`, `batch/'12'` for `"12"`. Raises DataError for no batch
+    id.
     """
     if not isinstance(batch_id, str):
         return f"batch/{require_batch_id(batch_id)}"
@@ -168,11 +166,11 @@ class Args(dict[str, Any]):
 
 @dataclass
 class Task:
-    """Data sample, the workflow that plays it, and how often. The fields have the order that they have in Trinity-RFT,
-    for tasks that are built by position.
+    """Data sample, the workflow that plays it, and how often. Fields are in Trinity-RFT's order, for positional
+    arguments.
 
-    Submission sets `batch_id` and `task_id` (the position in the batch). Everything but the two classes is plain JSON,
-    since it is written to the log.
+    Submission sets `batch_id` and `task_id` (the position in the batch). All but the two classes is plain JSON for the
+    log.
     """
 
     workflow: type[Any] | str | None = None
@@ -180,8 +178,8 @@ class Task:
     repeat_times: int | None = None
     """Runs of this task (the group of GRPO); None: 1."""
     format_args: dict[str, Any] = field(default_factory=Args)
-    """`prompt_key`, `response_key`, `system_prompt`, `reply_prefix`: the keys of raw_task, and texts around the prompt.
-    Its keys are attributes too (`Args`)."""
+    """`prompt_key`, `response_key`: keys of raw_task; `system_prompt`, `reply_prefix`: texts. Keys are attributes too
+    (`Args`)."""
     rollout_args: dict[str, Any] = field(default_factory=Args)
     """`temperature, top_p, top_k, max_tokens, logprobs, seed, n` of the sampling. Its keys are attributes too."""
     workflow_args: dict[str, Any] = field(default_factory=dict)
@@ -201,10 +199,7 @@ class Task:
         object.__setattr__(self, name, value)
 
     def to_workflow(self, model: Any, auxiliary_models: Sequence[Any] | None = None) -> Any:
-        """Return the task's workflow, built with these models as a runner builds it.
-
-        Raises UnknownWorkflow if `workflow` is None, or a name without "module:Class".
-        """
+        """Return the task's workflow with these models, as a runner builds it. Raises UnknownWorkflow."""
         cls = self.workflow
         if isinstance(cls, str):
             module, _, attribute = cls.partition(":")
@@ -244,10 +239,7 @@ class TaskWrapper:
 
 @dataclass(slots=True)
 class Status:
-    """Outcome of a task: how many of its runs completed, and their metrics.
-
-    `metrics` has one dict per run; from a Scheduler one dict for the whole task.
-    """
+    """Outcome of a task. `metrics` has one dict per run; from a Scheduler one dict for the whole task."""
 
     completed_runs: int
     total_runs: int
@@ -268,7 +260,7 @@ class Status:
 
 
 def class_path(cls: type[Any] | str) -> str:
-    """Return the name of a class for other processes: a name unchanged, a class as "module:Class".
+    """Return a class as "module:Class" for other processes, a name unchanged.
 
     Raises TaskNotSerializable for a class that can't be imported elsewhere (local, or of `__main__`).
     """
@@ -292,10 +284,7 @@ _MAPPINGS = {"format_args", "rollout_args", "workflow_args", "reward_fn_args", "
 
 
 def task_to_dict(task: Task) -> dict[str, Any]:
-    """Return a task as plain JSON, without its ids.
-
-    Raises TaskNotSerializable, naming the field and the offending type.
-    """
+    """Return a task as plain JSON, without its ids. Raises TaskNotSerializable, naming the field and the type."""
     out: dict[str, Any] = {"workflow": None if task.workflow is None else class_path(task.workflow)}
     if task.reward_fn is not None:
         out["reward_fn"] = class_path(task.reward_fn)
@@ -347,10 +336,7 @@ def _not_plain(value: Any, path: str) -> str | None:
 
 
 def require_finite(value: Any, path: str = "value") -> None:
-    """Refuse NaN and infinities anywhere in a JSON-like value, since orjson writes them as null.
-
-    Raises DataError with the path of the first one.
-    """
+    """Refuse NaN and infinities in a JSON-like value, which orjson writes as null. Raises DataError with the path."""
     if type(value) is float:
         if not math.isfinite(value):
             raise DataError(f"{path} is {value}: only finite numbers can be recorded", path=path)

@@ -1,9 +1,7 @@
 """Leases, which decide who may write.
 
-A lease has no time limit: it is held until another writer takes it. Its epoch, compared in the transaction of each
-append, decides, so no clock of a host or of the database matters.
-
-A lease also records for which store it was taken. In a copy of that store it has no holder.
+A lease is held until another writer takes it. Its epoch, compared in the transaction of each append, decides, so no
+clock matters. It also records its store: in a copy of that store it does not count.
 """
 
 from __future__ import annotations
@@ -47,11 +45,6 @@ def acquire(db: Database, name: str, owner: Mapping[str, Any]) -> Lease:
 
 
 def read(db: Database, name: str) -> Lease | None:
-    """Return the lease, or None if it was never taken.
-
-    Its `owner` is empty after `release`, and in a copy of the store that the lease was taken for.
-    """
-
     def work(connection: Connection) -> Lease | None:
         row = connection.execute(select(schema.leases).where(_L.name == name)).one_or_none()
         if row is None:
@@ -73,7 +66,6 @@ def _copied_from(owner: Mapping[str, Any], current: StoreIdentity) -> str:
 
 
 def release(db: Database, lease: Lease) -> None:
-    """Give the lease back, unless another writer took it meanwhile; its epoch stays."""
     statement = update(schema.leases).where(_L.name == lease.name, _L.epoch == lease.epoch).values(owner=b"{}")
     db.write(lambda connection: connection.execute(statement) and None)
 

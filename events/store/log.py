@@ -151,14 +151,14 @@ class EventLog:
         """
         drafted = draft(writes, commit_id, lease, metadata)
         size = 32768 + sum(len(r.data) + len(drafted.metadata) + 400 for r in drafted.recorded)
-        done = self._db.write(
+        committed = self._db.write(
             lambda c: self._append(c, writes, drafted, commit_id, lease, generation), size=size, patience=patience
         )
-        if done.recorded:
-            mark = Mark(self._generation, done.last_position, done.recorded[-1].hash)
+        if committed.recorded:
+            mark = Mark(self._generation, committed.last_position, committed.recorded[-1].hash)
             if self._acknowledge(mark) and self.memory is not None:
                 self.memory.note(mark)
-        return done
+        return committed
 
     def _acknowledge(self, mark: Mark) -> bool:
         """Keep this mark if it is the newest; return True if it is."""
@@ -178,9 +178,9 @@ class EventLog:
         moment = head.now, began, monotonic()
         require_known(connection, head, self.url, self.acknowledged)
         values = {"commit": commit_id, "lease": "" if lease is None else lease.name}
-        done_at, epoch = statements.COMMIT_AND_EPOCH.rows(connection, values)[0]
-        if done_at is not None:
-            return self._duplicate(connection, done_at, commit_id, drafted)
+        earlier_position, epoch = statements.COMMIT_AND_EPOCH.rows(connection, values)[0]
+        if earlier_position is not None:
+            return self._duplicate(connection, earlier_position, commit_id, drafted)
         if lease is not None:
             leases.check(lease, epoch)
         self._check_versions(connection, writes)
@@ -286,9 +286,8 @@ class EventLog:
         return leases.acquire(self._db, name, owner)
 
     def read_lease(self, name: str) -> Lease | None:
-        """Return the lease, or None if it was never taken.
-
-        Its `owner` is empty after `release_lease`, and in a copy of the store that the lease was taken for.
+        """Return the lease, or None if it was never taken. Its `owner` is empty after a release and in a copy of the
+        store.
         """
         return leases.read(self._db, name)
 
@@ -303,8 +302,8 @@ class EventLog:
     ) -> Iterator[Recorded]:
         """Yield events in order of position, of one stream or all: position > `after` and <= `until`, at most `limit`.
 
-        Each page is read in a transaction of its own, up to the end of the log at that moment. Raises LogCorrupt if a
-        position (or, of one stream, a version) is missing.
+        Each page has its own transaction, up to the end of the log at that moment. Raises LogCorrupt for a missing
+        position (or, of one stream, version).
         """
         query = statements.NEXT_PAGE if stream is None else statements.STREAM_PAGE
         if types is not None:
@@ -338,7 +337,7 @@ class EventLog:
         self, types: Sequence[str] | None = None, *, after: int = 0, before: int | None = None,
         limit: int | None = None, descending: bool = False,
     ) -> Iterator[Recorded]:
-        """Yield events with `after` < position < `before` that are not bulk (`schema.BULK`), of these types or of all.
+        """Yield events that are not bulk (`schema.BULK`), of these types or all, with `after` < position < `before`.
 
         In order of position, or the newest first; at most `limit`. An index finds them, so the cost does not grow with
         the log. Raises ValueError for a bulk type.
@@ -392,7 +391,7 @@ class EventLog:
     def require_place(self) -> None:
         """Require that a SQLite file still has its name, so that later commits can be found. Raises LogReplaced, ...
 
-        This costs next to nothing. The content of a write-ahead log that lost its name is moved into the file.
+        It costs next to nothing. The content of a write-ahead log that lost its name is moved into the file.
         """
         self._db.require_place()
 
@@ -417,9 +416,9 @@ class EventLog:
 
     # --- read models ------------------------------------------------------------------------------------------------
     def rebuild(self, progress: Callable[[int, int], None] | None = None) -> int:
-        """Rebuild every read model from the log, in one transaction. Return the number of events applied.
+        """Rebuild every read model in one transaction, while writers wait. Return the number of events applied.
 
-        `progress(position, last position)` is called after each page. Writers wait meanwhile.
+        `progress(position, last position)` is called after each page.
         """
         return self._db.write(lambda c: self._read_models.rebuild(c, progress), size=64 * 1024 * 1024)
 

@@ -1,9 +1,7 @@
 """The vocabulary: every event of the log.
 
-Events are facts in the past tense, frozen, plain JSON, and never change; a new shape is a new `schema_version` with an
-upcaster in `codec.py`. The docstrings of classes and fields are printed into docs/EVENTS.md. Each class names its
-stream: `system`, `clock`, `weights`, `pace`, `runner/<runner>`, `adapter/<adapter>`, `tasksets`, `taskset/<taskset>`,
-`batch/<id>`, `leases`, `experiences`, `queue`, `output/<output>`, `answers`, `hosts`, `servers`.
+Events are frozen, plain JSON, and never change; a new shape is a new `schema_version` with an upcaster in `codec.py`.
+The docstrings of classes and fields are printed into docs/EVENTS.md. Each class names its stream.
 """
 
 from __future__ import annotations

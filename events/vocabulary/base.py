@@ -107,7 +107,7 @@ class KnownEnd:
     """End of a log as an observer saw it: a position, and the hash of the event there."""
 
     generation: str
-    """Generation of that log."""
+    """Generation of the log."""
     position: int
     hash: str
     """Hash in hexadecimal."""

@@ -45,7 +45,7 @@ class TasksAdded(Event, stream="batch/<id>"):
 
     repeat_times: list[int]
     tasks: list[dict[str, Any]] | None = None
-    """As in BatchSubmitted, like the fields below."""
+    """Same as in BatchSubmitted, like the fields below."""
     tasks_digest: str | None = None
     runs_per_unit: int | None = None
     evals: list[int] = field(default_factory=list)
@@ -150,7 +150,7 @@ class StallDetected(Event, stream="batch/<id>"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDropped(Event, stream="batch/<id>"):
-    """Tasks were given up unfinished: the batch had enough, or was aborted."""
+    """The batch gave up unfinished tasks: it had enough, or was aborted."""
 
     tasks: list[int]
     reason: str
@@ -229,7 +229,7 @@ class BatchFinalized(Event, stream="batch/<id>"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchAborted(Event, stream="batch/<id>"):
-    """The batch was given up on purpose; `result` says how far it came."""
+    """The batch was aborted on purpose; `result` says how far it came."""
 
     reason: str
     result: dict[str, Any]

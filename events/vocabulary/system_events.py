@@ -28,9 +28,9 @@ class RewindAccepted(Event, stream="system"):
     """A person accepted that the log continues without acknowledged events that it no longer has."""
 
     lost: list[KnownEnd]
-    """Ends that were known and that the log does not have."""
+    """Known ends that the log does not have."""
     first: int
-    """Positions `first` to `last` are given up; at least `last` was acknowledged. 1 if the lost events are of another
+    """`first` to `last` are the lost positions; at least `last` was acknowledged. 1 if the lost events are of another
     log, which shares nothing with this one."""
     last: int
     kept: int
@@ -71,7 +71,7 @@ class ClockStepped(Event, stream="clock"):
     """The clock that dates events was set. Times before and after this event are not comparable."""
 
     seconds: float
-    """Size of the step: what the clock says now, less what it would say."""
+    """Size of the step: the clock's time now, less its time without the step."""
     before: float
     """Time of the event before this one, in unix seconds."""
 

@@ -1,8 +1,7 @@
 """A host's part in a run that another host leads: its engines start here, and work for the head's batches.
 
-`join` runs for as long as the host takes part. It finds the head in the log, starts an actor system that ends with this
-process, and restarts it if it ended unintentionally. The config is the run's own, from the log; overrides hold what
-differs on this host.
+`join` starts an actor system that ends with this process, and restarts it unless it was to end. The config is the run's
+own, from the log; overrides hold what differs on this host.
 """
 
 from __future__ import annotations
@@ -70,10 +69,9 @@ def host_name(name: str | None) -> str:
 
 
 def find_head(url: str) -> HeadPlace:
-    """Return the address where the head of this store accepts hosts.
+    """Return the address where the head of this store accepts hosts. Raises NotRunning while there is no head.
 
-    Raises ConfigError if none can join: the store is for one host, or the head accepts none. NotRunning while there is
-    no head; LogNotFound, LogUnavailable.
+    Raises ConfigError if the store is for one host, or the head accepts none; LogNotFound, LogUnavailable.
     """
     if parse_url(url).get_backend_name() == "sqlite":
         raise ConfigError(
@@ -164,7 +162,6 @@ class HostRun:
             self._ends, self._until = reason, time.monotonic() + within
 
     def is_leaving(self) -> bool:
-        """Return True if `leave` was called."""
         return bool(self._ends)
 
     def run(self) -> None:

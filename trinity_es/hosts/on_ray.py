@@ -1,8 +1,8 @@
 """A run placed by Ray: its head and its hosts are detached actors, which Ray restarts on nodes that have room.
 
-Ray only places and restarts. An actor gets the config, and does what `trinity-es up` and `join` do; the state of the
-run is in the log. Ray is imported in functions alone. Config, store and key are arguments of the actors, because the
-variables of a runtime environment would be visible on command lines and in Ray's text logs.
+An actor gets the config, and does what `trinity-es up` and `join` do; the state of the run is in the log. Ray is
+imported in functions alone. Config, store and key are arguments of the actors, because the variables of a runtime
+environment would be visible on command lines and in Ray's text logs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from trinity_es.system import lifecycle, running_system
 __all__ = ["Agent", "bundle_of", "down", "head_config", "start"]
 
 PORT = 7700
-"""Port at which the head accepts hosts, if `hosts.address` has no other."""
+"""Port at which the head accepts hosts, unless `hosts.address` has another."""
 LOOK_SECONDS = 1.0
 """Interval between two checks of the system, and between two status calls to the actors."""
 PAUSE_SECONDS = 1.0, 10.0
@@ -72,9 +72,8 @@ def bundle_of(config: Config, *, gpus: bool) -> dict[str, float]:
 
 
 class Agent:
-    """The head of a run, or one of its hosts, in a process that Ray starts and restarts.
-
-    Whatever it starts ends with this process.
+    """The head of a run, or one of its hosts, in a process that Ray starts and restarts; whatever it starts ends with
+    it.
     """
 
     def __init__(self, setup: Mapping[str, Any], number: int | None) -> None:
@@ -162,7 +161,7 @@ class Agent:
                         break
 
 
-def _imported() -> Any:
+def _import_ray() -> Any:
     try:
         import ray
     except ImportError as e:
@@ -170,9 +169,9 @@ def _imported() -> Any:
     return ray
 
 
-def _joined_cluster(config: Config) -> Any:
+def _connect_to_ray(config: Config) -> Any:
     """Return Ray, connected to the cluster in RAY_ADDRESS or this node's, in the namespace of this store's run."""
-    ray = _imported()
+    ray = _import_ray()
     address = os.environ.get("RAY_ADDRESS") or "auto"
     url = parse_url(config.store.url)
     place = f"{url.host or url.query.get('host')}:{url.port}/{url.database}"
@@ -194,8 +193,8 @@ def start(
 ) -> dict[str, Any]:
     """Have Ray start the run's head, and `hosts` hosts on a node each. Returns when all engines serve.
 
-    `hosts` None: as many as there are nodes with room now. Without `wait` it returns at once. Raises ConfigError,
-    WrongKey, AlreadyRunning, StartupError; then it leaves nothing.
+    `hosts` None: one on each node that has room now. Without `wait` it returns at once. Raises ConfigError, WrongKey,
+    AlreadyRunning, StartupError; then it leaves nothing.
     """
     head_config(config, "127.0.0.1")
     try:
@@ -203,7 +202,7 @@ def start(
     except WrongKey as e:
         raise WrongKey(f"{e.message}. A run on Ray has its key before it starts: export {KEY_VARIABLE}=$(openssl rand "
                        "-hex 32), here and where commands and trainers run") from e
-    ray = _joined_cluster(config)
+    ray = _connect_to_ray(config)
     if HEAD in ray.util.list_named_actors():
         raise AlreadyRunning("Ray has this run already: end it with `trinity-es down --on ray`")
     with suppress(TrinityError):  # no log yet
@@ -248,10 +247,7 @@ def start(
 
 
 def _status(ray: Any, agents: Sequence[Any], reported: set[str], tell: Callable[[str], None]) -> dict[str, Any]:
-    """Return the status of a run that starts, and tell each actor's problem once.
-
-    Raises StartupError for a problem that retries don't solve.
-    """
+    """Return the status of a run that starts. Tell each actor's problem once; raise StartupError for one that stays."""
     time.sleep(LOOK_SECONDS)
     placed, _ = ray.wait([agent.report.remote() for agent in agents], num_returns=len(agents), timeout=LOOK_SECONDS)
     try:
@@ -272,7 +268,7 @@ def _status(ray: Any, agents: Sequence[Any], reported: set[str], tell: Callable[
 
 def down(config: Config) -> bool:
     """End a run on Ray: hosts, head, placement group. Return whether there was one."""
-    ray = _joined_cluster(config)
+    ray = _connect_to_ray(config)
     return _end(ray, "the run was ended")
 
 

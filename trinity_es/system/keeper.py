@@ -1,15 +1,15 @@
 """The keeper: a process that starts the actor system, and starts it again when its guardian or its admin died.
 
-The guardian restarts everything else, but nothing restarts the guardian or Thespian's admin above it. If either dies,
-the whole system ends (children die with their parent, the admin with its guardian). Then this process, which is no
-actor, ends what is left and starts the system again on the same store, where it continues. An orderly `down` ends it.
+Nothing else restarts the guardian, or Thespian's admin above it. If either dies, the whole system ends (children die
+with their parent, the admin with its guardian). Then the keeper, which is no actor, ends what is left and starts the
+system again on the same store. An orderly `down` ends it.
 
-A suspended or hung admin or guardian counts as dead. The keeper knocks at both every few seconds (`frames.knock`,
-answered by the loop that handles messages), and ends the system if one has not answered for `system.heartbeat_timeout`.
-If the keeper itself was suspended, perhaps with the whole machine, both get that time again.
+A suspended or hung admin or guardian counts as dead: the keeper knocks at both every few seconds (`frames.knock`), and
+ends the system if one has not answered for `system.heartbeat_timeout`. If the keeper itself was suspended, perhaps with
+the whole machine, both get that time again.
 
-`lifecycle.start` starts it with the config on standard input, so that no password is on a command line or in a file. It
-reads the admin, or the error of the first start, from its standard output, as a pickle. Its log is `keeper.log`.
+`lifecycle.start` sends it the config by standard input, so that no password is on a command line or in a file. It
+answers by standard output, as a pickle, with the admin or the error of the first start. Its log is `keeper.log`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _log = logging.getLogger("trinity_es.system.keeper")
 
 
 def _wait_for_end(config: Config, admin: Mapping[str, Any], meanwhile: Callable[[], None]) -> str:
-    """Wait until the system has ended, is ended here, or its owner has ended. Return the reason.
+    """Wait until the system or its owner has ended, or the system had to be ended. Return the reason.
 
     Calls `meanwhile` now and then.
     """
@@ -92,7 +92,7 @@ def _wait_for_end(config: Config, admin: Mapping[str, Any], meanwhile: Callable[
 
 
 def _answers(config: Config, places: list[tuple[str, int]]) -> bool:
-    """Return True if the process that listens there handles messages, or can't be asked."""
+    """Return True if the process that listens there handles messages, or if the key to ask it is unusable."""
     try:
         key = read_key(running_system.key_file(config))
     except WrongKey as e:
@@ -102,7 +102,6 @@ def _answers(config: Config, places: list[tuple[str, int]]) -> bool:
 
 
 def keep(config: Config, admin: dict[str, Any], me: Mapping[str, Any], policy: Policy) -> None:
-    """Watch the system and start it again, until this process is ended."""
     short = 0
     born = time.monotonic()
     memory, claims = remembered_log_end.memory(config), list[Claim]()
@@ -113,14 +112,14 @@ def keep(config: Config, admin: dict[str, Any], me: Mapping[str, Any], policy: P
         claims[:] = {claim.mark.generation: claim for claim in both}.values()
 
     while True:
-        why = _wait_for_end(config, admin, remember)
-        if reason := _over(config, admin):
+        cause = _wait_for_end(config, admin, remember)
+        if reason := _reason_to_stop(config, admin):
             _log.warning("the system ends: %s", reason)
             _end(admin)
             return
         short = short_lives(policy, short, time.monotonic() - born)
         pause = coordinator_pause(policy, short, random.random())
-        _log.warning("%s; next start in %.1f s", why, pause)
+        _log.warning("%s; next start in %.1f s", cause, pause)
         time.sleep(pause)
         again = _start_again(config, admin, me, claims)
         if again is None:
@@ -129,7 +128,7 @@ def keep(config: Config, admin: dict[str, Any], me: Mapping[str, Any], policy: P
         _log.warning("the system is up again: admin %s", admin["pid"])
 
 
-def _over(config: Config, admin: dict[str, Any]) -> str:
+def _reason_to_stop(config: Config, admin: dict[str, Any]) -> str:
     """Return why the system must not be started again; empty if it must."""
     return owner_gone(admin.get("owner")) or store_gone(config.store.url)
 
@@ -138,10 +137,10 @@ def _end(admin: dict[str, Any]) -> None:
     """Wait for the end of a system that ends by itself, and end it if its guardian can't."""
     if not process_lives(admin["pid"], admin["started"]):
         return
-    left = running_system.wait_gone(running_system.processes(admin), END_SECONDS)
-    for process in left:
+    alive = running_system.wait_gone(running_system.processes(admin), END_SECONDS)
+    for process in alive:
         _log.warning("process %d did not end by itself", process.pid)
-    running_system.end(left)
+    running_system.end(alive)
 
 
 def _start_again(
@@ -151,7 +150,7 @@ def _start_again(
     pauses = Backoff(1.0, 60.0)
     while True:
         pause = pauses.next(0.0)
-        if reason := _over(config, admin):
+        if reason := _reason_to_stop(config, admin):
             _log.warning("the system is not started again: %s", reason)
             return None
         try:

@@ -94,7 +94,7 @@ def launch_host(config: Config, host: HostIdentity) -> dict[str, Any]:
     })
     if code != 0:
         leftovers.end_all_leftovers(config)
-        raise StartupError(f"this host could not join (exit {code}):\n{_tail(config)}\nLogs are in {log_dir}")
+        raise StartupError(f"this host could not join (exit {code}):\n{_last_lines(config)}\nLogs are in {log_dir}")
     admin: dict[str, Any] = json.loads(admin_file.read_text())
     return admin
 
@@ -106,8 +106,8 @@ def launch(
     remembered_log_end.require(config, claims)
     running = running_system.find_head(config)
     if running is not None:
-        where = f"port {running['port']}, pid {running['pid']}"
-        raise AlreadyRunning(f"an actor system runs on this store already ({where}): connect to it, or end it "
+        place = f"port {running['port']}, pid {running['pid']}"
+        raise AlreadyRunning(f"an actor system runs on this store already ({place}): connect to it, or end it "
                              "with `trinity-es down`")
     running_system.stop_keeper(config)  # of a system that is gone, which this one replaces
     if config.hosts.address:
@@ -134,7 +134,7 @@ def launch(
         leftovers.end_all_leftovers(config)  # but not its keeper, which may be this process
         outcome = "did not come up" if code else "died while it started"
         raise StartupError(
-            f"the actor system {outcome} (exit {code}):\n{_tail(config)}\nLogs are in {log_dir}"
+            f"the actor system {outcome} (exit {code}):\n{_last_lines(config)}\nLogs are in {log_dir}"
         )
     with contextlib.suppress(OSError), whole_file(running_system.system_file(config)) as file:
         file.write(json.dumps({**admin, "keeper": keeper}).encode())
@@ -218,7 +218,7 @@ def _run_launcher(config: Config, log_dir: Path, setup: Mapping[str, Any]) -> in
     return launched.returncode
 
 
-def _tail(config: Config, lines: int = 12) -> str:
+def _last_lines(config: Config, lines: int = 12) -> str:
     out: list[str] = []
     folder = Path(config.system.log_dir)
     names = ("guardian.log", "coordinator.log", "host.log")

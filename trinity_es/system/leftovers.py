@@ -1,7 +1,6 @@
 """End of a system down to its last process, whatever its state.
 
-`lifecycle.stop` is the orderly end and needs a guardian that answers. This module also finds processes of earlier lives
-of the system, by the file that every one of them prints to.
+Unlike `lifecycle.stop` it needs no guardian, and also finds processes of earlier lives, by the file that they print to.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from trinity_es.system import running_system
 __all__ = ["end_all_leftovers", "end_leftovers", "leftovers"]
 
 SETTLE_SECONDS = 0.3
-"""Seconds after which a child that was being started when its parent was killed is visible."""
+"""Seconds until a child shows up that was being started when its parent was killed."""
 
 
 def leftovers(config: Config) -> list[psutil.Process]:

@@ -37,11 +37,10 @@ def start(
 ) -> dict[str, Any]:
     """Start the actor system of this store in a clean interpreter. Returns when its coordinator has the lease.
 
-    Engines still load then: `wait_ready` waits for them. Leftovers of an earlier life, which may hold a GPU, are ended
-    first. The system ends with this process, however that ends; with `detach` it stays up until `trinity-es down`.
-    `keeper` and `detach` override `system.keeper` and `system.detach`; without `create` the log must exist. Raises
-    AlreadyRunning, LogNotFound, ConfigError, WrongKey, LogRewound, StartupError (with the end of the failed process's
-    log).
+    Engines still load then (`wait_ready`). Leftovers of an earlier life, which may hold a GPU, are ended first. The
+    system ends with this process, however that ends; with `detach` it stays up until `trinity-es down`. `keeper` and
+    `detach` override `system.keeper` and `system.detach`; without `create` the log must exist. Raises AlreadyRunning,
+    LogNotFound, ConfigError, WrongKey, LogRewound, StartupError (with the end of the failed process's log).
     """
     config.check()
     make_private_folder(config.system.log_dir)
@@ -159,10 +158,9 @@ def wait_ready(
 
 
 def stop(admin: dict[str, Any], retire: Callable[[], Any], timeout: float = 20.0) -> int:
-    """End a running system, engines first, then the actors, and kill what is left after `timeout` seconds.
+    """End a running system, engines first, then the actors. Return how many processes had to be killed after `timeout`.
 
-    `retire` asks the guardian to end all; False means that it can't be asked, so there is nothing to wait for. Returns
-    how many processes had to be killed.
+    `retire` asks the guardian to end all; False means that it can't be reached, so there is nothing to wait for.
     """
     family = processes(admin)
     return end(wait_gone(family, 0.0 if retire() is False else timeout))

@@ -1,7 +1,4 @@
-"""This host's memory of a store's log, compared with the log before a system is started on it, and by `verify`.
-
-The file (`log_end.Memory`) is beside the key. `trinity-es accept-rewind` accepts a loss.
-"""
+"""This host's memory of a store's log (`log_end.Memory`), compared with the log before a start and by `verify`."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class RunLock:
     """
 
     def __init__(self, config: Config, role: Role) -> None:
-        """Take it. Raises AlreadyRunning."""
+        """Take the lock. Raises AlreadyRunning."""
         self._file = self._open(config, role)
         other = take_lock(self._file.fileno(), seconds=LOCK_SECONDS)
         self._file.seek(0)
@@ -89,7 +89,7 @@ def hold(config: Config, role: Role) -> None:
 
 
 def killed(config: Config) -> dict[Role, int]:
-    """Return the pids of holders on this machine that ended without releasing a lock of this store."""
+    """Return, by role, the pids of holders on this machine that ended without releasing their lock of this store."""
     out: dict[Role, int] = {}
     role: Role
     for role in get_args(Role):

@@ -1,7 +1,7 @@
 """The running system of a store: finding it, its files, its keeper, and the end of its processes.
 
-The log's database says where it runs (the coordinator's lease), so a store is all that is needed to find it. Processes
-are identified by pid and start time, so that a reused pid is not mistaken for one.
+The coordinator's lease in the log says where it runs. Processes are identified by pid and start time, as pids are
+reused.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _FIND_SECONDS = 5.0
 def output_file(config: Config) -> Path:
     """Return the file that the processes of this store's system print to.
 
-    It is their standard output, which children inherit, so the leftovers of a system are found by it even if titles
-    and environments were overwritten.
+    It is their standard output, which children inherit. Leftovers are found by it, even with titles and environments
+    overwritten.
     """
     return _file(config, "launch", ".log")
 
@@ -66,7 +66,6 @@ def _digest(url: str) -> str:
 
 
 def lock_file(config: Config, role: str) -> Path:
-    """Return the lock file of this store's explorer or trainer."""
     return _file(config, role, ".lock")
 
 
@@ -141,10 +140,9 @@ def joined_file(url: str, name: str) -> Path:
 
 
 def led_elsewhere(config: Config) -> str:
-    """Return who leads the run of this store on another host, as "pid 12 on gpu-1".
+    """Return who leads the run of this store on another host, as "pid 12 on gpu-1". Raises LogUnavailable.
 
-    Empty if nobody does, or it is unknown: a head that takes no hosts holds no leader lock. Call it if `find` found
-    nothing. Raises LogUnavailable.
+    Empty if there is no leader, or it is unknown: a head that takes no hosts holds no leader lock.
     """
     if parse_url(config.store.url).get_backend_name() == "sqlite":
         return ""

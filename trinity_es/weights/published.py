@@ -26,7 +26,7 @@ def current_weights(log: Log) -> ev.WeightsPublished:
 
 
 def read_weight(config: Config, log: Log, version: int, name: str) -> np.ndarray[Any, Any]:
-    """Return the tensor `name` of these weights, from where they are stored. Raises WeightNotFound, SyncError."""
+    """Return the tensor `name` of these weights from their folder. Raises WeightNotFound, SyncError."""
     paths = [
         recorded.event.path for recorded in log.read(stream="weights")
         if isinstance(recorded.event, ev.WeightsPublished) and recorded.event.version == version

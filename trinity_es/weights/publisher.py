@@ -1,8 +1,7 @@
 """Publishing of new weights to the engines, for `RolloutClient.sync_weights`.
 
-A checkpoint's folder is loaded from its place. Tensors are first written to shared memory, so that engines that start
-later find them. Engines load that folder or, with `sync_method: nccl`, receive the tensors while requests are paused,
-which is faster.
+Tensors are first written to shared memory, so that engines that start later find them. Engines load that folder or,
+with `sync_method: nccl`, receive the tensors while requests are paused, which is faster.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Publisher:
             raise SyncError(f"{command.name}: no answer within {timeout} s, the coordinator is away") from e
 
     def publish(self, version: int, weights: str | Path | Mapping[str, Any], timeout: float) -> dict[str, Any]:
-        """Publish for `RolloutClient.sync_weights`."""
+        """Publish weights for `RolloutClient.sync_weights`."""
         if isinstance(weights, str | Path):
             return self._publish_folder(version, weights, timeout)
         sending = self.config.synchronizer.sync_method == "nccl" and self._has_group(weights)
@@ -72,17 +71,17 @@ class Publisher:
         method = self.config.synchronizer.sync_method if sending else "memory"
         command = SyncWeights(version=version, path=str(folder), timeout=timeout, method=method)
         try:
-            done = self._send(command, weights) if sending else self._ask(command, timeout)
+            answer = self._send(command, weights) if sending else self._ask(command, timeout)
         except BaseException:
             if current_weights(self.log()).path != str(folder):
                 shutil.rmtree(folder, ignore_errors=True)  # the version was refused
             raise
-        if self._everywhere(done):
+        if self._all_engines_loaded(answer):
             forget_memory(self.config, keep=str(folder))  # no engine goes back to an older one
-        return dict(done)
+        return dict(answer)
 
     def publish_adapter(self, name: str, version: int, path: str | Path, timeout: float) -> dict[str, Any]:
-        """Publish for `RolloutClient.sync_adapter`."""
+        """Publish an adapter for `RolloutClient.sync_adapter`."""
         model = self.config.explorer.rollout_model
         folder = Path(path).absolute()
         shapes, _ = reference_shapes(model.model_path)
@@ -115,15 +114,15 @@ class Publisher:
         before = current_weights(self.log()).version
         method = "memory" if in_memory else "checkpoint"
         command = SyncWeights(version=version, path=str(folder), timeout=timeout, method=method)
-        done = self._ask(command, timeout)
-        if version > before and self._everywhere(done):  # otherwise engines may go back to a version in memory
+        answer = self._ask(command, timeout)
+        if version > before and self._all_engines_loaded(answer):  # or engines may go back to one in memory
             forget_memory(self.config, keep=str(folder))
-        return dict(done)
+        return dict(answer)
 
-    def _everywhere(self, done: SyncedWeights) -> bool:
+    def _all_engines_loaded(self, answer: SyncedWeights) -> bool:
         rollout = self.config.explorer.rollout_model
         # Servers: any number may exist now, and a sync that one of them did not load has failed.
-        return len(done["runners"]) >= (1 if rollout.engine_type == "http" else rollout.engine_num)
+        return len(answer["runners"]) >= (1 if rollout.engine_type == "http" else rollout.engine_num)
 
     def clean_up(self) -> None:
         """Remove weights from memory that the system, which has ended, will not need when it comes back."""
@@ -166,13 +165,13 @@ class Publisher:
             address=address, port=port, workers=workers, engines=engines, timeout=self._timeout
         )
         try:
-            done = self._ask(command, self._timeout)  # meanwhile the thread opens this process's end
+            answer = self._ask(command, self._timeout)  # meanwhile the thread opens this process's end
         except BaseException:
             given_up.set()
             opening.thread.join(1.0)  # so that its port is free again
             raise
         self.sender = opening.result(self._timeout)
-        return {**done, "world_size": 1 + engines * workers}
+        return {**answer, "world_size": 1 + engines * workers}
 
     def _send(self, command: SyncWeights, state: Mapping[str, Any]) -> SyncedWeights:
         """Have the engines receive while this process sends."""
@@ -180,11 +179,11 @@ class Publisher:
         assert sender is not None
         sending = _Thread(lambda: sender.send(state))
         self.sender = None  # until all went well: a failed group may still have tensors on their way
-        done = self._ask(command, command.timeout)
-        if done["from_group"]:  # otherwise an engine was just replaced, and all have loaded the folder
+        answer = self._ask(command, command.timeout)
+        if answer["from_group"]:  # otherwise an engine was just replaced, and all have loaded the folder
             sending.result(command.timeout)
             self.sender = sender
-        return done
+        return answer
 
 
 def gpu_of(state: Mapping[str, Any] | None = None) -> int | None:

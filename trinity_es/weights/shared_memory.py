@@ -1,9 +1,8 @@
-"""Weights in shared memory (`sync_method: memory`): where they are, and how a trainer's tensors are written there.
+"""Weights in shared memory (`sync_method: memory`): their folder, and how a trainer's tensors are written to it.
 
-A version in memory is a folder in Hugging Face format, `version_<n>-...`, in a folder of the run under /dev/shm, so
-engines load it like a checkpoint. It is written beside its name and renamed, and deleted when every engine serves a
-newer one. It survives every process, but not a restart of the machine: then the trainer remakes the lost weights from
-its checkpoint and the experiences in the log.
+A version is a folder in Hugging Face format, `version_<n>-...`, under /dev/shm, so engines load it like a checkpoint.
+It is deleted when every engine serves a newer one. It survives every process, but not a restart of the machine: then
+the trainer remakes the lost weights from its checkpoint and the experiences in the log.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Known ends of a log, with which a log that lost acknowledged events is noticed.
+"""Known ends of a log, which reveal that a log lost acknowledged events.
 
 A `Mark` is a position of a log and the hash there, which stands for all events up to it. Every answer about the log
-carries a mark. Clients, runners, guardian and keeper keep the newest one in memory, and this host in a small file
-(`Memory`). A log without the event of a mark was rewound, or is another log: LogRewound (`EventLog.require`).
-
-A log is identified by its generation. When a person accepts that events are lost (`RewindAccepted`), the log gets a new
-one, and marks of earlier generations no longer count: so the loss is settled once, for every process.
+carries one. Clients, runners, guardian and keeper keep the newest in memory, and this host in a file (`Memory`). If the
+log does not have the event of a mark, it was rewound or replaced: LogRewound (`EventLog.require`). When a person
+accepts a loss (`RewindAccepted`), the log gets a new generation, and marks of earlier ones no longer count.
 """
 
 from __future__ import annotations
@@ -36,11 +34,11 @@ __all__ = [
 ]
 
 SIZE = 2048
-"""Bytes of a memory file, small enough to be written at once, in one page."""
+"""Bytes of a memory file, which fit in one page and are written at once."""
 MOST = 6
 """Maximum number of marks that a memory file keeps."""
 TRIES = 3
-"""Number of reads of an incomplete memory file, which may be being written."""
+"""Number of times to read a memory file that another process may be writing."""
 HERE = "this host's memory"
 """`Claim.by` of the marks in a memory file."""
 
@@ -80,16 +78,16 @@ def claims_of(data: Iterable[Mapping[str, Any]]) -> tuple[Claim, ...]:
     return tuple(claim_from_dict(one) for one in data)
 
 
-def told_less(known: Mark | None, told: Mark | None) -> str | None:
-    """Return why a process with the mark `known` must refuse an answer with the mark `told`; None if nothing is wrong.
+def told_less(own: Mark | None, answer: Mark | None) -> str | None:
+    """Return why a process with mark `own` must refuse an answer with mark `answer`; None if it need not.
 
     Marks of two generations don't compare: only the log can tell whether one follows from the other.
     """
-    if known is None or told is None or known.generation != told.generation or told.position > known.position:
+    if own is None or answer is None or own.generation != answer.generation or answer.position > own.position:
         return None
-    if told.position < known.position:
-        return f"it has seen position {known.position}, and is told that the log ends at {told.position}"
-    return None if told.hash == known.hash else f"it has seen another event at position {known.position}"
+    if answer.position < own.position:
+        return f"it has seen position {own.position}, and is told that the log ends at {answer.position}"
+    return None if answer.hash == own.hash else f"it has seen another event at position {own.position}"
 
 
 # --- against the log --------------------------------------------------------------------------------------------------
@@ -104,7 +102,7 @@ def lost_of(connection: Connection, claims: Iterable[Claim]) -> tuple[Head, list
             if _hash_at(connection, head, mark.position) == mark.hash:
                 continue
         else:
-            given_up = _given_up(connection) if given_up is None else given_up
+            given_up = _given_up_generations(connection) if given_up is None else given_up
             if mark.generation in given_up:
                 continue
         lost.append(claim)
@@ -134,17 +132,15 @@ def _hash_at(connection: Connection, head: Head, position: int) -> bytes | None:
     return None if value is None else bytes(value)
 
 
-def _given_up(connection: Connection) -> set[str]:
-    """Return the generations that were given up for the log's current one."""
+def _given_up_generations(connection: Connection) -> set[str]:
+    """Return the generations that the log's current one replaced."""
     rows = rare.page(connection, ["RewindAccepted"], after=0, before=None, size=1000, descending=False)
     events = [event for row in rows if isinstance(event := from_row(row).event, RewindAccepted)]
     return {generation for e in events for generation in (e.generation_before, *(k.generation for k in e.lost))}
 
 
 def rewound(url: str, head: Head | None, lost: Sequence[Claim]) -> LogRewound:
-    """Return the error that says what was acknowledged, what the log has, and what to do.
-
-    `head` None: there is no log.
+    """Return the error that says what was acknowledged, what the log has, and what to do. `head` None: no log exists.
     """
     claim = max(lost, key=lambda c: c.mark.position)
     mark, others = claim.mark, sorted({c.by for c in lost} - {claim.by})
@@ -182,11 +178,10 @@ def accepted(head: Head, lost: Sequence[Claim], generation: str, by: str, reason
 
 # --- the memory of a host ---------------------------------------------------------------------------------------------
 class Memory:
-    """This host's claims about the log of one store, in a file of mode 0600 beside the key.
+    """File with this host's claims about the log of one store, of mode 0600, beside the key.
 
-    The coordinator writes it after every commit and before any answer. It writes in place, with a checksum because of
-    concurrent readers, and does not flush to the disk: the end of a process loses nothing, a loss of power what the
-    system had not written back. Then the memory knows less than the log, which does no harm.
+    The coordinator writes it after every commit, before any answer. It writes in place, with a checksum for concurrent
+    readers, and does not flush to the disk: after a loss of power it may know less than the log, which does no harm.
     """
 
     def __init__(self, path: Path, url: str) -> None:
@@ -211,9 +206,9 @@ class Memory:
     def claims(self, generation: str = "") -> list[Claim]:
         """Return this host's claims about the store.
 
-        With the `generation` of a log that is unknown at its own address, claims under other addresses count too, since
-        the log may have been moved or have several addresses. They don't count for a copy, which is a log of its own:
-        the other log's file still exists, or the memory's key shows another database.
+        For the `generation` of a log that is unknown at its own address, claims under other addresses count too, since
+        a log may move or have several addresses. Claims about a copy don't: the original's file still exists, or its
+        database has another key.
         """
         own = _read(self.path)
         claims = [] if own is None else list(own[0])

@@ -1,11 +1,8 @@
-"""Verification of a log, for `EventLog.verify`.
+"""Verification of a log, for `EventLog.verify`. It never repairs.
 
-It reads and never repairs. A problem is a sentence that names its position or stream. After a break in the chain it
-continues from the stored hash, so that one changed event is one problem and not a thousand. No content of a damaged
-file stops it: values of another type, text that is no UTF-8 and unreadable pages are problems too.
-
-Events are read page by page up to the head. A short last transaction reads the rest of the log, the table of streams
-and whatever a `Watcher` compares as of one moment, so a concurrent writer can go on and causes no false problems.
+After a break in the chain it continues from the stored hash, so that one changed event is one problem and not a
+thousand. No content of a damaged file stops it. Events are read page by page up to the head; a short last transaction
+reads the rest and everything to compare as of one moment, so concurrent writers cause no false problems.
 """
 
 from __future__ import annotations
@@ -57,9 +54,7 @@ class Watcher(Protocol):
         """Take more events, in order of position, each once; all of them decode."""
 
     def settle(self, connection: Connection, head: Head, whole: bool) -> None:
-        """Check the whole after the last event; `connection` shows the database as of that moment.
-
-        `whole`: no event was missing or unreadable.
+        """Check the whole after the last event, in the same transaction. `whole`: no event was missing or unreadable.
         """
 
 
@@ -83,10 +78,7 @@ class Problems:
 def verify(
     database: Database, progress: Callable[[int, int], None] | None = None, watcher: Watcher | None = None
 ) -> list[str]:
-    """Return all problems of the log up to its last event at the end of this call; [] if it is sound.
-
-    Raises LogUnavailable if the database can't be reached.
-    """
+    """Return all problems of the log up to its last event at the end of this call. Raises LogUnavailable."""
     problems = Problems()
     chain = _Chain(problems)
 
@@ -137,19 +129,19 @@ def verify(
 
 @contextmanager
 def raw_text(connection: Connection) -> Iterator[None]:
-    """Read SQLite's text unchanged, with bytes that are no UTF-8 as \\xff, on which the driver would raise an error."""
+    """Read SQLite's text with bytes that are no UTF-8 as \\xff; the driver would raise an error of its own."""
     driver: Any = connection.connection.driver_connection
     if connection.dialect.name != "sqlite":
         yield
         return
-    driver.text_factory = _decoded
+    driver.text_factory = _decode_text
     try:
         yield
     finally:
         driver.text_factory = str
 
 
-def _decoded(data: bytes) -> str:
+def _decode_text(data: bytes) -> str:
     return data.decode(errors="backslashreplace")
 
 

@@ -1,7 +1,7 @@
 """Connections to the database of a log: opening, locking, transactions, retries.
 
-Used by `log.py` and `payloads.py` only. SQLite and PostgreSQL differ only in this folder: in the write lock (a lock
-file beside the SQLite file, the head row on PostgreSQL), the meaning of durability, and the errors that pass.
+For `log.py` and `payloads.py` only. SQLite and PostgreSQL differ only in this folder: in the write lock (a lock file
+beside the SQLite file, the head row on PostgreSQL), the meaning of durability, and the errors that pass.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class Database:
         """Run `work` in one writing transaction, on SQLite as the only writer of all processes.
 
         On PostgreSQL `work` itself takes its lock. Passing trouble is retried, so `work` must check whether it was done
-        before. `size`: roughly the bytes it writes. Raises LogUnavailable; then nothing was written, or (if the
-        connection was lost in the commit) a retry will find that it was.
+        before. `size`: roughly the bytes it writes. Raises LogUnavailable: nothing was written, or a retry will find
+        that it was.
         """
         self._check_process()
         if self.read_only:
@@ -178,7 +178,7 @@ class Database:
     def require_place(self) -> None:
         """Require that a SQLite log still has its name, and save the files beside it if they lost theirs.
 
-        This costs a few calls of `stat`. Raises LogReplaced, LogCorrupt, LogUnavailable.
+        It only costs some calls of `stat`. Raises LogReplaced, LogCorrupt, LogUnavailable.
         """
         if self._place is None or self.read_only:
             return
@@ -206,11 +206,11 @@ class Database:
         place = self._place
         assert place is not None
         if not place.beside_is_empty():
-            raise place.gone(cause)
+            raise place.gone_error(cause)
         with self.engine.connect().execution_options(es_begin="") as connection:
             busy = connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").one()[0]
         if busy:
-            raise place.gone(cause)
+            raise place.gone_error(cause)
         place.forget_beside()
         self.engine.dispose()
         _text_log().warning("%s while the log was in use: what it held was moved into the log", cause)
@@ -218,8 +218,8 @@ class Database:
     def make(self, fill: Callable[[Database], None]) -> bool:
         """Make a missing SQLite file: fill it under another name, and rename it when it is complete.
 
-        Return False if another process was faster. Raises LogUnavailable and the errors of `fill`, without a file of
-        that name.
+        Return False if another process was faster. Raises LogUnavailable and the errors of `fill`; no file remains
+        then.
         """
         assert self.path is not None
         path = Path(os.path.realpath(self.path))  # of a link, the missing file
@@ -269,7 +269,7 @@ class Database:
         self._patiently(attempt, min(5.0, self.patience))
 
     def _checkpoint(self, *, cut: bool) -> None:
-        """Move SQLite's write-ahead log into the database file, and empty it with `cut` if no reader needs it.
+        """Move SQLite's write-ahead log into the database file; with `cut` also empty it, if no reader needs it.
 
         The write lock is held. Never waits for readers.
         """
@@ -321,7 +321,7 @@ class Database:
     def _wait_for_lock(self) -> None:
         """Queue for the lock in order of arrival, for at most `patience` seconds, since its holder may be suspended.
 
-        Only a blocking flock queues, and it has no timeout. So a thread blocks, and releases the lock if it comes too
+        Only a blocking flock queues, and it can't time out. So a thread blocks, and releases a lock that comes too
         late.
         """
         fd, gate, state = self._lock_file, threading.Lock(), {"late": False, "done": False}

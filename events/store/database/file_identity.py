@@ -1,13 +1,11 @@
 """Identity of a SQLite log's files: whether its path still leads to the file that this process has open.
 
-SQLite silently goes on writing into a file that was renamed, replaced or deleted. What is committed there has no name,
-and is lost with the last process that has it open. Only the file's device and inode reveal it. The same holds for the
-two files beside it, the write-ahead log and its index, which every connection opens by name.
+SQLite silently writes on into a file that was renamed, replaced or deleted; such commits are lost with the last process
+that has it open. Only device and inode reveal it, also of the write-ahead log and its index, which every connection
+opens by name.
 
-A log is the file that was opened first. While its path leads to another file, or to none, nothing is written or
-acknowledged (`LogReplaced`); when the path leads to it again, work continues. A complete copy is not the file: a newly
-started process accepts it, but a running one does not, since it would combine the copy's pages with a write-ahead log
-of another state.
+While the path leads to another file or none, nothing is written or acknowledged (`LogReplaced`). A copy in its place is
+accepted by a new process, but not by a running one, which would combine it with a write-ahead log of another state.
 """
 
 from __future__ import annotations
@@ -33,11 +31,11 @@ FileId = tuple[int, int]
 
 
 class BesideGone(Exception):
-    """The write-ahead log or its index lost its name, and the file itself did not, so their content can be saved."""
+    """The write-ahead log or its index lost its name, but the file itself did not, so their content can be saved."""
 
 
 class Place:
-    """Files of one log as one process opened them. The caller serialises threads."""
+    """Files of one log as one process opened them. The caller keeps threads apart."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -64,7 +62,7 @@ class Place:
                 connection.close()
                 raise
         except BesideGone as e:
-            raise self.gone(e) from None
+            raise self.gone_error(e) from None
         return connection
 
     def _note_file(self) -> None:
@@ -73,7 +71,7 @@ class Place:
         if self._file is None:
             self._file, self._size, self._real = _file_id(status), status.st_size, os.path.realpath(self.path)
         elif _file_id(status) != self._file:
-            raise self._replaced()
+            raise self._replaced_error()
         for name in self._beside:
             self._check_sidecar(name)
 
@@ -90,11 +88,11 @@ class Place:
     def require(self) -> None:
         """Require that the files of the log have their names. Raises LogReplaced, LogCorrupt, BesideGone.
 
-        Call it inside a writing transaction, before its commit and after it: it costs a few calls of `stat`.
+        Call it in a writing transaction, before its commit and after it: it only costs some calls of `stat`.
         """
         status = self._stat()
         if _file_id(status) != self._file:
-            raise self._replaced()
+            raise self._replaced_error()
         if status.st_size < self._size and self._is_cut(status.st_size):
             raise LogCorrupt(
                 f"{self.path} was cut from {self._size} to {status.st_size} bytes while it was in use; nothing was "
@@ -120,11 +118,11 @@ class Place:
             return False
 
     def forget_beside(self) -> None:
-        """Accept whatever is beside the file from now on, since every connection was closed."""
+        """Accept any files beside the log from now on, since every connection was closed."""
         self._beside.clear()
 
     def beside_is_empty(self) -> bool:
-        """Return True if no process wrote into a write-ahead log that took the place of ours."""
+        """Return True if no process wrote into a write-ahead log that replaced ours."""
         try:
             status = os.stat(f"{self._real}-wal")
         except FileNotFoundError:
@@ -132,8 +130,8 @@ class Place:
         own = self._beside.get(f"{self._real}-wal")
         return status.st_size == 0 or (own is not None and own[0] == _file_id(status))
 
-    def gone(self, cause: BesideGone) -> LogReplaced:
-        """Return the error for content that could not be saved yet."""
+    def gone_error(self, cause: BesideGone) -> LogReplaced:
+        """Return the error for content of a lost file that could not be saved yet."""
         return LogReplaced(
             f"{cause} while the log was in use; nothing was acknowledged. What it held is still in this process, and "
             "is moved into the log as soon as nobody reads there; leave the process alone until then",
@@ -170,7 +168,7 @@ class Place:
                 "system with `trinity-es down` and restore a copy", path=str(self.path), missing=True
             ) from None
 
-    def _replaced(self) -> LogReplaced:
+    def _replaced_error(self) -> LogReplaced:
         if self._reading:
             return LogReplaced(
                 f"{self.path} is another file than the one that was read until now: it was renamed over, replaced, or "
@@ -209,9 +207,9 @@ def _file_id(status: os.stat_result) -> FileId:
 def _connect_to_read(path: Path) -> sqlite3.Connection:
     """Return a connection that can't write the log, even if this user can't write beside it.
 
-    SQLite reads a database with a write-ahead log through a shared-memory file, and makes a missing one. In a folder
-    that this user can't write to, without an active writer, the log can only be opened as one that never changes
-    ("immutable"). That holds for a moment and not for the life of a pooled connection.
+    SQLite reads a write-ahead log through a shared-memory file, and makes a missing one. In a folder that this user
+    can't write to, without an active writer, it can only open the log as one that never changes ("immutable"). That
+    holds for a moment and not for the life of a pooled connection.
     """
     connection: sqlite3.Connection = sqlite3.connect(f"{path.as_uri()}?mode=ro", **_CONNECTION)
     try:
@@ -237,9 +235,9 @@ def _has_content(path: str) -> bool:
 def frames_in_use(path: Path) -> dict[bytes, int]:
     """Return the number of frames in SQLite's index of the write-ahead log, by the log's salts; {} if it is unusable.
 
-    Frames behind them were never committed, even if a commit record is there: a writer was killed before it counted
-    them, and a shorter log was written over their beginning. Call this before the log is opened, since the first
-    process to open it, even to read, rebuilds the index. An index that has seen no commit is not used.
+    Frames behind them were never committed, even if a commit record is there: a killed writer did not count them, and a
+    shorter log was written over their beginning. Call this before the log is opened, since the first process to open
+    it, even to read, rebuilds the index. An index that has seen no commit is unusable.
     """
     try:
         with Path(f"{path}-shm").open("rb") as file:

@@ -1,8 +1,7 @@
 """The leader lock: an advisory lock of a store in PostgreSQL, held while a coordinator lives.
 
-The lease decides which writer counts, but nobody on another host can see from it whether its holder is alive. This lock
-shows it: the server releases it when the holder's connection ends, a few seconds after the host itself is gone
-(keepalives). So a host that waits to take over checks this lock, and no clocks are compared.
+The lease says which writer counts, but other hosts can't see from it whether its holder is alive. The server releases
+this lock a few seconds after the holder's host is gone (keepalives), so a standby head compares no clocks.
 """
 
 from __future__ import annotations
@@ -55,14 +54,14 @@ class LeaderLock:
     def _hold(self, connection: Connection, pauses: Backoff) -> None:
         connection = connection.execution_options(isolation_level="AUTOCOMMIT")
         connection.exec_driver_sql("SET statement_timeout = 0; SET lock_timeout = 0")
-        while not self._over.is_set() and not _taken(connection):
+        while not self._over.is_set() and not _try_lock(connection):
             self._over.wait(LOOK_SECONDS)  # held by a predecessor whose connection the server still believes in
         pauses.reset()
         while not self._over.wait(LOOK_SECONDS):
             connection.exec_driver_sql("SELECT 1")  # raises if the connection ended, and the lock with it
 
 
-def _taken(connection: Connection) -> bool:
+def _try_lock(connection: Connection) -> bool:
     return bool(connection.execute(text("SELECT pg_try_advisory_lock(:key)"), {"key": _KEY}).scalar())
 
 
@@ -74,7 +73,7 @@ def is_led(url: str) -> bool:
 
 
 def wait_until_led_by_nobody(url: str, seconds: float) -> None:
-    """Wait until the lock has been free for `seconds`, in which a coordinator that restarts on its own host is back.
+    """Wait until the lock has been free for `seconds`, since a coordinator may restart on its own host.
 
     A database that does not answer counts as led.
     """

@@ -19,9 +19,9 @@ __all__ = ["open_schema"]
 def open_schema(db: Database, create: bool, prepare: Callable[[Connection], None] | None) -> None:
     """Make sure that the log exists; make a missing one with `create`.
 
-    `prepare` makes and updates the other tables of the database. For a new log this is the same transaction, and a
-    SQLite file gets its name when it is complete, so that readers never see a part of it. Raises LogNotFound, NotALog,
-    LogTooNew, LogCorrupt, LogUnavailable, and ConfigError for a database that is not in UTF-8.
+    `prepare` makes and updates the other tables. For a new log this is the same transaction, and a SQLite file gets its
+    name when it is complete, so readers never see a part of it. Raises LogNotFound, NotALog, LogTooNew, LogCorrupt,
+    LogUnavailable, and ConfigError for a database that is not in UTF-8.
     """
     path = db.path
     if path is not None:

@@ -26,8 +26,8 @@ _KEEPALIVE = (
     "SET tcp_keepalives_idle = 3; SET tcp_keepalives_interval = 2; SET tcp_keepalives_count = 3; "
     "SET tcp_user_timeout = '10s'"
 )
-"""With these the server notices a vanished client in some 10 s. Otherwise a client that was cut off in the middle of a
-message keeps its locks for two hours, and no other can take the lease: timeouts of statements do not count then."""
+"""With these the server notices a vanished client in some 10 s. Otherwise a client cut off in the middle of a message
+keeps its locks, also the lease's, for two hours, since timeouts of statements do not count then."""
 
 
 def require_encoding(shown: str, connection: Any, *, refused: Sequence[str] = ()) -> None:

@@ -1,7 +1,7 @@
 """Statements compiled once per database and then passed straight to its driver.
 
 SQLAlchemy takes some 30 us to run a statement that it knows, and 100 for one built each time; sqlite3 itself takes 5.
-An append runs ten. Errors of the driver are raised as SQLAlchemy would raise them.
+An append runs ten. Errors are those of SQLAlchemy.
 """
 
 from __future__ import annotations

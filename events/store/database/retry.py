@@ -1,9 +1,8 @@
 """Passing trouble: which errors of a database pass, and how to wait them out.
 
-A passing error may not happen again in the same call: a lost connection, a server that ends, starts or has no free
-connection, a lock or a file held by another process, a deadlock, a transaction that must run again. Every other error,
-a full disk too, stays until a person mends it, and is raised at once. Only calls that are safe to repeat may be waited
-out: appends are, by their commit id, and payloads, whose name is their content.
+A passing error may not happen again in the same call: a lost connection, a server that ends, starts or is full, a lock
+or file held by another process, a deadlock. Other errors, a full disk too, are raised at once. Only calls that are safe
+to repeat may be waited out: appends are, by their commit id, and payloads, by their digest.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ TLS_TROUBLE = re.compile(
 
 
 NO_ROOM = re.compile(r"too many connections|too many clients|remaining connection slots|no more connections allowed")
-"""Messages of a server or a pooler that has no free connection."""
+"""Messages of a server or a pooler without a free connection."""
 POOLED = re.compile(r"in statement pooling mode")
 """Message of PgBouncer if it allows no transactions."""
 
@@ -161,9 +160,9 @@ def patiently(
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
-    """Run `work()` in a thread, abandoned if it takes longer, since a frozen server never returns.
+    """Run `work()` in a thread and return its result. Raises its error, or LogUnavailable after `seconds`.
 
-    Raises its errors, and LogUnavailable after `seconds`.
+    The thread is abandoned then: a call to a frozen server never returns.
     """
     done: list[tuple[T | None, BaseException | None]] = []
 

@@ -1,8 +1,6 @@
 """Tables of the log, the triggers that keep events from changing, and the hash that proves that they did not.
 
-Six tables, all named `es_`, the same on SQLite and PostgreSQL: `es_log_head` (one row: the order of commits, the end
-of the hash chain), `es_event`, `es_stream` (the version of each), `es_lease`, `es_checkpoint`, and on PostgreSQL
-`es_payload`. The log assigns positions itself: a sequence of the database leaves gaps and commits out of order.
+The log assigns positions itself: a sequence of the database leaves gaps and commits out of order.
 """
 
 from __future__ import annotations
@@ -77,14 +75,13 @@ events = Table(
 )
 POSITION_IN_STREAM = events.c.position + literal_column("0")
 """Expression for queries of one stream between positions, so that only the stream's index is used. With the bare column
-PostgreSQL may also read the index of all positions, which takes longer as the log grows."""
+PostgreSQL may also read the index of all positions, which grows with the log."""
 
 BULK = ("AnswersRecorded", "AnswersRewarded", "RunsFinished", "TaskFinished", "TasksDispatched")
 """Frequent event types, by name: nine of ten events of a run with batches of some size."""
 
 IS_RARE = text(f"type NOT IN ({', '.join(repr(name) for name in BULK)})")
-"""Literal, in the index and in each query: a database uses a partial index only if it sees that a query needs nothing
-outside it."""
+"""Literal, in the index and in each query: a database uses a partial index only if it sees that the query fits."""
 
 # Indexes as text for both dialects: a partial Index on PostgreSQL would import all of that dialect, also for a SQLite
 # file.
@@ -145,7 +142,7 @@ def body_hash(
     *, stream: str, version: int, type: str, schema_version: int, data: bytes, metadata: bytes, commit_id: str,
     commit_index: int,
 ) -> bytes:
-    """Compute SHA-256 over the parts of an event that are known before its place in the log."""
+    """Compute SHA-256 over the parts of an event that are fixed before its place in the log."""
     parts = stream.encode(), type.encode(), commit_id.encode(), data, metadata
     # Each part after its length, so that no byte can move from one field to the next.
     joined = b"".join([part for text in parts for part in (_LENGTH.pack(len(text)), text)])

@@ -95,8 +95,7 @@ class LockedHead(NamedTuple):
 def lock_head(connection: Connection, db: Database) -> LockedHead:
     """Return the head row. On PostgreSQL this takes the turn to write, until the commit is visible.
 
-    It is a separate statement, so that later ones see everything committed before this turn. Raises LogCorrupt,
-    LogTooNew.
+    It is a separate statement, so that later ones see all commits before this turn. Raises LogCorrupt, LogTooNew.
     """
     row = _LOCK_HEAD[db.dialect].first(connection, {"now": time.time()})
     if row is None:

@@ -1,8 +1,7 @@
 """Identity of a store, which tells it from its copies.
 
-A log names the processes that work on it, and a copy of the log has the same names. So they count only in the store
-that they were written for. A store is identified by its file or database, even if that was moved, and by its place,
-since a backup that is restored there takes over the processes that work there.
+A log names the processes that work on it, and so does its copy. They count only in the store that they were written
+for: the same file or database, even if moved, or the same place, for a backup that is restored there.
 """
 
 from __future__ import annotations

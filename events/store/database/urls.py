@@ -22,8 +22,8 @@ _PLAIN_KEYS = frozenset({"host", "hostaddr", "port", "sslmode", "sslrootcert", "
 def parse_url(url: str) -> URL:
     """Return the database URL of a path, of `sqlite:///path`, `postgresql://...` or a full SQLAlchemy URL.
 
-    A file's URL has %25, %3F and %23 for %, ? and #, as `file_url` writes it; a path has them unescaped. Raises
-    ConfigError for another database, for SQLite in memory or with options, and for any other text.
+    In a file's URL %, ? and # are escaped, as by `file_url`; in a path they are not. Raises ConfigError for any other
+    database, for SQLite in memory or with options, and for other text.
     """
     if "://" not in url:
         if not url or url == ":memory:":
@@ -62,7 +62,7 @@ def file_of(url: str) -> Path | None:
 
 
 def place_of(url: URL | str) -> str:
-    """Return a stable name of the store: its file's path without links, or its database's address without the user."""
+    """Return a stable name of the store: the file's path without links, or the database's address without the user."""
     url = parse_url(url) if isinstance(url, str) else url
     if url.get_backend_name() == "sqlite":
         return os.path.realpath(url.database or "")

@@ -1,8 +1,7 @@
 """Experiences in the payload store: read by the log's references, and written when a batch delivers them.
 
-Most of a delivered experience is what its runner reported, with some more fields. So a delivered payload refers to raw
-ones, its sources, and holds only the differences; its readers read the sources too. It refers only to payloads of its
-own batch, which `store.retention` deletes together with it, so no event has to record these references.
+A delivered payload refers to raw ones, its sources, for what the pipeline left unchanged, and holds only the
+differences. It refers only to payloads of its own batch, which `store.retention` deletes together with it.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def read_experiences(
         data = payloads.read(digest)
         if kept is not None:
             kept[digest] = bytes(data)
-        experiences = _decoded(payloads, digest, _opened(digest, data), list(numbers))
+        experiences = _decode(payloads, digest, _open(digest, data), list(numbers))
         decoded[digest] = dict(zip(numbers, experiences, strict=True))
     return [decoded[ref.digest][number] for ref in refs for number in range(ref.first, ref.first + ref.count)]
 
@@ -60,11 +59,11 @@ class ExperienceReader:
     def read(self, digest: str, first: int, count: int) -> list[Experience]:
         """Return `count` experiences of a payload from `first` on. Raises PayloadNotFound, CorruptPayload."""
         if self._last is None or self._last[0] != digest:
-            self._last = digest, _opened(digest, self._payloads.read(digest))
+            self._last = digest, _open(digest, self._payloads.read(digest))
         payload = self._last[1]
         if count >= len(payload.items):  # this hands out the payload's arrays themselves, which works once
             self._last = None
-        return _decoded(self._payloads, digest, payload, range(first, first + count))
+        return _decode(self._payloads, digest, payload, range(first, first + count))
 
 
 def sources_of(data: bytes) -> list[str]:
@@ -75,22 +74,22 @@ def sources_of(data: bytes) -> list[str]:
         return []
 
 
-def _opened(digest: str, data: bytes | bytearray) -> Payload:
-    with _named(digest):
+def _open(digest: str, data: bytes | bytearray) -> Payload:
+    with _name_payload(digest):
         return Payload(data, checked=True)  # the store compared its digest
 
 
-def _decoded(payloads: PayloadStore, digest: str, payload: Payload, numbers: Sequence[int]) -> list[Experience]:
+def _decode(payloads: PayloadStore, digest: str, payload: Payload, numbers: Sequence[int]) -> list[Experience]:
     """Return these experiences of a payload, all different, completed from its sources."""
     if numbers and max(numbers) >= len(payload.items):
         raise CorruptPayload(f"payload {digest} holds fewer experiences than the log says", digest=digest)
-    with _named(digest):
+    with _name_payload(digest):
         needed = {payload.sources[source]: places for source, places in bases_of(payload, numbers).items()}
     bases: dict[int, Fields] = {}
     for source, places in needed.items():
         fields = _fields_of_source(payloads, source, list(places), digest)
         bases.update(zip(places.values(), fields, strict=True))
-    with _named(digest):
+    with _name_payload(digest):
         return Experience.of_fields(fields_in(payload, numbers, bases))
 
 
@@ -99,12 +98,12 @@ def _fields_of_source(payloads: PayloadStore, digest: str, numbers: Sequence[int
         data = payloads.read(digest)
     except PayloadNotFound as e:
         raise PayloadNotFound(f"{e.message}, to which payload {referring} refers", digest=digest) from e
-    with _named(digest):
+    with _name_payload(digest):
         return fields_in(Payload(data, checked=True), numbers, {})
 
 
 @contextmanager
-def _named(digest: str) -> Iterator[None]:
+def _name_payload(digest: str) -> Iterator[None]:
     """Add the payload's digest to a decoding error."""
     try:
         with decoding():

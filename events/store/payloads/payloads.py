@@ -1,9 +1,8 @@
 """The payload store: data too big for an event, stored by the SHA-256 of its bytes.
 
-Runners put, events name the digest, trainers get. An event is appended only after `put` has returned, so a digest in
-the log always has its bytes. Beside a SQLite log the store is a directory, `<db path>.payloads/ab/abcdef...`; for a
-PostgreSQL log it is a table there, so that every machine reaches it. Both are safe for threads and processes and make
-the same promises: tests/full/events/test_payloads.py is run on each.
+An event is appended only after `put` has returned, so a digest in the log always has its bytes. Beside a SQLite log the
+store is a directory, `<db path>.payloads/ab/abcdef...`, in PostgreSQL a table, so that every machine reaches it. Both
+are safe for threads and processes: tests/full/events/test_payloads.py is run on each.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class PayloadStore(Protocol):
     """Immutable bytes by their digest; they can only be deleted."""
 
     def put(self, data: bytes) -> str:
-        """Store, and return the digest. Durable when it returns; bytes already stored are read instead of written.
+        """Store, and return the digest. Durable when it returns. Stored bytes are read instead of written again.
 
         Other bytes under the digest are replaced. Raises LogUnavailable if it can't be stored.
         """
@@ -96,8 +95,7 @@ def open_payloads(
 def patient(store: PayloadStore, seconds: float) -> PayloadStore:
     """Return the same store for a thread that can wait: each call waits out passing trouble for `seconds`.
 
-    Bytes to put cost a generation to make again, and a `put` may be repeated, since the name is the content. Files
-    have no trouble that passes by itself.
+    Lost bytes would cost a generation to make again. Files have no trouble that passes by itself.
     """
     if not isinstance(store, _Rows):
         return store
@@ -185,19 +183,19 @@ class _Files:
         return True
 
     def get(self, digest: str) -> bytes:
-        return self._checked(digest, Path.read_bytes)
+        return self._read_checked(digest, Path.read_bytes)
 
     def read(self, digest: str) -> bytearray:
-        return self._checked(digest, _read_writable)
+        return self._read_checked(digest, _read_writable)
 
-    def _checked(self, digest: str, read: Callable[[Path], Bytes]) -> Bytes:
+    def _read_checked(self, digest: str, read: Callable[[Path], Bytes]) -> Bytes:
         try:
             data = read(self._path(digest))
         except FileNotFoundError:
             raise _not_found(digest, self._root) from None
         except OSError as e:
             raise CorruptPayload(f"payload {digest} in {self._root} can't be read: {e.strerror}", digest=digest) from e
-        return _checked(digest, data, self._root)
+        return _require_digest(digest, data, self._root)
 
     def exists(self, digest: str) -> bool:
         return self._path(digest).is_file()
@@ -266,15 +264,15 @@ class _Rows:
             self.database.close()
             raise
 
-    def _news(self) -> Callable[[Exception], None] | None:
+    def _new_reporter(self) -> Callable[[Exception], None] | None:
         """Return a function that reports the trouble of one call, each error once."""
         return None if self._tell is None else once(self._tell)
 
     def _read(self, work: Callable[[Connection], T]) -> T:
-        return self.database.read(work, patience=self._patience, tell=self._news())
+        return self.database.read(work, patience=self._patience, tell=self._new_reporter())
 
     def _write(self, work: Callable[[Connection], object]) -> None:
-        self.database.write(lambda c: work(c) and None, patience=self._patience, tell=self._news())
+        self.database.write(lambda c: work(c) and None, patience=self._patience, tell=self._new_reporter())
 
     @staticmethod
     def _make(connection: Connection) -> None:
@@ -297,7 +295,7 @@ class _Rows:
         data = self._read(lambda c: c.execute(select(t.data).where(t.digest == digest)).scalar_one_or_none())
         if data is None:
             raise _not_found(digest, self.database.shown)
-        return _checked(digest, bytes(data), self.database.shown)
+        return _require_digest(digest, bytes(data), self.database.shown)
 
     def read(self, digest: str) -> bytearray:
         return bytearray(self.get(digest))
@@ -351,7 +349,7 @@ def _read_writable(path: Path) -> bytearray:
         return data[:size] if size < len(data) else data
 
 
-def _checked(digest: str, data: Bytes, place: object) -> Bytes:
+def _require_digest(digest: str, data: Bytes, place: object) -> Bytes:
     if digest_of(data) != digest:
         raise CorruptPayload(
             f"payload {digest} in {place} was changed: its {len(data)} bytes have another digest", digest=digest

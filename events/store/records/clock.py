@@ -1,8 +1,7 @@
 """Time in the log: the recorded clock, and true durations even if the clock was set.
 
-`recorded_at` is the clock of the host (on PostgreSQL of its server). If that was stepped, the log has a `ClockStepped`,
-and only there may its time go back. Each event also has its writer's monotonic clock, which cannot be set, with the
-boot that it counts from. On the same machine this clock tells how long ago an event was.
+`recorded_at` is the host's clock (on PostgreSQL its server's). Only at a `ClockStepped` may it go back. Each event also
+has its writer's boot and monotonic clock, which cannot be set: on the same machine it tells how long ago an event was.
 """
 
 from __future__ import annotations

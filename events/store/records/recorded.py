@@ -1,7 +1,4 @@
-"""Values of the log's interface, for writing and reading, and their rows.
-
-Import them from `events.store.log`; this module only keeps that one short.
-"""
+"""Values of the log's interface and their rows; import them from `events.store.log`."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ class Write:
     expected_version: int
     events: Sequence[Event]
     checked: Sequence[tuple[bytes, Event]] | None = field(default=None, repr=False, compare=False)
-    """Result of `codec.check` for each event, if it is known already."""
+    """Result of `codec.check` for each event, if it was called already."""
 
 
 def checked_write(stream: str, expected_version: int, events: Sequence[Event]) -> Write:
@@ -56,7 +53,7 @@ class Recorded:
     schema_version: int
     data: bytes
     metadata: dict[str, Any]
-    """Metadata of its append, with its writer's `lease` and `epoch`. Events of one append may share it, so don't change
+    """Metadata of its append, with its writer's `lease` and `epoch`. Shared by events of one append: don't change
     it."""
     recorded_at: float
     """Unix seconds, UTC; smaller than the previous event's only if the clock was set back (`ClockStepped`)."""
@@ -94,8 +91,8 @@ class Lease:
     epoch: int
     owner: dict[str, Any]
     copied_from: str = ""
-    """Host and place of the store that its holder (of a lease just taken, its last holder) took it for, if this store
-    is a copy of that one."""
+    """Host and place of the store that the holder (of a lease just taken, the last one) took it for, if this store is a
+    copy of that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,9 +194,8 @@ def _metadata(data: bytes) -> Any:
 
 
 def from_row(row: Sequence[Any]) -> Recorded:
-    """Return a stored row, with all columns of the table in order. The event is decoded on first use.
-
-    Raises LogCorrupt if the columns are not what was written.
+    """Return a stored row, with all columns in order. The event is decoded on first use. Raises LogCorrupt for bad
+    columns.
     """
     # By index: by name it took three times as long, and a third of reading a log.
     position, stream, version, kind, schema_version, data, metadata, at, commit_id, _, mark = row

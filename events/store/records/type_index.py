@@ -1,7 +1,7 @@
 """Queries for events that are not bulk (`schema.BULK`), by an index of these events alone.
 
-Nine of ten events say that units were dispatched or finished, or what a proxy answered. All others (submitted, failed,
-dropped, published, lost, ...) are few, and most questions are about them.
+Nine of ten events say that units were dispatched or finished, or what a proxy answered; most questions are about
+others.
 """
 
 from __future__ import annotations
