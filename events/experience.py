@@ -185,7 +185,7 @@ class Experience:
             array = fields[name]
             if array is not None and array.size and array.min() < 0:
                 index = int(np.argmax(array < 0))
-                raise self._error(name, f"is {array[index]}: a token id is 0 at least", place=f"[{index}]")
+                raise self._error(name, f"is {array[index]}: token ids must be 0 or more", place=f"[{index}]")
         self._check_lengths()
         if self.reward is not None:
             self.reward = self._number(self.reward)
@@ -219,7 +219,7 @@ class Experience:
         fields = self.__dict__
         reward = fields["reward"]
         if reward is not None and not abs(reward) <= LARGEST_REWARD:
-            problem = f"is {reward}: only finite numbers can be recorded; trainers compute in float32, 1e30 is the most"
+            problem = f"is {reward}: it must be finite and at most 1e30, since trainers compute in float32"
             raise self._error("reward", problem, kind=NotFinite)
         for name in _FINITE:
             if fields[name] is not None:
@@ -358,7 +358,7 @@ class Experience:
         delivered payload, which refers to others and needs `read_experiences`.
         """
         if first < 0 or (count is not None and count < 0):
-            raise DataError(f"can't read {count} experiences from number {first} on: negative")
+            raise DataError(f"can't read {count} experiences from number {first} on: both must be 0 or more")
         with decoding():
             payload = Payload(bytearray(data))
             return cls.of_fields(fields_in(payload, payload.part(first, count), {}))
@@ -378,7 +378,7 @@ def group_by(experiences: Iterable[Experience], id_type: Literal["task", "run", 
     """Return experiences by `tid`, `rid` or `sid` of their eid, groups and members in order of appearance."""
     attribute = {"task": "tid", "run": "rid", "step": "sid"}.get(id_type)
     if attribute is None:
-        raise DataError(f"can't group by {id_type!r}: one of task, run, step")
+        raise DataError(f"can't group by {id_type!r}: use task, run or step")
     groups: dict[str, list[Experience]] = {}
     for experience in experiences:
         groups.setdefault(getattr(experience.eid, attribute), []).append(experience)

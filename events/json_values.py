@@ -84,6 +84,6 @@ def with_single_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique: dict[str, Any] = {}
     for key, value in pairs:
         if key in unique:
-            raise ValueError(f"the key {key!r} stands twice")
+            raise ValueError(f"the key {key!r} appears twice")
         unique[key] = value
     return unique

@@ -215,5 +215,5 @@ def _open_file(data: bytes | bytearray) -> tuple[dict[str, Any], dict[str, Array
         first, last = entry["data_offsets"]
         tensors[name] = body[first:last].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
     if max(entry["data_offsets"][1] for entry in head.values()) != len(body):
-        raise CorruptPayload("this payload ends elsewhere than its header says: it was cut, or something follows")
+        raise CorruptPayload("this payload is not as long as its header says: it was cut, or data was added")
     return mark, tensors

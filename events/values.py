@@ -125,8 +125,8 @@ def require_batch_id(value: Any) -> BatchId:
     if isinstance(value, str) and 0 < len(value) <= _BATCH_ID_LENGTH and value.isprintable():
         return value
     raise DataError(
-        f"batch_id is {shown(value)}: an int (a step, below 2**53) or a string such as \"12/gsm8k\" is expected, "
-        f"of printable characters, at most {_BATCH_ID_LENGTH}"
+        f"batch_id is {shown(value)}: expected an int (a step, below 2**53), or a string of at most "
+        f"{_BATCH_ID_LENGTH} printable characters such as \"12/gsm8k\""
     )
 
 

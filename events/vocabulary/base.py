@@ -14,7 +14,7 @@ __all__ = ["Answer", "Event", "KnownEnd", "PayloadRef", "RunResult", "TakenItem"
 @quickly_pickled
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Consecutive runs of one task that a runner gets together, and which attempt at them this is."""
+    """Consecutive runs of one task that a runner gets together, and the number of this attempt."""
 
     task: int
     run_id_base: int
@@ -55,7 +55,7 @@ class RunResult:
     metrics: dict[str, float]
     experiences: int = 0
     prompt_tokens: int = 0
-    """Tokens that the model read for it; counted in its experiences if a workflow does all runs (`can_repeat`)."""
+    """Tokens that the model read for this run; taken from its experiences for workflows with `can_repeat`."""
     response_tokens: int = 0
     """Tokens that the model generated for this run, counted in the same way."""
 

@@ -88,7 +88,7 @@ class RunsFinished(Event, stream="batch/<id>"):
     """Tokens that the model read beyond the prompts of `runs`, for a workflow that does all runs itself: in requests
     without an experience, and in failed runs. Negative if several runs shared a prompt, which was read once."""
     other_response_tokens: int = 0
-    """Tokens that the model generated beyond the responses of `runs`. Negative if experiences hold other tokens too."""
+    """Tokens that the model generated beyond the responses of `runs`. Negative if experiences hold other sources' tokens."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -160,7 +160,7 @@ class TaskDropped(Event, stream="batch/<id>"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskReopened(Event, stream="batch/<id>"):
-    """A person had all runs of a task repeated in an open batch; its earlier outcome is set aside."""
+    """A client had all runs of a task repeated in an open batch; its earlier outcome is set aside."""
 
     task: int
     units: list[Unit]

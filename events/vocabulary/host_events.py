@@ -15,7 +15,7 @@ class HostJoined(Event, stream="hosts"):
 
     host: str
     epoch: int
-    """How many times a host of this name has joined. Messages from an earlier epoch are refused."""
+    """Number of times that a host of this name has joined. Messages from an earlier epoch are refused."""
     life: str
     """Random id of its actor system: only the same life may resume a broken connection."""
     address: str

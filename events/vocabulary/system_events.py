@@ -38,7 +38,7 @@ class RewindAccepted(Event, stream="system"):
     generation_before: str
     """Generation of the log as it was opened."""
     generation: str
-    """Generation of the log from here on; ends known of earlier generations no longer count."""
+    """Generation of the log from here on; claims about earlier ones no longer count."""
     by: str
     """The person, as user and host."""
     reason: str = ""

@@ -82,7 +82,7 @@ def find_head(url: str) -> HeadPlace:
         lease = log.read_lease("coordinator")
     owner = (lease.owner or {}) if lease is not None else {}
     if not owner:
-        raise NotRunning(f"nobody leads the run of {masked(url)} now: start its head with `trinity-es up` or `run`")
+        raise NotRunning(f"no head leads the run of {masked(url)} now: start one with `trinity-es up` or `run`")
     place = HeadPlace.of(owner)
     if place is None:
         raise ConfigError(
@@ -103,7 +103,7 @@ def config_of(
     with EventLog.open(url, read_only=True) as log:
         last = log.last(ev.SystemConfigured.stream, "SystemConfigured")
     if last is None:
-        raise NotRunning(f"nobody has led the run of {masked(url)} yet: start its head with `trinity-es up` or `run`")
+        raise NotRunning(f"no head has led the run of {masked(url)} yet: start one with `trinity-es up` or `run`")
     data: dict[str, Any] = escaped(cast(ev.SystemConfigured, last.event).config)
     data["store"] = {**data["store"], "url": url}
     hosts, shared = data.get("hosts", {}), key_file

@@ -108,8 +108,8 @@ def _start_lock(path: Path) -> Iterator[None]:
             "%s starts a system in this log folder: waiting for it (it holds %s)", other, path))
         if other is not None:
             raise StartupError(
-                f"no system can be started: {other} has held {path} for {START_LOCK_SECONDS:.0f} s, which a start "
-                "holds while it goes on; let it go on if it is stopped, or end it"
+                f"no system can be started: {other} has held {path} for {START_LOCK_SECONDS:.0f} s, which each start "
+                "holds for its duration; resume it if it is suspended, or end it"
             )
         yield
     finally:

@@ -191,7 +191,7 @@ class _Chain:
             return None
         missing = position - self.position - 1
         if missing < 0:
-            add(f"{at}: it stands after position {self.position}")
+            add(f"{at}: it comes after position {self.position}")
             self.whole = False
             return None
         if missing:
@@ -200,7 +200,7 @@ class _Chain:
             self.whole = False
         expected = self.versions.get(stream, 0) + 1
         if version != expected:
-            add(f"{at}: stream {stream} has version {version} where {expected} belongs")
+            add(f"{at}: stream {stream} has version {version} instead of {expected}")
         if index != 0 and (commit_id != self._commit or index != self._index + 1):
             add(f"{at}: it is event {index} of commit {commit_id}, but does not follow it")
         if recorded_at < self.recorded_at and name != "ClockStepped":

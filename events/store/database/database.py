@@ -238,7 +238,7 @@ class Database:
                 new.close()
                 os.rename(making, path)
             except OSError as e:
-                raise LogUnavailable(f"{path} can't be made: {e.strerror}; see that this user may write there") from e
+                raise LogUnavailable(f"{path} can't be made: {e.strerror}; this user needs to write there") from e
             finally:
                 new.close()
                 for name in beside:
@@ -257,7 +257,7 @@ class Database:
                     mode = connection.exec_driver_sql("PRAGMA journal_mode=WAL").scalar()
                 if mode != "wal":
                     raise LogUnavailable(
-                        f"{self.path} can't be used by more than one process: its file system knows no shared memory; "
+                        f"{self.path} can't be used by more than one process: its file system has no shared memory; "
                         "put it on a local disk, or use PostgreSQL"
                     )
                 # Writers killed before their turn to checkpoint leave it to the next one.
@@ -346,7 +346,7 @@ class Database:
             lock_holder = holder(fd)
         raise LogUnavailable(
             f"{self.path}.lock, the write lock of the log, has been held for {self.patience:.0f} s by {lock_holder}: "
-            "let it go on if it is stopped, or end it", passing=True,
+            "resume it if it is suspended, or end it", passing=True,
         )
 
     # --- trouble ----------------------------------------------------------------------------------------------------

@@ -34,13 +34,13 @@ def refusal(path: Path, needed: int, e: OSError) -> str:
     if is_disk_full(e):
         return room(path, needed)
     if e.errno == errno.EROFS:
-        return f"the disk of {path} is mounted read-only: mount it for writing, and it goes on by itself"
+        return f"the disk of {path} is mounted read-only: mount it for writing, and the run continues by itself"
     if e.errno in (errno.EACCES, errno.EPERM):
-        return f"this user may not write to {path}: change its rights, and it goes on by itself"
+        return f"this user may not write to {path}: change its rights, and the run continues by itself"
     if e.errno in _NO_FILE:
-        return f"{NO_FILE}, and it goes on by itself"
+        return f"{NO_FILE}, and the run continues by itself"
     if e.errno in (errno.ENOENT, errno.ENOTDIR):
-        return f"{path} is gone: it was renamed or deleted; put it back, and it goes on by itself"
+        return f"{path} is gone: it was renamed or deleted; put it back, and the run continues by itself"
     return f"the disk of {path} fails: the machine's log (dmesg) tells more"
 
 
@@ -53,12 +53,12 @@ def room(path: Path, needed: int) -> str:
             continue
         break
     else:
-        return f"the disk of {path} can't be asked how full it is: free space there, and it goes on by itself"
+        return f"the disk of {path} can't be asked how full it is: free space there, and the run continues by itself"
     sizes = f"{_bytes(usage.free)} of {_bytes(usage.total)} are free, about {_bytes(needed)} are needed"
     if usage.free < needed:
-        return f"the disk of {folder} is full ({sizes}): free space there, and it goes on by itself"
+        return f"the disk of {folder} is full ({sizes}): free space there, and the run continues by itself"
     return (f"the disk of {folder} takes no more ({sizes}, so a quota, a limit of file sizes or the disk itself stops "
-            "it): free space or lift the limit, and it goes on by itself")
+            "it): free space or lift the limit, and the run continues by itself")
 
 
 def _bytes(n: float) -> str:

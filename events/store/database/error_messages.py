@@ -66,7 +66,7 @@ class ErrorMessages:
             return (": no schema of its search_path is there; name one that is, where it is set (PGOPTIONS, options in "
                     "store.url, ALTER ROLE or DATABASE), or create it")
         if name == "53100":
-            return ": free space on its server's disk, and it goes on by itself"
+            return ": free space on its server's disk, and the run continues by itself"
         if self.path and is_out_of_files():
             return f": {NO_FILE}"
         if self.path and (name == "SQLITE_FULL" or name.startswith(_NO_ROOM)):
@@ -74,7 +74,7 @@ class ErrorMessages:
         if self.path and name.startswith("SQLITE_IOERR"):
             return f": the disk of {self.path.parent} fails; the machine's log (dmesg) tells more"
         if name.startswith("SQLITE_READONLY") or name == "25006":
-            return ": it is read-only, its rights or its disk's; make it writable, and it goes on by itself"
+            return ": it is read-only, its rights or its disk's; make it writable, and the run continues by itself"
         if self.path and name.startswith(("SQLITE_CANTOPEN", "SQLITE_PERM")):
             return f": see that {self.path.parent} is there, that this user may write there, and that its disk has room"
         return ""

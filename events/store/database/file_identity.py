@@ -164,7 +164,7 @@ class Place:
                 ) from None
             raise LogReplaced(
                 f"{self.path} is gone ({e.strerror}): it or its folder was renamed or deleted while the log was in "
-                "use. Nothing was acknowledged since: put that file back under this name and all goes on, or end the "
+                "use. Nothing was acknowledged since: put that file back under this name to continue, or end the "
                 "system with `trinity-es down` and restore a copy", path=str(self.path), missing=True
             ) from None
 
@@ -177,8 +177,8 @@ class Place:
             )
         return LogReplaced(
             f"{self.path} is another file than the one that is in use: it was renamed over, replaced, or a link was "
-            "switched. Nothing was acknowledged since: put the file that was there back under this name and all goes "
-            "on, or end the system with `trinity-es down` and start it on the file that is there now",
+            "switched. Nothing was acknowledged since: put the earlier file back under this name to continue, or "
+            "end the system with `trinity-es down` and start it on the file that is there now",
             path=str(self.path), missing=False,
         )
 

@@ -52,7 +52,7 @@ def _exists(connection: Connection, db: Database, create: bool) -> bool:
         revs = connection.execute(select(schema.heads.c.schema_rev)).scalars().all()
         if len(revs) != 1 or not isinstance(revs[0], int):
             raise LogCorrupt(
-                f"{db.shown}: the table es_log_head holds {len(revs)} rows, where one with a schema_rev belongs; "
+                f"{db.shown}: the table es_log_head holds {len(revs)} rows, instead of one with a schema_rev; "
                 "restore the last good copy"
             )
         (rev,) = revs
