@@ -18,8 +18,7 @@ def whole_file(
 ) -> Iterator[IO[bytes]]:
     """Give a file to write, which gets its name when it is complete. On any error no file remains.
 
-    `durable` also brings the file and its name to the disk. Its mode is `mode` or 0600; `prefix`: of its temporary
-    name.
+    `durable` also brings file and name to the disk. Its mode is `mode` or 0600; `prefix` begins its temporary name.
     """
     handle, unfinished = tempfile.mkstemp(prefix=prefix, dir=path.parent)
     try:

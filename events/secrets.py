@@ -97,8 +97,7 @@ def is_secret(key: str, value: Any) -> bool:
 def replaced(value: Any, by: Callable[[str], str], key: str = "") -> Any:
     """Return a JSON value with every secret in it replaced.
 
-    Values in a list belong to its key, and values in a mapping to its key if that is a secret's (`api_keys: {openai:
-    ...}`).
+    Values in a list, or under a secret's key (`api_keys: {openai: ...}`), count as under that key.
     """
     if isinstance(value, Mapping):
         if (text := marked_text(value)) is not None:

@@ -1,7 +1,6 @@
-"""Batch ids, tasks and their status, without clock, database, actor or numpy.
+"""Batch ids, tasks and their status. This module uses no clock, database, actor or numpy.
 
-`task_to_dict` is the only encoding of a `Task`, for messages, the log and the runner, so the recorded task is the one
-that ran.
+`task_to_dict` is the only encoding of a `Task`, for messages, log and runner: the recorded task is the one that ran.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ BatchType = Literal["train", "eval", "collect"]
 """Kind of a batch. `train` and `eval` end by being finalized; a Scheduler takes the results of `collect` one by one."""
 
 FailureKind = Literal["data", "workflow", "timeout", "grader", "runner_lost", "infra"]
-"""Cause of a failed attempt: the task's data, the workflow's code, the time limit, the grader, the runner's death, our
-own code."""
+"""Cause of a failed attempt: the task's data, workflow code, the time limit, the grader, the runner's death, our
+code."""
 
 
 class BatchLifecycleState(StrEnum):
@@ -62,9 +61,7 @@ _LOOKS_OTHER = re.compile(r"-?\d+\Z|'")
 
 
 def local_time(seconds: float, timespec: str = "seconds", sep: str = "T") -> str:
-    """Return unix seconds as local time with its offset, as an hour may come twice. Arguments as of
-    `datetime.isoformat`.
-    """
+    """Return unix seconds as local time with its offset, since an hour may come twice."""
     return datetime.fromtimestamp(seconds, UTC).astimezone().isoformat(sep, timespec).replace("+00:00", "Z")
 
 
@@ -131,17 +128,14 @@ def require_batch_id(value: Any) -> BatchId:
 
 
 def batch_stream(batch_id: BatchId) -> str:
-    """Return the name of a batch's stream: `batch/12` for `12`, `batch/'12'` for `"12"`. Raises DataError for no batch
-    id.
-    """
+    """Return the name of a batch's stream: `batch/12` for `12`, `batch/'12'` for `"12"`. Raises DataError."""
     if not isinstance(batch_id, str):
         return f"batch/{require_batch_id(batch_id)}"
     return f"batch/'{batch_id}'" if _LOOKS_OTHER.match(batch_id) else f"batch/{batch_id}"
 
 
 class Args(dict[str, Any]):
-    """Arguments of a task, as a dict whose keys are also attributes. A missing known attribute has its default; None
-    stands for the value in the config.
+    """Arguments of a task, whose keys are also attributes. Missing known ones have defaults; None: as in the config.
 
     >>> args = Args({"prompt_key": "question"})
     >>> args.prompt_key, args.response_key, args.system_prompt
@@ -166,11 +160,10 @@ class Args(dict[str, Any]):
 
 @dataclass
 class Task:
-    """Data sample, the workflow that plays it, and how often. Fields are in Trinity-RFT's order, for positional
+    """Data sample, the workflow that plays it, and how often. Fields have Trinity-RFT's order, for positional
     arguments.
 
-    Submission sets `batch_id` and `task_id` (the position in the batch). All but the two classes is plain JSON for the
-    log.
+    Submission sets `batch_id` and `task_id` (the position in the batch). All fields but the two classes are plain JSON.
     """
 
     workflow: type[Any] | str | None = None
@@ -178,10 +171,10 @@ class Task:
     repeat_times: int | None = None
     """Runs of this task (the group of GRPO); None: 1."""
     format_args: dict[str, Any] = field(default_factory=Args)
-    """`prompt_key`, `response_key`: keys of raw_task; `system_prompt`, `reply_prefix`: texts. Keys are attributes too
+    """`prompt_key`, `response_key`: keys of raw_task; `system_prompt`, `reply_prefix`: texts. Also attributes
     (`Args`)."""
     rollout_args: dict[str, Any] = field(default_factory=Args)
-    """`temperature, top_p, top_k, max_tokens, logprobs, seed, n` of the sampling. Its keys are attributes too."""
+    """`temperature, top_p, top_k, max_tokens, logprobs, seed, n` of the sampling. Also attributes (`Args`)."""
     workflow_args: dict[str, Any] = field(default_factory=dict)
     reward_fn_args: dict[str, Any] = field(default_factory=dict)
     is_eval: bool = False

@@ -67,8 +67,6 @@ CLOCK = "clock"
 """Stream of the clock's steps."""
 
 _E = schema.events.c
-_H = schema.heads.c
-_K = schema.checkpoints.c
 
 
 class EventLog:
@@ -286,9 +284,7 @@ class EventLog:
         return leases.acquire(self._db, name, owner)
 
     def read_lease(self, name: str) -> Lease | None:
-        """Return the lease, or None if it was never taken. Its `owner` is empty after a release and in a copy of the
-        store.
-        """
+        """Return the lease, or None if it was never taken. A released one, or a copy's, has an empty `owner`."""
         return leases.read(self._db, name)
 
     def release_lease(self, lease: Lease) -> None:

@@ -83,8 +83,8 @@ class Event:
     """Base of all events."""
 
     stream: ClassVar[str]
-    """Stream of this event; `<runner>`, `<taskset>` and `<output>` stand for the field of that name, `<id>` for the
-    batch."""
+    """Stream of this event. `<runner>`, `<taskset>`, `<output>` stand for the field of that name, `<id>` for the
+    batch's."""
     schema_version: ClassVar[int] = 1
 
     def __init_subclass__(cls, stream: str = "") -> None:

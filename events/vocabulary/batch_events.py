@@ -88,7 +88,7 @@ class RunsFinished(Event, stream="batch/<id>"):
     """Tokens that the model read beyond the prompts of `runs`, for a workflow that does all runs itself: in requests
     without an experience, and in failed runs. Negative if several runs shared a prompt, which was read once."""
     other_response_tokens: int = 0
-    """Tokens that the model generated beyond the responses of `runs`. Negative if experiences hold other sources' tokens."""
+    """Tokens that the model generated beyond the responses of `runs`. Negative if experiences hold foreign tokens."""
 
     @property
     def prompt_tokens(self) -> int:

@@ -72,9 +72,7 @@ def bundle_of(config: Config, *, gpus: bool) -> dict[str, float]:
 
 
 class Agent:
-    """The head of a run, or one of its hosts, in a process that Ray starts and restarts; whatever it starts ends with
-    it.
-    """
+    """The head of a run, or one of its hosts, in a process that Ray (re)starts. Whatever it starts ends with it."""
 
     def __init__(self, setup: Mapping[str, Any], number: int | None) -> None:
         """Start working. `setup`: config, key, folder; `number`: of the host, None for the head.

@@ -28,8 +28,7 @@ _NO_SETTINGS = (*OWN, "mode", "code_path", "hosts")
 def other_settings(config: Config, *, serve: bool = False) -> list[Change]:
     """Return how this config differs from the one with which the system of its store was last started.
 
-    [] if that is unknown: no log, or one whose config this release can't read. Without `serve`, systems of mode `serve`
-    don't count.
+    [] without a log, or with one whose config this release can't read. `serve`: systems of that mode count too.
     """
     try:
         with open_log(config.store.url) as log:

@@ -1,7 +1,6 @@
 """The running system of a store: finding it, its files, its keeper, and the end of its processes.
 
-The coordinator's lease in the log says where it runs. Processes are identified by pid and start time, as pids are
-reused.
+The coordinator's lease in the log says where it runs. Pids are reused, so processes have pid and start time.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import signal
 import tempfile
@@ -35,8 +33,6 @@ __all__ = [
     "system_file", "wait_gone",
 ]
 
-
-_log = logging.getLogger(__name__)
 LOOK_SECONDS = 0.02
 """Interval between two checks of an awaited condition."""
 _FIND_SECONDS = 5.0
@@ -44,10 +40,9 @@ _FIND_SECONDS = 5.0
 
 
 def output_file(config: Config) -> Path:
-    """Return the file that the processes of this store's system print to.
+    """Return the file that the processes of this store's system print to: their standard output.
 
-    It is their standard output, which children inherit. Leftovers are found by it, even with titles and environments
-    overwritten.
+    Children inherit it, so leftovers are found by it even if they overwrote their titles and environments.
     """
     return _file(config, "launch", ".log")
 
@@ -122,8 +117,7 @@ def find(config: Config) -> dict[str, Any] | None:
 def find_head(config: Config) -> dict[str, Any] | None:
     """Return the system that leads the run of this store on this host; None if it, or its owner, has ended.
 
-    The result has `port`, `pid` and `started` of its admin process, `guardian` (a pid), and `key_file`, where its key
-    should be.
+    It has `port`, `pid` and `started` of its admin process, `guardian` (a pid), and `key_file`, the place of its key.
     """
     admin = last_known(config)
     return {**admin, "key_file": key_file(config)} if admin and _goes_on(admin) else None

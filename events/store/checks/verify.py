@@ -134,15 +134,11 @@ def raw_text(connection: Connection) -> Iterator[None]:
     if connection.dialect.name != "sqlite":
         yield
         return
-    driver.text_factory = _decode_text
+    driver.text_factory = lambda data: data.decode(errors="backslashreplace")
     try:
         yield
     finally:
         driver.text_factory = str
-
-
-def _decode_text(data: bytes) -> str:
-    return data.decode(errors="backslashreplace")
 
 
 def check_pages(connection: Connection) -> list[str]:

@@ -45,6 +45,7 @@ MOST_WAL_BYTES = 2 * CHECKPOINT_BYTES
 """Size from which a write-ahead log is cut. It grows beyond that while a reader keeps SQLite from restarting it."""
 CUT_SECONDS = 1.0
 """Interval between two attempts to cut it, which fail while such a reader is active."""
+_BUSY_MILLISECONDS = 5000
 
 
 class Database:
@@ -138,8 +139,7 @@ class Database:
         """Run `work` in one writing transaction, on SQLite as the only writer of all processes.
 
         On PostgreSQL `work` itself takes its lock. Passing trouble is retried, so `work` must check whether it was done
-        before. `size`: roughly the bytes it writes. Raises LogUnavailable: nothing was written, or a retry will find
-        that it was.
+        before. `size`: roughly the bytes it writes. Raises LogUnavailable: nothing was written, or a retry finds it.
         """
         self._check_process()
         if self.read_only:
@@ -213,13 +213,13 @@ class Database:
             raise place.gone_error(cause)
         place.forget_beside()
         self.engine.dispose()
-        _text_log().warning("%s while the log was in use: what it held was moved into the log", cause)
+        log = logging.getLogger("trinity_es.log")  # not at import: Thespian silences existing loggers
+        log.warning("%s while the log was in use: what it held was moved into the log", cause)
 
     def make(self, fill: Callable[[Database], None]) -> bool:
-        """Make a missing SQLite file: fill it under another name, and rename it when it is complete.
+        """Make a missing SQLite file under another name, and rename it when `fill` has filled it.
 
-        Return False if another process was faster. Raises LogUnavailable and the errors of `fill`; no file remains
-        then.
+        Return False if another process was faster. After LogUnavailable or an error of `fill` no file remains.
         """
         assert self.path is not None
         path = Path(os.path.realpath(self.path))  # of a link, the missing file
@@ -321,8 +321,7 @@ class Database:
     def _wait_for_lock(self) -> None:
         """Queue for the lock in order of arrival, for at most `patience` seconds, since its holder may be suspended.
 
-        Only a blocking flock queues, and it can't time out. So a thread blocks, and releases a lock that comes too
-        late.
+        Only a blocking flock queues, and it can't time out: so a thread blocks, and releases the lock if it is late.
         """
         fd, gate, state = self._lock_file, threading.Lock(), {"late": False, "done": False}
         arrived = threading.Event()
@@ -372,10 +371,3 @@ class Database:
 
     def __repr__(self) -> str:
         return f"<Database {self.shown}>"
-
-
-_BUSY_MILLISECONDS = 5000
-
-
-def _text_log() -> logging.Logger:
-    return logging.getLogger("trinity_es.log")  # not at import: Thespian silences existing loggers

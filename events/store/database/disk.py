@@ -10,8 +10,6 @@ from pathlib import Path
 __all__ = ["NO_FILE", "is_disk_full", "is_out_of_files", "refusal", "room"]
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
 _NO_FILE = (errno.EMFILE, errno.ENFILE)
 NO_FILE = "this process or machine can open no more files: raise the limit of open files (ulimit -n, LimitNOFILE=)"
 

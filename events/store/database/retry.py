@@ -32,19 +32,14 @@ T = TypeVar("T")
 _PASSING_STATES = frozenset({"55P03", "57014", "53300", "25P03", "25P04"})
 """Lock not available, statement cancelled, too many connections, a transaction that idled or lasted too long."""
 
-
 TLS_TROUBLE = re.compile(
     r"certificate verify failed|certificate for .* does not match|root certificate file|server does not support SSL"
 )
 """Messages of libpq about a server whose certificate it rejects, or that has none; time does not mend it."""
-
-
 NO_ROOM = re.compile(r"too many connections|too many clients|remaining connection slots|no more connections allowed")
 """Messages of a server or a pooler without a free connection."""
 POOLED = re.compile(r"in statement pooling mode")
 """Message of PgBouncer if it allows no transactions."""
-
-
 REFUSED = re.compile(
     r"authentication failed|no password supplied|role \".*\" does not exist|no pg_hba.conf"
     r"|permission denied for database|is not permitted to log in|no such user"

@@ -19,8 +19,7 @@ _E = schema.events.c
 def position_at(connection: Connection, url: str, time: float, steps: Sequence[Recorded]) -> int:
     """Return the position of the last event recorded at or before this moment (unix seconds); 0 if there is none.
 
-    If there are `steps` (`ClockStepped`): in the last stretch between two of them that had begun by then. Raises
-    LogCorrupt.
+    With `steps` (`ClockStepped`): in the last stretch between two of them that had begun by then. Raises LogCorrupt.
     """
     begin = max((s.position for s in steps if s.recorded_at <= time), default=0)
     end = min((s.position for s in steps if s.position > begin), default=None)

@@ -53,8 +53,7 @@ class Recorded:
     schema_version: int
     data: bytes
     metadata: dict[str, Any]
-    """Metadata of its append, with its writer's `lease` and `epoch`. Shared by events of one append: don't change
-    it."""
+    """Metadata of its append, with its writer's `lease` and `epoch`. Read-only: events of one append share it."""
     recorded_at: float
     """Unix seconds, UTC; smaller than the previous event's only if the clock was set back (`ClockStepped`)."""
     commit_id: str
@@ -91,8 +90,8 @@ class Lease:
     epoch: int
     owner: dict[str, Any]
     copied_from: str = ""
-    """Host and place of the store that the holder (of a lease just taken, the last one) took it for, if this store is a
-    copy of that."""
+    """Host and place of the store that this one is a copy of, if the holder (the last one, of a lease just taken) took
+    the lease there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,9 +193,7 @@ def _metadata(data: bytes) -> Any:
 
 
 def from_row(row: Sequence[Any]) -> Recorded:
-    """Return a stored row, with all columns in order. The event is decoded on first use. Raises LogCorrupt for bad
-    columns.
-    """
+    """Return a stored row, with all columns in order; its event is decoded on first use. Raises LogCorrupt."""
     # By index: by name it took three times as long, and a third of reading a log.
     position, stream, version, kind, schema_version, data, metadata, at, commit_id, _, mark = row
     try:
