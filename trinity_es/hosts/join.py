@@ -214,14 +214,14 @@ class HostRun:
                 continue
             self._tell(f"{path} is not on this host: pulling the model from the head")
             try:
-                places[path] = str(self._pulled(head, config, FolderName("model", name)))
+                places[path] = str(self._pull(head, config, FolderName("model", name)))
             except SyncError as e:
                 if not e.details.get("refused") or self.is_leaving():
                     raise
                 self._tell(e.message)
         return self._config(places) if places else config
 
-    def _pulled(self, head: HeadPlace, config: Config, name: FolderName) -> Path:
+    def _pull(self, head: HeadPlace, config: Config, name: FolderName) -> Path:
         folder = self._log_dir / "models"
         if config.hosts.weights_dir:  # other hosts and machines may have theirs there too
             folder = Path(config.hosts.weights_dir) / f"models-{socket.gethostname()}-{self._name}"
@@ -261,9 +261,9 @@ class HostRun:
     def _one_life(self, config: Config) -> str:
         """Start the system and wait for its end. Return why it ended."""
         with closing(open_payloads(self._url)) as payloads:  # first, since it raises if a run can't use this database
-            return self._wait_for_end(config, payloads)
+            return self._start_and_wait(config, payloads)
 
-    def _wait_for_end(self, config: Config, payloads: PayloadStore) -> str:
+    def _start_and_wait(self, config: Config, payloads: PayloadStore) -> str:
         self._life = uuid.uuid4().hex
         self._pulls_into = pulled_dir(config.hosts.weights_dir, config.store.url, config.system.log_dir)
         admin = launch_host(config, HostIdentity(name=self._name, life=self._life))

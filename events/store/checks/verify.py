@@ -54,8 +54,7 @@ class Watcher(Protocol):
         """Take more events, in order of position, each once; all of them decode."""
 
     def settle(self, connection: Connection, head: Head, whole: bool) -> None:
-        """Check the whole after the last event, in the same transaction. `whole`: no event was missing or unreadable.
-        """
+        """Check the whole after the last event, in its transaction. `whole`: no event was missing or unreadable."""
 
 
 class Problems:

@@ -111,7 +111,7 @@ def _name_payload(digest: str) -> Iterator[None]:
     except CorruptPayload as e:
         if "digest" in e.details:
             raise
-        raise CorruptPayload(f"payload {digest} has its digest, but: {e.message}", digest=digest) from e
+        raise CorruptPayload(f"payload {digest} matches its digest, but: {e.message}", digest=digest) from e
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
