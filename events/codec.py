@@ -38,7 +38,7 @@ def encode(event: Event) -> bytes:
 def check(event: Event) -> tuple[bytes, Event]:
     """Return the event's bytes, and the event as later readers will decode it. Raises InvalidEvent.
 
-    Live state must be folded from the decoded event, so that it can't differ from replayed state.
+    Live state is folded from the decoded event, so that it can't differ from replayed state.
     """
     data = _write(event)
     try:
@@ -75,7 +75,7 @@ def _require_finite(event: Event, data: bytes) -> None:
 def decode(type_name: str, schema_version: int, data: bytes) -> Event:
     """Return the event stored as `type_name` in `schema_version`, lifted to the current schema.
 
-    Raises LogTooNew for a type or schema version of newer software, InvalidEvent for bytes of no such event.
+    Raises LogTooNew for types or schema versions of newer software, InvalidEvent for other bytes.
     """
     cls = EVENTS.get(type_name)
     if cls is None:

@@ -283,7 +283,7 @@ _FRAME = re.compile(r'^ *File "([^"\n]+)", line (\d+), in (\S+)', re.MULTILINE)
 
 
 def said_and_where(error: str) -> tuple[str, str]:
-    """Split an error's text with a traceback into the error itself and its last frame, as `(code.py:12 in run)`.
+    """Split an error's text into the error itself and the last frame of its traceback, as `(code.py:12 in run)`.
 
     Without a traceback the parts are the whole text and "".
     """

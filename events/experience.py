@@ -313,8 +313,7 @@ class Experience:
 
     @classmethod
     def deserialize(cls, data: bytes) -> Self:
-        """Return the one experience of a payload. Raises CorruptPayload; DataError for another number of experiences.
-        """
+        """Return the one experience of a payload. Raises CorruptPayload; DataError if it has another number."""
         experiences = cls.deserialize_many(data)
         if len(experiences) != 1:
             count = len(experiences)

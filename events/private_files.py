@@ -57,7 +57,7 @@ def create_private(path: str | Path) -> None:
 def take_lock(handle: int, *, seconds: float, tell: Callable[[str], None] | None = None) -> str | None:
     """Take the lock of an open file. Return None, or after `seconds` a description of its holder.
 
-    `tell` gets that description once, if it takes longer than TELL_SECONDS. The lock ends with its process.
+    `tell` gets that description after TELL_SECONDS, once. The lock ends with its process.
     """
     began, reported = time.monotonic(), tell is None
     while True:

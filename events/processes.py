@@ -29,7 +29,7 @@ _ENDED = "ZX"
 def process_start_time(pid: int) -> str | None:
     """Return the start of a process, which with the pid identifies it for ever; None if it has ended.
 
-    A zombie counts as ended: without an init that reaps orphans, as in some containers, it stays for ever.
+    A zombie has ended: without an init that reaps orphans, as in some containers, it stays for ever.
     """
     try:
         text = Path(f"/proc/{int(pid)}/stat").read_text(errors="replace")

@@ -412,10 +412,7 @@ class EventLog:
 
     # --- read models ------------------------------------------------------------------------------------------------
     def rebuild(self, progress: Callable[[int, int], None] | None = None) -> int:
-        """Rebuild every read model in one transaction, while writers wait. Return the number of events applied.
-
-        `progress(position, last position)` is called after each page.
-        """
+        """Rebuild every read model in one transaction, while writers wait. Return the number of events applied."""
         return self._db.write(lambda c: self._read_models.rebuild(c, progress), size=64 * 1024 * 1024)
 
     def verify(

@@ -37,8 +37,7 @@ class HostDraining(Event, stream="hosts"):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLost(Event, stream="hosts"):
-    """A host was silent for too long, or started again. Its runners are gone; their units run elsewhere, without blame.
-    """
+    """A host was silent for too long, or started again. Its runners are gone; their units run elsewhere, unblamed."""
 
     host: str
     epoch: int

@@ -54,10 +54,7 @@ _log = logging.getLogger("trinity_es.system.keeper")
 
 
 def _wait_for_end(config: Config, admin: Mapping[str, Any], meanwhile: Callable[[], None]) -> str:
-    """Wait until the system or its owner has ended, or the system had to be ended. Return the reason.
-
-    Calls `meanwhile` now and then.
-    """
+    """Wait until the system or its owner ended, or end it. Return the reason. Calls `meanwhile` now and then."""
     pids = {"the admin": admin["pid"], "the guardian": admin["guardian"]}
     gone = f"the admin (pid {admin['pid']}) is gone, perhaps with its guardian"
     try:

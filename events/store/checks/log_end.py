@@ -140,8 +140,7 @@ def _given_up_generations(connection: Connection) -> set[str]:
 
 
 def rewound(url: str, head: Head | None, lost: Sequence[Claim]) -> LogRewound:
-    """Return the error that says what was acknowledged, what the log has, and what to do. `head` None: no log exists.
-    """
+    """Return the error that says what was acknowledged, what the log has, and what to do. `head` None: no log."""
     claim = max(lost, key=lambda c: c.mark.position)
     mark, others = claim.mark, sorted({c.by for c in lost} - {claim.by})
     knows = f"{claim.by} knows it up to position {mark.position} (hash {mark.hash.hex()[:12]})"

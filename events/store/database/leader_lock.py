@@ -73,10 +73,7 @@ def is_led(url: str) -> bool:
 
 
 def wait_until_led_by_nobody(url: str, seconds: float) -> None:
-    """Wait until the lock has been free for `seconds`, since a coordinator may restart on its own host.
-
-    A database that does not answer counts as led.
-    """
+    """Wait until the lock was free for `seconds`, in which a coordinator may restart. An error counts as led."""
     free_since: float | None = None
     while True:
         try:

@@ -157,7 +157,7 @@ def patiently(
 def within(seconds: float, work: Callable[[], T]) -> T:
     """Run `work()` in a thread and return its result. Raises its error, or LogUnavailable after `seconds`.
 
-    The thread is abandoned then: a call to a frozen server never returns.
+    The thread is then abandoned: a call to a frozen server never returns.
     """
     done: list[tuple[T | None, BaseException | None]] = []
 
