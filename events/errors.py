@@ -149,7 +149,7 @@ class InvalidEvent(LogError, ValueError):
 
 
 class LogNotFound(LogError, FileNotFoundError):
-    """There is no log at this place."""
+    """No log at this place."""
 
 
 class NotALog(LogError):
@@ -279,7 +279,6 @@ def error_from_dict(data: dict[str, Any]) -> Exception:
 
 
 _FRAME = re.compile(r'^ *File "([^"\n]+)", line (\d+), in (\S+)', re.MULTILINE)
-"""Frame of a traceback, as Python prints it."""
 
 
 def said_and_where(error: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Prints docs/EVENTS.md: `python -m trinity_es.events.event_docs > docs/EVENTS.md`.
+"""Printer of docs/EVENTS.md: `python -m trinity_es.events.event_docs > docs/EVENTS.md`.
 
 It parses the sources of `vocabulary/`, since Python itself drops the strings under fields.
 """

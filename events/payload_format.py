@@ -126,9 +126,7 @@ def decoding() -> Iterator[None]:
         raise CorruptPayload(f"this payload can't be decoded ({type(e).__name__}: {e})") from e
 
 
-class _Read(NamedTuple):
-    """A column in the file."""
-
+class _StoredColumn(NamedTuple):
     name: str
     key: str | None
     shapes: list[Any]
@@ -155,11 +153,11 @@ class Payload:
         header = orjson.loads(self._tensors["header"].data)
         self.items: list[dict[str, Any]] = header["items"]
         self.sources: list[str] = header.get("sources", [])
-        self._columns: list[_Read] = []
+        self._columns: list[_StoredColumn] = []
         for name, key, _, shapes in header["columns"]:
             same = self._columns[shapes] if isinstance(shapes, int) else None
             ends = _ends(shapes) if same is None else same.ends
-            self._columns.append(_Read(name, key, shapes if same is None else same.shapes, ends))
+            self._columns.append(_StoredColumn(name, key, shapes if same is None else same.shapes, ends))
 
     def part(self, first: int, count: int | None) -> range:
         """Return the range of `count` experiences (None: all that follow) from `first` on. Raises CorruptPayload."""

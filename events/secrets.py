@@ -27,7 +27,6 @@ __all__ = [
 ]
 
 MASK = "***"
-"""Text in place of a secret."""
 
 SECRET_KEYS = (
     "api_key", "apikey", "access_key", "secret_key", "private_key", "signing_key", "encryption_key", "auth_key",

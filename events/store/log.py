@@ -64,7 +64,6 @@ if TYPE_CHECKING:
 __all__ = ["Committed", "EventLog", "Head", "Lease", "Projector", "Recorded", "Write"]
 
 CLOCK = "clock"
-"""Stream of the clock's steps."""
 
 _E = schema.events.c
 
@@ -159,7 +158,6 @@ class EventLog:
         return committed
 
     def _acknowledge(self, mark: Mark) -> bool:
-        """Keep this mark if it is the newest; return True if it is."""
         with self._marking:
             newest = self.acknowledged is None or mark.position > self.acknowledged.position
             if newest:

@@ -145,8 +145,6 @@ def require_gpus(config: Config, name: str) -> None:
 
 
 class HostRun:
-    """A host's part in a run, from its start to its end."""
-
     def __init__(self, url: str, name: str, overrides: Sequence[str], log_dir: Path, *, key_file: str = "",
                  tell: Callable[[str], None]) -> None:
         self._url, self._name, self._overrides, self._log_dir = url, name, overrides, log_dir

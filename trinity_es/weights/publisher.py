@@ -47,7 +47,7 @@ class Call(Protocol):
 
 
 class Publisher:
-    """Publishes weights from this process. `log` opens the run's log."""
+    """Publisher of weights from this process. `log` opens the run's log."""
 
     def __init__(self, config: Config, call: Call, log: Callable[[], Log]) -> None:
         self.config, self.call, self.log = config, call, log

@@ -162,7 +162,7 @@ def check_pages(connection: Connection) -> list[str]:
 
 
 class _Chain:
-    """Checks the events one after the other."""
+    """The chain of events, checked one after the other."""
 
     def __init__(self, problems: Problems) -> None:
         self._problems = problems

@@ -18,7 +18,7 @@ _NO_ROOM = ("SQLITE_IOERR_WRITE", "SQLITE_IOERR_SHMSIZE", "SQLITE_IOERR_SHMOPEN"
 
 
 class ErrorMessages:
-    """Makes the errors of one database: `shown` is its URL, `path` its file if it has one."""
+    """Error messages of one database: `shown` is its URL, `path` its file if it has one."""
 
     def __init__(self, shown: str, path: Path | None, *, read_only: bool, secrets: list[str]) -> None:
         self.shown, self.path, self.read_only, self._secrets = shown, path, read_only, secrets

@@ -50,7 +50,7 @@ def read_experiences(
 
 
 class ExperienceReader:
-    """Reads payloads part by part; keeps the last one open."""
+    """Reader of payloads part by part, which keeps the last one open."""
 
     def __init__(self, payloads: PayloadStore) -> None:
         self._payloads = payloads

@@ -213,7 +213,7 @@ _offsets: list[float] = []
 
 @dataclass(slots=True)
 class Straightener:
-    """Corrects the times of this boot's events by the monotonic clock, as seen from the current wall clock."""
+    """Correction of this boot's event times by the monotonic clock, as seen from the current wall clock."""
 
     _wall: Callable[[], float] = time.time
     _monotonic: Callable[[], float] = clock.monotonic

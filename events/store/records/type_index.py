@@ -16,7 +16,6 @@ from trinity_es.events.vocabulary import EVENTS
 __all__ = ["RARE", "page", "require_rare"]
 
 RARE = tuple(sorted(EVENTS.keys() - set(schema.BULK)))
-"""Every type that is not bulk."""
 
 _E = schema.events.c
 
