@@ -1,6 +1,6 @@
 """The event log: append and read facts, in SQLite or PostgreSQL.
 
-Its guarantees, each with a test in tests/full/events:
+Its guarantees, each with a test in tests/main/test_log_contract.py or tests/full/events:
 
 - an append is one transaction over several streams; when `append` has returned, its events are durable and there once;
 - positions are 1, 2, 3, ... in commit order without a gap, so no new event ever appears before a reader's position;
@@ -12,7 +12,7 @@ Its guarantees, each with a test in tests/full/events:
 - read models (`Projector`) change in the transaction of the append, or not at all.
 
 Durability: "process" survives the death of every process, "power" also the loss of power (an fsync per commit). On
-PostgreSQL both are "power", if its server is set to fsync. `follow.py` reads from a remembered position on.
+PostgreSQL both are "power", if its server is set to fsync. `projections/reading/follow.py` reads from a remembered position on.
 """
 
 from __future__ import annotations
