@@ -12,7 +12,8 @@ Its guarantees, each with a test in tests/main/test_log_contract.py or tests/ful
 - read models (`Projector`) change in the transaction of the append, or not at all.
 
 Durability: "process" survives the death of every process, "power" also the loss of power (an fsync per commit). On
-PostgreSQL both are "power", if its server is set to fsync. `projections/reading/follow.py` reads from a remembered position on.
+PostgreSQL both are "power", if its server is set to fsync. `projections/reading/follow.py` reads from a remembered
+position on.
 """
 
 from __future__ import annotations
