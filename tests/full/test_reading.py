@@ -158,7 +158,7 @@ def test_an_hour_that_comes_twice_is_asked_for_with_its_offset(path: Path, monke
 
 def test_who_reads_is_not_told_of_commits() -> None:
     url = "postgresql://nobody@127.0.0.1:1/run"
-    for read_only, says in ((True, "see that its server runs"), (False, "the same commit can be tried again")):
+    for read_only, says in ((True, "check that its server runs"), (False, "the same commit can be tried again")):
         database = Database(url, read_only=read_only, patience=0.0)
         with contextlib.closing(database), pytest.raises(LogUnavailable, match=says):
             database.read(lambda connection: None)
