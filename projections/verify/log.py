@@ -245,7 +245,7 @@ class _Fold:
                 case ev.HostJoined():
                     self._of_hosts = True
                 case ev.BatchSubmitted() | ev.TaskReopened() if self._of_hosts and item.version > 1:
-                    asked.setdefault(item.stream, set()).update(host_work.ASKED)
+                    asked.setdefault(item.stream, set()).update(host_work.FORGET_TYPES)
         queries += [
             select(schema.events).where(
                 schema.events.c.stream == stream, schema.events.c.type.in_(sorted(types)),
