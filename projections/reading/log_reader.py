@@ -248,7 +248,7 @@ class Log(LogEvents):
         with followed.lock:
             situation = read_situation(self._events, dict.fromkeys([*opened, *batch_ids]), followed)
             return [why(situation, b, now=at, live=live, system=facts)
-                    for b in batch_ids or opened if b in situation.courses]
+                    for b in batch_ids or opened if b in situation.batches]
 
     def processes(self) -> dict[str, Any]:
         """Return facts on the processes of the system that wrote last, from its lease.
