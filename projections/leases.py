@@ -20,7 +20,7 @@ class OpenLease:
 
     taken: ev.LeaseTaken
     held: bool = False
-    """Whether the provider reported the handle of the resource."""
+    """True if the provider reported the handle of the resource."""
     handle: Any = None
     expires: float = 0.0
     """Unix seconds."""

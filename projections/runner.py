@@ -34,7 +34,7 @@ class RunnerState(StrEnum):
 
     @property
     def gone(self) -> bool:
-        """Whether the process ended unintentionally."""
+        """True if the process ended unintentionally."""
         return self in (RunnerState.LOST, RunnerState.QUARANTINED)
 
 
@@ -53,7 +53,7 @@ class RunnerLife:
     """Maximum number of concurrent units; 0 until it is ready."""
     model_version: int = 0
     served: bool = False
-    """Whether it has ever had the current version. If so, it keeps serving when it can't load a newer one."""
+    """True if it has ever had the current version. If so, it keeps serving when it can't load a newer one."""
     refused: tuple[int, str] | None = None
     """(version, error) of its last load, if that failed."""
 
@@ -73,7 +73,7 @@ class Weights:
 
     @property
     def in_memory_only(self) -> bool:
-        """Whether no disk has a copy of them."""
+        """True if no disk has a copy of them."""
         return self.method in ("memory", "nccl")
 
 

@@ -21,7 +21,7 @@ class Server:
     url: str
     runner: str
     wanted: bool
-    """Whether it should be an engine. If not, its runner retires or has retired."""
+    """True if it should be an engine. If not, its runner retires or has retired."""
     by: Literal["list", "scale"]
     """Source of the last change: the server list or `trinity-es scale`."""
 

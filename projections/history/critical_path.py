@@ -20,7 +20,7 @@ class Segment:
     seconds: float
     what: str
     fault: bool
-    """Whether an attempt failed in this segment or the system was down."""
+    """True if an attempt failed in this segment or the system was down."""
 
 
 def segments(timeline: BatchTimeline, outages: Sequence[tuple[float, float]] = ()) -> list[Segment]:

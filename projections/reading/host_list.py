@@ -53,7 +53,7 @@ class HostRow:
     attempts_lost: int = 0
     """Attempts lost with their runner, for any reason."""
     connected: bool | None = None
-    """Whether it is connected to the coordinator; None if the coordinator was not asked."""
+    """True if it is connected to the coordinator; None if the coordinator was not asked."""
     away_for: float | None = None
     """Seconds since it was last heard of, if it is not connected."""
     why_away: str = ""

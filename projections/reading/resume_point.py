@@ -35,7 +35,7 @@ class ResumePoint:
     cursors: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
     """(epoch, offset) of each taskset after each step."""
     evals: dict[BatchId, bool] = field(default_factory=dict)
-    """Whether each submitted eval has ended."""
+    """True if each submitted eval has ended."""
     version: int = 0
     """Current weights version; 0: the original model."""
     path: str = ""

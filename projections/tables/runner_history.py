@@ -64,12 +64,12 @@ class RunnerIncarnation:
 
     @property
     def died(self) -> bool:
-        """Whether it ended unintentionally."""
+        """True if it ended unintentionally."""
         return self.how in ("lost", "failed", "quarantined")
 
     @property
     def went_with_host(self) -> bool:
-        """Whether it ended because its host was lost or left, so that the runner is not at fault."""
+        """True if it ended because its host was lost or left, so that the runner is not at fault."""
         return self.died and went_with_host(self.runner, self.reason)
 
 

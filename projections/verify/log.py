@@ -187,7 +187,7 @@ class _Fold:
         self._defined = {row[1]: _definition(row) for row in self.scratch.execute(_DEFINITIONS)}
         schema.drop_triggers(self._connection)
         self._has_hosts = False
-        """Whether a host has joined; before that, all tasks end on the head's own runners."""
+        """True if a host has joined; before that, all tasks end on the head's own runners."""
         self.needs = Needs(self.scratch)
         self.scratch.execute("BEGIN")  # never committed
 

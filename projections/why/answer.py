@@ -63,7 +63,7 @@ class Waiting:
     system_up: bool = False
     """If all runs of a step failed: whether its system runs, so that its runners have loaded the code that failed."""
     person: bool = False
-    """Whether it lasts until a person acts."""
+    """True if it lasts until a person acts."""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -106,7 +106,7 @@ class Why:
     """Unix seconds of its last event."""
     now: float
     stalled: bool
-    """Whether it needs a person, or has made no progress for too long."""
+    """True if it needs a person, or has made no progress for too long."""
     waiting: tuple[Waiting, ...]
 
     @property
@@ -115,7 +115,7 @@ class Why:
 
     @property
     def of_trainer(self) -> bool:
-        """Whether the batch waits for its trainer or for nothing, which never counts as a stall."""
+        """True if the batch waits for its trainer or for nothing, which never counts as a stall."""
         return self.cause in OF_TRAINER
 
     @property

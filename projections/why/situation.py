@@ -83,7 +83,7 @@ class RunnerSnapshot:
     server: str = ""
     """URL of the external server that is its engine (live)."""
     leaving: bool = False
-    """Whether that server was removed, so that it gets no more units (live)."""
+    """True if that server was removed, so that it gets no more units (live)."""
     model: str = "rollout"
     """Model that it serves. Units run on runners of the rollout model; their workflows may ask the others."""
 
@@ -124,12 +124,12 @@ class SystemSnapshot:
     limit: float | None = None
     """`explorer.max_timeout`."""
     sequential: bool = False
-    """Whether the runs of a unit run one after the other, each with the whole limit."""
+    """True if the runs of a unit run one after the other, each with the whole limit."""
     of_servers: bool = False
-    """Whether engines are external servers, which come and go."""
+    """True if engines are external servers, which come and go."""
     stall_after: float | None = None
     of_run: bool = False
-    """Whether `trinity-es run` submits its batches and can resume."""
+    """True if `trinity-es run` submits its batches and can resume."""
     store: str = ""
     """URL of the log from its config, without a password."""
     last_at: float | None = None
