@@ -57,7 +57,6 @@ class Flight:
 
 @dataclass(slots=True, kw_only=True)
 class TaskState:
-    """State of one task of a batch: its completed and failed runs, and the payloads of their experiences."""
 
     total_runs: int
     done: dict[int, ev.RunResult] = field(default_factory=dict)
@@ -69,9 +68,7 @@ class TaskState:
     is_eval: bool = False
     """An eval task, whose experiences are not kept."""
     attempts: int = 0
-    """Highest attempt number over its units."""
     reopened: str = ""
-    """Id of the last redo request for it."""
 
     @property
     def settled(self) -> bool:
@@ -153,7 +150,6 @@ class BatchState:
 
     @property
     def ready_task_count(self) -> int:
-        """Number of tasks whose results can be taken."""
         return len(self.statuses) + len(self.partial) - len(self.taken)
 
     @property
@@ -360,15 +356,14 @@ def _reopened(state: BatchState, event: ev.TaskReopened) -> None:
 def batch_result(
     state: BatchState, pipeline_metrics: dict[str, float] | None = None, *, form: int = RESULT_FORMS
 ) -> dict[str, Any]:
-    """Return the result of finalize, computed from the state alone, so it is bit-identical on every machine.
+    """Return the result of finalize, computed from the state alone and bit-identical on every machine.
 
-    Keys: `batch_id, batch_type, finished_task_count, metrics`. Metrics are aggregated by `projections.metrics`, from
-    runs to tasks to the batch, tasks in order of id. A task that failed for good counts in `finished_task_count` (it is
-    settled) and in `failed_task_count`. Its completed runs count in the means; its failed runs do not count as zero
-    but in `missing_run_count`, and so do unfinished runs of an eval's dropped tasks. If some completed runs lack a
-    metric, its mean is over the others and `<name>/missing_run_count` counts those that lack it. Finished runs of
-    dropped tasks count in the means if they are delivered, but these tasks do not count as finished. `form` is a
-    number up to `RESULT_FORMS`.
+    Keys: `batch_id, batch_type, finished_task_count, metrics`; metrics as `projections.metrics` aggregates them, tasks
+    in order of id. `finished_task_count` and `failed_task_count` both count a task that failed for good. Its completed
+    runs count in the means. `missing_run_count` counts failed runs, which are not zeros in the means, and in an eval
+    the unfinished runs of dropped tasks. If some completed runs lack a metric, its mean is over the others and
+    `<name>/missing_run_count` counts those. Finished runs of dropped tasks count in the means if they are delivered,
+    but these tasks do not count as finished. `form`: 1 to `RESULT_FORMS`.
     """
     is_eval, prefix = state.batch_type == "eval", metric_prefix(state.batch_id, state.batch_type)
     counted = {**state.statuses, **{task: state.tasks[task].status() for task in state.partial if form > 2}}
@@ -415,10 +410,7 @@ def missing_runs(batch_id: BatchId, batch_type: str, metrics: Mapping[str, float
 
 
 def mean_reward(result: dict[str, Any]) -> float | None:
-    """Return the mean reward in a final result: `rollout/reward/mean`, or for an eval the mean of its `reward/mean@n`.
-
-    Logs from before 2026-11 may have several n for an eval whose tasks lost runs; the largest n counts.
-    """
+    """Return the mean reward of a result. Of several `mean@n` (logs from before 2026-11), the largest n counts."""
     metrics = result["metrics"]
     if "rollout/reward/mean" in metrics:
         return float(metrics["rollout/reward/mean"])

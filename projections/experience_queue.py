@@ -68,11 +68,10 @@ class QueueState:
 
     capacity: int
     deliveries: OrderedDict[tuple[str, int], Delivery] = field(default_factory=OrderedDict)
-    """By stream and version of BatchFinalized, in the order in which they were finalized."""
+    """Deliveries by (stream, version of BatchFinalized), in order of finalizing."""
     requests: OrderedDict[str, list[ev.TakenItem]] = field(default_factory=OrderedDict)
     unread: dict[str, int] = field(default_factory=dict)
-    """Deliveries in the log that are not loaded yet (see `read_older`): first position of the batch by stream, newest
-    first."""
+    """Batches whose deliveries are not loaded yet: first position by stream, newest first."""
     size: int = 0
     unused: int = 0
     """Experiences that capacity pushed out before they were ever taken."""
@@ -134,10 +133,9 @@ def _remove(state: QueueState, stream: str) -> None:
 
 
 def load_queue(log: EventLog, delivered: Iterable[tuple[str, int]], capacity: int) -> QueueState:
-    """Load the queue from the log.
+    """Load the queue. `delivered`: (stream, first position) of finalized train batches, newest first.
 
-    `delivered`: stream and first position of finalized train batches, newest first. If nothing was ever taken, the
-    deliveries are read at the first take, so a run that doesn't use its queue reads none.
+    If nothing was ever taken, the deliveries are read only at the first take.
     """
     state = QueueState(capacity=capacity, unread=dict(delivered))
     recorded = list(log.read(stream=STREAM))

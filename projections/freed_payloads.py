@@ -18,10 +18,7 @@ EXPERIENCES = "experiences"
 
 
 def freed_at(recorded: Iterable[Recorded]) -> dict[str, int]:
-    """Return the last position at which payloads were freed, by batch stream. Reads events of stream `experiences`.
-
-    A batch submitted under the same id after that position has its payloads.
-    """
+    """Return the last position at which payloads were freed, by batch stream. Batches submitted later have theirs."""
     freed: dict[str, int] = {}
     for item in recorded:
         if isinstance(item.event, ev.PayloadsFreed):

@@ -15,8 +15,8 @@ T = TypeVar("T")
 class KeptFold(Generic[T]):
     """Value of `fold(events, value so far)` over one stream. For one thread at a time.
 
-    The hash of the last folded event shows whether the log was restored from an older copy. The fold then starts over,
-    as it does after a read that failed half way.
+    The fold starts over after a read that failed half way, and if the log was restored from an older copy, which the
+    hash of the last folded event shows.
     """
 
     def __init__(self, fold: Callable[[Iterable[Recorded], T | None], T]) -> None:

@@ -16,7 +16,6 @@ __all__ = ["OpenLease", "OpenLeases", "evolve_leases"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenLease:
-    """Lease that is taken and not released."""
 
     taken: ev.LeaseTaken
     held: bool = False
@@ -27,7 +26,6 @@ class OpenLease:
     orphaned: str = ""
     """Why its owner can no longer release it; empty while the owner can."""
     error: str = ""
-    """Error of the last failed release."""
     tries: int = 0
     """Number of recorded failed releases."""
 
@@ -47,7 +45,6 @@ class OpenLease:
         return "orphaned" if self.orphaned else "held" if self.held else "taken"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return JSON for `trinity-es leases` and `status`."""
         taken = self.taken
         return {
             "lease": taken.lease, "state": self.state, "provider": taken.provider, "handle": self.handle,

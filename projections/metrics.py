@@ -6,7 +6,7 @@ Python's `sum` and `mean` depends on their version.
 
 A suffix `:mean`, `:sum`, `:max`, `:min` or `:last` of a metric's name chooses its aggregation at every level; the
 default is the mean. Any other suffix belongs to the name. Values that are not numbers are left out. NaN and infinities
-raise DataError, since no event may hold them. Results are clamped to the largest float.
+raise DataError in all functions, since no event may hold them. Results are clamped to the largest float.
 
 The formulas are those of Trinity-RFT's `trinity/utils/metrics.py`; best@k and worst@k go back to verl's
 `trainer/ppo/metric_utils.py`.
@@ -37,22 +37,19 @@ _PLAIN_IN_EVAL: Final = ("time/task_execution", "time/run_execution")
 
 
 def aggregate_run(experiences: Sequence[Metrics]) -> Metrics:
-    """Aggregate the metrics of a run's experiences, given in order.
-
-    Names keep their suffix, except `:mean`. Raises DataError for a value that is not finite.
-    """
+    """Aggregate the metrics of a run's experiences, in order. Names keep suffixes except `:mean`. Raises DataError."""
     return {key: _reduce(how, values) for key, (how, values) in _by_key(experiences).items()}
 
 
 def aggregate_task(runs: Sequence[Metrics], is_eval: bool, total_runs: int = 0) -> Metrics:
-    """Aggregate the metrics of a task's runs, given in order.
+    """Aggregate the metrics of a task's runs, in order. Raises DataError.
 
     Training: as `aggregate_run`. Evals: each metric without a suffix gives `<name>/mean@n` and `<name>/std@n` over its
     values (population std), and for k = 2, 4, 8, .. below n and k = n `<name>/best@k` and `<name>/worst@k`: the mean
     over 1000 draws of k values with replacement of the best and the worst among them. The draws are those of
     `np.random.RandomState(42).choice(values, k)`, the same for every metric. `n` is `total_runs`, but at least the
     number of values, so that a task that lost runs has the same metric names as the others of its eval.
-    `time/run_execution` and `time/task_execution` are averaged. Raises DataError for a value that is not finite.
+    `time/run_execution` and `time/task_execution` are averaged.
     """
     if not is_eval:
         return aggregate_run(runs)
@@ -66,7 +63,8 @@ def aggregate_task(runs: Sequence[Metrics], is_eval: bool, total_runs: int = 0) 
         out[f"{key}/std@{n}"] = _std(values)
         if n == 1:
             continue
-        for k in _subset_sizes(n):
+        powers = [2**i for i in range(1, n.bit_length()) if 2**i < n]
+        for k in (*powers, n):
             best, worst = _best_and_worst(values, k)
             out[f"{key}/best@{k}"] = best
             out[f"{key}/worst@{k}"] = worst
@@ -74,29 +72,24 @@ def aggregate_task(runs: Sequence[Metrics], is_eval: bool, total_runs: int = 0) 
 
 
 def aggregate_batch(tasks: Iterable[Metrics], prefix: str = "") -> Metrics:
-    """Aggregate the metrics of a train batch's tasks, given in order.
+    """Aggregate the metrics of a train batch's tasks, in order. Raises DataError.
 
     Gives `<prefix>/<name>/mean`, `/max` and `/min`, or for a name with a suffix only `<prefix>/<name>/<suffix>`.
-    Raises DataError for a value that is not finite.
     """
     return _over_tasks(tasks, prefix, ("mean", "max", "min"))
 
 
 def aggregate_eval_batch(tasks: Iterable[Metrics], prefix: str = "", detailed_stats: bool = False) -> Metrics:
-    """Aggregate the metrics of an eval's tasks, given in order.
+    """Aggregate the metrics of an eval's tasks, in order. Raises DataError.
 
     Gives `<prefix>/<name>`, the mean over the tasks, or with `detailed_stats` `<prefix>/<name>/mean`, `/max`, `/min`
-    and `/std` (population). For a name with a suffix: `<prefix>/<name>/<suffix>`. Raises DataError for a value that is
-    not finite.
+    and `/std` (population). For a name with a suffix: `<prefix>/<name>/<suffix>`.
     """
     return _over_tasks(tasks, prefix, ("mean", "max", "min", "std") if detailed_stats else ())
 
 
 def missing_runs_by_metric(runs: Iterable[Metrics]) -> dict[str, int]:
-    """Return, by metric, how many of these runs lack it while others have it. Their mean leaves those runs out.
-
-    Counts only metrics that are averaged. Raises DataError for a value that is not finite.
-    """
+    """Return, for each averaged metric that only some runs have, how many runs lack it. Raises DataError."""
     count, having = 0, Counter[str]()
     for metrics in runs:
         count += 1
@@ -192,17 +185,11 @@ def _std(values: Sequence[float]) -> float:
     return math.sqrt(_mean([_clamp((v - mean) * (v - mean)) for v in values]))
 
 
-def _subset_sizes(n: int) -> list[int]:
-    sizes = [2**i for i in range(1, n.bit_length()) if 2**i < n]
-    return [*sizes, n]
-
-
 @lru_cache(maxsize=256)
 def _draws(n: int, k: int) -> tuple[int, ...]:
     """Return, for each of n positions, the draws that contain it, as a bit mask.
 
-    One call of `choice` for 1000 draws gives the same numbers as 1000 calls. Its own generator leaves the user's global
-    one alone. numpy keeps the stream of a RandomState frozen.
+    One `choice` of 1000 draws equals 1000 calls. numpy keeps the stream of a RandomState frozen.
     """
     import numpy as np  # imported here: a quarter of this package's import time, and only evals need it
 
@@ -215,8 +202,8 @@ def _draws(n: int, k: int) -> tuple[int, ...]:
 def _best_and_worst(values: Sequence[float], k: int) -> tuple[float, float]:
     """Return the mean over the draws of the largest, and of the smallest, value drawn.
 
-    A value is the largest of each draw that contains it and no larger value. Counting those draws, from the largest
-    value down, takes n operations on 1000-bit numbers instead of 1000 maxima.
+    A value is the largest of the draws that contain it and no larger one, so a count from the largest value down takes
+    n operations on 1000-bit numbers instead of 1000 maxima.
     """
     draws = _draws(len(values), k)
     ascending = sorted(range(len(values)), key=values.__getitem__)

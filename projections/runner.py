@@ -17,7 +17,6 @@ __all__ = [
 
 
 class RunnerState(StrEnum):
-    """State of one life of a runner."""
 
     STARTED = "started"
     """The process has answered; its engine is loading."""
@@ -26,7 +25,6 @@ class RunnerState(StrEnum):
     FAILED = "failed"
     """The engine did not load, died, or lacks a LoRA adapter. The process lives but gets no units."""
     RETIRED = "retired"
-    """The runner was stopped on purpose."""
     LOST = "lost"
     """The process is gone, and a new life follows."""
     QUARANTINED = "quarantined"
@@ -87,9 +85,9 @@ Lives = dict[tuple[str, int], RunnerLife]
 
 
 def newest_life(lives: Lives, name: str) -> RunnerLife | None:
-    """Return the life of this runner with the highest incarnation.
+    """Return the runner's life with the highest incarnation.
 
-    If two systems fought for the log, that life need not be the one that serves.
+    If two systems fought for the log, another life may be the one that serves.
     """
     return max((life for (runner, _), life in lives.items() if runner == name), key=lambda x: x.incarnation,
                default=None)
@@ -98,8 +96,7 @@ def newest_life(lives: Lives, name: str) -> RunnerLife | None:
 def evolve_lives(lives: Lives, event: ev.Event, weights: Weights) -> None:
     """Apply one event of a runner's stream in place; `weights` are the current ones at that event.
 
-    If a life's first event is its end, its process never answered. A life may start twice, because a coordinator that
-    takes over records the runners' states again.
+    The first event of a life may be its end. A life may start twice: a new coordinator records the states again.
     """
     event = cast(RunnerEvent, event)
     key = event.runner, event.incarnation

@@ -16,7 +16,6 @@ __all__ = ["Server", "Servers", "evolve_servers", "leaving"]
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Server that is or was an engine."""
 
     url: str
     runner: str

@@ -65,7 +65,6 @@ class TaskTimeline:
 
     @property
     def reward(self) -> float | None:
-        """Mean reward of its runs."""
         return sum(self.rewards) / len(self.rewards) if self.rewards else None
 
 
@@ -79,14 +78,12 @@ class RunRow:
     outcome: str
     """`finished`, or the kind of its last failure."""
     message: str = ""
-    """Text of that failure."""
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     experiences: int = 0
     prompt_tokens: int = 0
     response_tokens: int = 0
     run_id_base: int
-    """First run of the unit that it was dispatched in."""
     attempt: int
     runner: str
     incarnation: int
@@ -104,7 +101,6 @@ class RunRow:
     dispatch_position: int | None = None
     finish_position: int
     unit_payload: ev.PayloadRef | None = None
-    """All experiences of the unit."""
     payload: ev.PayloadRef | None = None
     """This run's experiences, or the whole unit's if the counts of each run don't add up to it. None for evals and
     failures, whose experiences are not kept."""
@@ -146,10 +142,7 @@ class BatchTimeline:
 
 
 def tell(recorded: Iterable[Recorded], timeline: BatchTimeline | None = None) -> BatchTimeline:
-    """Fold a batch's events into a new timeline, or later events into an existing one, in place.
-
-    Raises BatchNotFound if there are no events.
-    """
+    """Fold a batch's events into a new timeline or into `timeline`, in place. Raises BatchNotFound without events."""
     for item in recorded:
         timeline = tell_one(timeline, item)
     if timeline is None:

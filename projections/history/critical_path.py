@@ -24,9 +24,9 @@ class Segment:
 
 
 def segments(timeline: BatchTimeline, outages: Sequence[tuple[float, float]] = ()) -> list[Segment]:
-    """Split the whole time of a batch, from submission to its end or last event, into consecutive segments.
+    """Split the time of a batch, from submission to its end or last event, into consecutive segments.
 
-    `outages`: intervals without a coordinator, from `Log.without_coordinator`; a batch's own events don't show them.
+    `outages`: intervals without a coordinator, from `Log.without_coordinator`.
     """
     end = timeline.ended_at or timeline.last_at
     last = max((t for t in timeline.tasks if t.state != "dropped"),
@@ -69,10 +69,7 @@ def held_up(timeline: BatchTimeline, outages: Sequence[tuple[float, float]] = ()
 
 
 def _outage_start(attempt: Attempt, outages: Sequence[tuple[float, float]]) -> float | None:
-    """Return the start of the outage in which an attempt was lost, or None.
-
-    The next coordinator records the loss in the append of its start, whose events share one time.
-    """
+    """Return the start of the outage that lost an attempt. The next coordinator's start records such a loss."""
     if attempt.outcome != "runner_lost":
         return None
     return next((gone for gone, back in outages if back == attempt.ended_at), None)

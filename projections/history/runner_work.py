@@ -16,7 +16,6 @@ from trinity_es.events.store.records.recorded import Recorded
 __all__ = ["WORK", "RunnerWork", "work_of"]
 
 WORK = ("TasksDispatched", "RunsFinished", "TaskFinished", "AttemptFailed")
-"""Types of the events that `work_of` needs."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,7 +26,6 @@ class RunnerWork:
     runs: int = 0
     response_tokens: int = 0
     failures: Counter[str] = field(default_factory=Counter)
-    """Failed attempts by kind."""
     seconds: float = 0.0
     """Sum over all attempts, as the runner measured them; concurrent attempts each count in full."""
     versions: set[int] = field(default_factory=set)

@@ -43,7 +43,6 @@ class TaskHistory:
     submitted_at: float = 0.0
     turns: list[TaskEvent] = field(default_factory=list)
     made: dict[int, RunRow] = field(default_factory=dict)
-    """Finished runs by number."""
     other_prompt_tokens: int = 0
     """Prompt tokens besides those of `made` (see `RunsFinished`)."""
     other_response_tokens: int = 0
@@ -90,12 +89,15 @@ def _apply(history: TaskHistory, timeline: BatchTimeline, item: Recorded, event:
         case ev.TasksDispatched():
             for unit in event.units:
                 if unit.task == task:
-                    turn(f"attempt {unit.attempt}, {_runs(unit.run_id_base, unit.runs)}, sent to {event.runner} "
+                    last = unit.run_id_base + unit.runs - 1
+                    runs = f"run {last}" if unit.runs == 1 else f"runs {unit.run_id_base}-{last}"
+                    turn(f"attempt {unit.attempt}, {runs}, sent to {event.runner} "
                          f"#{event.incarnation} with weights {event.model_version}")
         case ev.RunsFinished() if event.task == task:
             history.other_prompt_tokens += event.other_prompt_tokens
             history.other_response_tokens += event.other_response_tokens
-            versions = _version_range(event.model_version, event.model_version_end)
+            oldest, newest = event.model_version, event.model_version_end
+            versions = str(oldest) if oldest == newest else f"{oldest} to {newest}"
             turn(f"{len(event.runs)} runs of attempt {event.attempt} finished on {event.runner} after "
                  f"{event.seconds:.2f} s, weights {versions}")
         case ev.AttemptFailed() if event.task == task:
@@ -123,14 +125,6 @@ def _apply(history: TaskHistory, timeline: BatchTimeline, item: Recorded, event:
             turn(f"the batch was aborted: {event.reason}")
         case ev.BatchTrained():
             turn(f"the batch was trained in step {event.step}")
-
-
-def _runs(base: int, count: int) -> str:
-    return f"run {base}" if count == 1 else f"runs {base}-{base + count - 1}"
-
-
-def _version_range(oldest: int, newest: int) -> str:
-    return str(oldest) if oldest == newest else f"{oldest} to {newest}"
 
 
 def prompt_of(task: dict[str, Any] | None) -> str | None:

@@ -92,21 +92,19 @@ def _task_picture(state: BatchState, number: int, runs: int, open_units: list[st
 # --- two logs with one beginning ------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fork:
-    """First difference of two logs."""
 
     common: int
     """Last position at which they are equal; 0 if their first events differ."""
     heads: tuple[int, int]
     before: list[Recorded]
-    """Last common events."""
     after: tuple[list[Recorded], list[Recorded]]
     """First differing events of each log."""
 
 
 def common_prefix(first: Callable[[int], bytes | None], second: Callable[[int], bytes | None], end: int) -> int:
-    """Return the last position up to `end` at which both chains have the same hash; 0 if there is none.
+    """Return the last position up to `end` with the same hash in both chains, or 0.
 
-    `first` and `second` return the hash at a position. This does not detect tampering with a chain; `verify` does.
+    `first` and `second` return the hash at a position. Only `verify` detects tampering.
     """
     low, high = 0, end
     while low < high:
@@ -164,10 +162,7 @@ class RunsCompared:
 
 
 def compare_runs(first: Log, second: Log) -> RunsCompared:
-    """Compare two runs batch by batch, in the order of the first, matching batches by id.
-
-    Two batches are equal if their tasks, state, counts, tokens, reward and weights are, to the bit.
-    """
+    """Compare two runs, matching batches by id: tasks, state, counts, tokens, reward and weights, to the bit."""
     mine = first.batches()
     others = {batch_stream(row.batch_id): row for row in second.batches()}
     out = RunsCompared(

@@ -51,10 +51,7 @@ class LogEvents:
         return [name for name, _ in self._events.streams(prefix)]
 
     def events(self, batch_id: BatchId | None = None, after: int = 0) -> Iterator[Recorded]:
-        """Yield events with a position greater than `after`, of one batch or of all streams, in order.
-
-        Raises BatchNotFound.
-        """
+        """Yield events after a position, in order, of one batch or all streams. Raises BatchNotFound."""
         stream = None
         if batch_id is not None:
             stream = batch_stream(batch_id)
@@ -72,7 +69,7 @@ class LogEvents:
     ) -> Iterator[Recorded]:
         """Yield events that are not bulk (`schema.BULK`), of these types or all, with `after` < position < `before`.
 
-        Reads only the events that it yields, through an index. Raises ValueError for a bulk type.
+        Reads only what it yields, through an index. Raises ValueError for a bulk type.
         """
         return self._events.rare(types, after=after, before=before, limit=limit, descending=descending)
 
@@ -86,7 +83,7 @@ class LogEvents:
         return recorded if recorded is not None and recorded.position == position else None
 
     def position_of(self, at: int | float | datetime | None) -> int | None:
-        """Return a position (int) unchanged, and for a time the position of the last event recorded by then (0: none).
+        """Return a position unchanged, or the position of the last event recorded by a time (0: none).
 
         Raises DataError for a local time that is ambiguous or was skipped.
         """
@@ -167,10 +164,7 @@ class LogEvents:
         return start
 
     def tasks_of(self, event: ev.BatchSubmitted | ev.TasksAdded) -> list[dict[str, Any]]:
-        """Return the tasks that this event submitted; [] if it holds none.
-
-        Raises LogNotFound, PayloadNotFound or CorruptPayload if they are in a payload that can't be read.
-        """
+        """Return the tasks of this event, or []. Raises LogNotFound, PayloadNotFound, CorruptPayload."""
         if event.tasks is not None or event.tasks_digest is None:
             return event.tasks or []
         with closing(self.payloads()) as payloads:
@@ -190,10 +184,7 @@ class LogEvents:
         return events
 
     def task(self, batch_id: BatchId, number: int) -> dict[str, Any]:
-        """Return a task of the batch's last submission; {} if the log does not hold it.
-
-        Raises LogNotFound, PayloadNotFound or CorruptPayload, like `tasks_of`.
-        """
+        """Return a task of the batch's last submission, or {}. Raises LogNotFound, PayloadNotFound, CorruptPayload."""
         for event in self.handed_in(batch_id):
             if number < len(event.repeat_times):
                 tasks = self.tasks_of(event)

@@ -46,10 +46,7 @@ NOTABLE = tuple(name for name in RARE if ev.EVENTS[name].stream != ev.LeaseTaken
 
 
 def open_log(url: str) -> Log:
-    """Open the log at a database URL or file path for reading.
-
-    Raises LogNotFound, NotALog, LogTooNew, LogUnavailable.
-    """
+    """Open the log at a URL or file path, to read it. Raises LogNotFound, NotALog, LogTooNew, LogUnavailable."""
     return Log(EventLog.open(url, read_only=True, projectors=read_models.projectors()), url)
 
 
@@ -70,10 +67,7 @@ class Log(LogEvents):
         self, *, state: str | None = None, batch_type: str | None = None, sort: str = "position",
         descending: bool = False, limit: int | None = None, offset: int = 0,
     ) -> list[BatchRow]:
-        """Return batches in the order of their first submission, or in another order of `SORTS`.
-
-        Raises ValueError for an unknown `sort`.
-        """
+        """Return batches in the order of their first submission, or of another key in `SORTS`. Raises ValueError."""
         if sort not in SORTS:
             raise ValueError(f"sort is {sort!r}: there are {', '.join(sorted(SORTS))}")
         return self._read(lambda c: read_batches(c, state=state, batch_type=batch_type, sort=sort,
@@ -83,7 +77,7 @@ class Log(LogEvents):
         return self._read(lambda c: count_batches(c, state=state, batch_type=batch_type))
 
     def batch_row(self, batch_id: BatchId) -> BatchRow:
-        """Return one batch of the list. Raises BatchNotFound."""
+        """Return the row of one batch. Raises BatchNotFound."""
         self._require(batch_id)
         rows = self._read(lambda c: read_batches(c, stream=batch_stream(batch_id)))
         if not rows:
@@ -94,10 +88,7 @@ class Log(LogEvents):
         return self._read(runner_history.read_lives)
 
     def weights(self, *, version: int | None = None, limit: int | None = None, offset: int = 0) -> list[WeightsVersion]:
-        """Return the published weights versions and when each runner loaded them, in the order of publication.
-
-        With `version` only that one; with `limit` the newest after skipping `offset` newer ones.
-        """
+        """Return the published weights versions in order, with their loads. `limit` counts from the newest."""
         return self._read(lambda c: runner_history.read_weights(c, version=version, limit=limit, offset=offset))
 
     def count_weights(self) -> int:
@@ -119,7 +110,6 @@ class Log(LogEvents):
         return self._read(read_usage)
 
     def totals(self) -> list[Totals]:
-        """Return counts over all batches, by type and state."""
         return self._read(read_models.read_totals)
 
     def model_version(self) -> int:
@@ -135,10 +125,7 @@ class Log(LogEvents):
         return self._read(host_work.read_finished) if self.streams(ev.HostJoined.stream) else {}
 
     def losses(self, batch_id: BatchId | None = None) -> dict[tuple[str, str], int]:
-        """Return the number of losses, of one batch or all, by kind.
-
-        Keys: (`attempt`, kind), (`task`, reason), (`experience`, operator).
-        """
+        """Return loss counts of a batch or all, by (`attempt`, kind), (`task`, reason) and (`experience`, operator)."""
         return self._read(lambda c: read_models.read_losses(c, None if batch_id is None else batch_stream(batch_id)))
 
     def overview(self, recent: int = 20) -> Overview:
@@ -156,10 +143,7 @@ class Log(LogEvents):
         )
 
     def distributions(self, batch_ids: Sequence[BatchId] | None = None, last: int = 20) -> Distributions:
-        """Return attempt seconds, rewards and response lengths of these batches, or of the `last` that ended.
-
-        Raises BatchNotFound.
-        """
+        """Return the distributions of these batches, or of the `last` that ended. Raises BatchNotFound."""
         if batch_ids is None:
             batch_ids = [row.batch_id for row in self.batches(sort="ended", descending=True, limit=last)
                          if row.ended_at is not None]
@@ -179,10 +163,7 @@ class Log(LogEvents):
                         default=0)
 
     def replay(self, batch_id: BatchId, at: int | float | datetime | None = None) -> BatchState:
-        """Return the batch's state now, or at a position (int) or a time (datetime, or unix seconds as a float).
-
-        Raises BatchNotFound, also if it was not submitted yet at that moment.
-        """
+        """Return the batch's state now, at a position or at a time (datetime or unix seconds). Raises BatchNotFound."""
         self._require(batch_id)
         until = self.position_of(at)
         state = fold(r.event for r in self._events.read(stream=batch_stream(batch_id), until=until))
@@ -195,10 +176,7 @@ class Log(LogEvents):
         return state
 
     def without_coordinator(self, since: int = 0) -> list[tuple[float, float]]:
-        """Return the intervals without a coordinator after position `since`, in unix seconds.
-
-        Each is (last event before, start of the next coordinator).
-        """
+        """Return the intervals without a coordinator, as (last event before, start of the next) in unix seconds."""
         intervals = []
         for start in self.rare(["CoordinatorStarted"], after=since):
             before = self._read(lambda c, of=start: c.execute(  # type: ignore[misc]  # mypy can't infer a lambda with defaults
@@ -287,9 +265,9 @@ class Log(LogEvents):
         return self._read(serve_answers.read_all)
 
     def experiences_of_answer(self, message: str) -> list[Experience]:
-        """Return one experience for each choice with tokens of an answer of the proxy of mode `serve`.
+        """Return the experiences, without reward, of an answer of mode `serve`: one for each choice with tokens.
 
-        They have no reward: rewards are posted later and are in `answers`. Raises AnswerNotFound, LogNotFound.
+        Raises AnswerNotFound, LogNotFound.
         """
         # Imported here, because readers of events need no numpy.
         from trinity_es.events.store.payloads.experiences import read_experiences
@@ -303,8 +281,5 @@ class Log(LogEvents):
             return read_experiences(payloads, [answer.payload])
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> list[str]:
-        """Check this log and return its problems, [] if it is sound. `progress(done, total)` counts events.
-
-        `verify_log` also returns notes that are no problems, and how much it read.
-        """
+        """Return the problems of this log. `progress(done, total)` counts events. `verify_log` also returns notes."""
         return verify_open(self._events, self._url, progress).problems

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["Distributions", "Overview", "Point", "Throughput", "distributions", "summarize", "throughput"]
 
 SLICES = 120
-"""Number of points of a throughput curve."""
 
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
@@ -57,7 +56,6 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overview:
-    """Summary of a run."""
 
     head: int
     """Last position of the log, up to which this summarizes."""
@@ -89,7 +87,6 @@ class Overview:
     """Number of weights versions that delivered experiences lag behind."""
     throughput: list[Throughput]
     stalls: list[Recorded]
-    """Last stalls, newest first."""
     recent: list[Recorded]
     """Last rare events, newest first."""
     attempts_failed: dict[str, int]
@@ -115,10 +112,7 @@ class Distributions:
 
 
 def distributions(batch_ids: Sequence[BatchId], events: Iterable[tuple[str, bytes]]) -> Distributions:
-    """Fold RunsFinished, TaskFinished and AttemptFailed of these batches, given as (type, stored JSON).
-
-    Reads the JSON directly, because making event objects would take most of the time.
-    """
+    """Fold events of these batches, given as (type, JSON), since making event objects would take most of the time."""
     values = Distributions(batch_ids=list(batch_ids))
     for type_name, data in events:
         event = orjson.loads(data)
@@ -138,7 +132,7 @@ def distributions(batch_ids: Sequence[BatchId], events: Iterable[tuple[str, byte
 def throughput(rows: Iterable[BatchRow], until: float, slices: int = SLICES) -> list[Throughput]:
     """Return the throughput in `slices` equal parts of the time from the first submission to `until`.
 
-    An open batch counts its tokens and tasks so far, spread up to `until`.
+    An open batch spreads its tokens and tasks so far up to `until`.
     """
     rows = [row for row in rows if row.finished or row.response_tokens]
     if not rows:

@@ -13,10 +13,7 @@ __all__ = ["pass_rates", "submitted_tasks"]
 
 
 def pass_rates(log: Log, batch_id: BatchId) -> dict[str, tuple[list[int], list[float]]]:
-    """Return (rows, mean reward of each row over its runs) by taskset, {} if the batch is not finalized.
-
-    Leaves out tasks without a rewarded finished run.
-    """
+    """Return (rows, mean reward of each) by taskset, without unrewarded tasks; {} if the batch is not finalized."""
     state = log.current(batch_id)
     if state is None or state.state is not BatchLifecycleState.FINALIZED:
         return {}

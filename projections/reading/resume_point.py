@@ -35,7 +35,7 @@ class ResumePoint:
     cursors: dict[int, dict[str, tuple[int, int]]] = field(default_factory=dict)
     """(epoch, offset) of each taskset after each step."""
     evals: dict[BatchId, bool] = field(default_factory=dict)
-    """True if each submitted eval has ended."""
+    """Submitted evals, with True for those that have ended."""
     version: int = 0
     """Current weights version; 0: the original model."""
     path: str = ""
@@ -50,10 +50,7 @@ class ResumePoint:
 
 
 def resume_point(log: Log, tasksets: Sequence[str]) -> ResumePoint:
-    """Read the progress of the explorer that uses these tasksets. A log without batches is at step 0.
-
-    Raises ConfigError if an explorer with other tasksets, or another client, submitted the log's batches.
-    """
+    """Read the progress of an explorer with these tasksets. Raises ConfigError if it did not submit the batches."""
     position = log.head().position
     rows = {b.batch_id: b for b in log.batches()}
     train = {b.batch_id: b for b in rows.values() if b.batch_type == "train"}
@@ -107,10 +104,7 @@ def _first_false(values: list[bool]) -> int:
 
 
 def is_over(log: Log, row: BatchRow) -> bool:
-    """Return whether a step has ended for good: there is something to train on, or a person aborted it.
-
-    The explorer submits a step again if it was dropped as stale or if all of its runs failed.
-    """
+    """Return whether a step is never submitted again: it gave something to train on, or a person aborted it."""
     if row.state == BatchLifecycleState.ABORTED:
         return not was_dropped_stale(log, row.batch_id)
     if row.state != BatchLifecycleState.FINALIZED:
@@ -134,10 +128,7 @@ def was_dropped_stale(log: Log, batch_id: BatchId) -> bool:
 
 
 def prompts_used(log: Log, taskset: str) -> dict[int, int]:
-    """Return in how many train batches each row of this taskset is a task.
-
-    Aborted batches don't count. Of an id that was submitted again, only the last submission counts.
-    """
+    """Return the number of train batches with each row of a taskset, without aborted and replaced submissions."""
     used: dict[str, list[int]] = {}
     for recorded in log.read(types=["BatchSubmitted", "BatchAborted"]):
         event = recorded.event

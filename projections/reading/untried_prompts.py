@@ -78,10 +78,7 @@ def prompts_tried(log: Log) -> PromptsTried:
 
 
 def _remove_tried(log: Log, rows: dict[str, BatchRow], untried: dict[Any, Untried]) -> None:
-    """Remove the prompts that another batch tried, or an earlier submission under the same id.
-
-    Skips events whose bytes hold none of the prompts.
-    """
+    """Remove prompts that another batch or an earlier submission tried, skipping events whose bytes hold none."""
     resubmitted: set[str] = set()
     marks = [b'"index":' + orjson.dumps(u.row) for u in untried.values() if u.row is not None]
     if len(marks) > _FEW:

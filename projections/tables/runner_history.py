@@ -32,7 +32,6 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerIncarnation:
-    """One life of a runner: one process."""
 
     runner: str
     model: str
@@ -46,7 +45,6 @@ class RunnerIncarnation:
     """Unix seconds, like all fields that end in `_at`; None if it ended before it reported its start."""
     ready_at: float | None
     load_seconds: float | None
-    """Load time of its engine."""
     ended_at: float | None
     how: str
     """`running`, `lost`, `retired`, `failed`, `quarantined` or `replaced`. `replaced`: its end was not recorded, for
@@ -54,9 +52,8 @@ class RunnerIncarnation:
     reason: str
     model_version: int
     attempts_lost: int
-    """Number of units that it had when it ended."""
     seconds_lost: float
-    """Total time of these units from dispatch to its end, without the time that its whole system was down."""
+    """Total time of the lost attempts from dispatch to its end, without the time that its whole system was down."""
 
     @property
     def state(self) -> str:
@@ -314,10 +311,7 @@ def attempt_lost(
 
 
 def _system_end(connection: sa.Connection, item: Recorded) -> float | None:
-    """Return the unix seconds of the last event of a system that ended as a whole, or None.
-
-    The system ended as a whole if the loss was recorded in the append of the next coordinator's start.
-    """
+    """Return the time of a system's last event, if this loss is in the commit of the next coordinator's start."""
     e = schema.events.c
     start = sa.select(e.position, e.commit_id).where(
         schema.IS_RARE, e.type == "CoordinatorStarted", e.position < item.position
@@ -330,10 +324,7 @@ def _system_end(connection: sa.Connection, item: Recorded) -> float | None:
 
 
 def before_start(position: int, commit_id: str) -> sa.Select[Any]:
-    """Select the last event before the coordinator's start that has this position and commit id.
-
-    Skips events of the start's own commit, and those that are recorded without a coordinator.
-    """
+    """Select the last event before a coordinator's start, without those that are recorded while there is none."""
     e = schema.events.c
     return sa.select(schema.events).where(
         e.position < position, e.commit_id != commit_id, e.type.not_in(["ClockStepped", "RewindAccepted"])
@@ -389,7 +380,7 @@ def read_lives(connection: sa.Connection) -> list[RunnerIncarnation]:
 
 
 def runner_states(connection: sa.Connection) -> dict[str, tuple[int, str]]:
-    """Return the last incarnation and state of each runner."""
+    """Return (last incarnation, state) of each runner."""
     return {life.runner: (life.incarnation, life.state) for life in read_lives(connection)}
 
 
@@ -400,10 +391,7 @@ def last_incarnation(connection: sa.Connection) -> int:
 def read_weights(
     connection: sa.Connection, *, version: int | None = None, limit: int | None = None, offset: int = 0
 ) -> list[WeightsVersion]:
-    """Return the published versions in the order of their first publication.
-
-    With `version` only that one; with `limit` the newest after skipping `offset` newer ones.
-    """
+    """Return the published versions in order: all, one `version`, or the newest `limit` after skipping `offset`."""
     first = sa.func.min(_published.c.position)
     selected = sa.select(_published.c.version).group_by(_published.c.version).order_by(first.desc())
     if version is not None:

@@ -79,10 +79,7 @@ def canonical(value: Any) -> bytes:
 
 
 def recomputed_result(state: BatchState, finalized: ev.BatchFinalized | ev.BatchAborted) -> dict[str, Any]:
-    """Recompute the final result from the state before it.
-
-    If the stored result equals that of an older release's form, returns it in that form.
-    """
+    """Recompute the final result from the state before it, in the older form that equals the stored one, if any."""
     metrics = finalized.pipeline_metrics if isinstance(finalized, ev.BatchFinalized) else {}
     stored = canonical(finalized.result)
     results = (batch_result(state, metrics, form=form) for form in range(RESULT_FORMS, 0, -1))
@@ -228,10 +225,7 @@ class _Fold:
             )
 
     def _copy_events_to_read(self, recorded: Sequence[Recorded]) -> None:
-        """Copy the earlier events that projectors read while they apply these.
-
-        They need dispatches of lost attempts, ends of whole systems, and outcomes of tasks that run again.
-        """
+        """Copy the earlier events (dispatches, starts, ends of tasks) that the projectors read."""
         types_by_stream: dict[str, set[str]] = {}
         queries: list[Select[Any]] = []
         for item in recorded:

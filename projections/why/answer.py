@@ -38,7 +38,6 @@ class Waiting:
     - of the log: `no_database`
     """
     what: str
-    """Unit, runner or step, as text."""
     text: str
     """One sentence without a full stop."""
     task: int | None = None
@@ -73,7 +72,7 @@ class Waiting:
 
     @property
     def way_out(self) -> str:
-        """What a person can do about it; empty: nothing."""
+        """Advice for a person; empty if there is nothing to do."""
         if self.cause == "quarantined" or (self.cause == "failed" and self.server):
             return mend(self.runner or "NAME", self.server) + "; nothing of the batch is lost"
         if self.cause in ("no_system", "ending"):
@@ -235,10 +234,7 @@ OF_TRAINER = {"finalize", "finalize_failed", "grace", "paused", "training", "all
 
 
 def unread(live: Mapping[str, Any], error: str, *, now: float) -> list[Why]:
-    """Return the answers for open batches while the log can't be read, from the running system's status.
-
-    `error` is the text if the status names no trouble.
-    """
+    """Return answers from the running system's status while the log can't be read, because of `error`."""
     text = str(live.get("trouble") or error)
     waiting = (Waiting(cause="no_database", what="the database", text=text, person=True),)
     return [

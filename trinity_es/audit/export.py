@@ -25,7 +25,6 @@ from trinity_es.events.store.payloads.payloads import PayloadStore
 from trinity_es.events.values import BatchId, batch_stream
 from trinity_es.projections.history.attempts import BatchTimeline, RunRow, tell_one
 from trinity_es.projections.reading.log_reader import Log
-from trinity_es.projections.tables.batch_list import BatchRow
 from trinity_es.text import event_document, harmless_json
 
 __all__ = ["Exported", "experience_rows", "export_file", "write_events", "write_experiences"]
@@ -57,8 +56,11 @@ def experience_rows(
     Raises LogNotFound if there is no payload store.
     """
     freed, store = log.freed(), None
+    streams = None if batch_ids is None else {batch_stream(b) for b in batch_ids}
     try:
-        for row in _rows_of(log, batch_ids):
+        for row in log.batches():
+            if streams is not None and batch_stream(row.batch_id) not in streams:
+                continue
             taken = set[ev.PayloadRef]()
             for batch in _submissions(log, row.batch_id):
                 made = {(run.task, run.run): run for run in batch.rows if run.outcome == "finished"}
@@ -105,11 +107,6 @@ def _merged(refs: Iterable[ev.PayloadRef]) -> list[ev.PayloadRef]:
         else:
             out.append(ref)
     return out
-
-
-def _rows_of(log: Log, batch_ids: Sequence[BatchId] | None) -> Iterator[BatchRow]:
-    streams = None if batch_ids is None else {batch_stream(b) for b in batch_ids}
-    return (row for row in log.batches() if streams is None or batch_stream(row.batch_id) in streams)
 
 
 def _read(

@@ -36,10 +36,7 @@ class JsonlMonitor:
         self._file = os.fdopen(open_private(self.path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
 
     def begin(self, rows: Iterable[Row], known: Collection[Place]) -> int:
-        """Replace the file by these rows, and return the last log position in the old file.
-
-        If the old file has a line that is not in `known`, it belongs to another run and is renamed.
-        """
+        """Replace the file, and return the old one's last log position. A file with lines not in `known` is renamed."""
         lines = self.path.read_bytes().splitlines(keepends=True)
         if len(lines) > 1 and not lines[-1].endswith(b"\n"):
             lines.pop()  # the run was killed while it wrote this line

@@ -24,10 +24,7 @@ class Monitor(Protocol):
     """Receiver of metrics. It is built once with its `monitor_args` and called from one thread."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take metrics of a step: finite numbers, names with slashes.
-
-        A step may come in several calls, and after later steps.
-        """
+        """Take finite metrics of a step, by name. A step may come in several calls, and after later steps."""
 
     def close(self) -> None:
         """Write everything that is not written yet."""

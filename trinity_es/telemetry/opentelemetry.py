@@ -68,7 +68,6 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 LOOK_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
 CHUNK = 500
-"""Number of spans in one request."""
 _WIDTH = 500
 """Maximum number of characters of a text from outside."""
 
@@ -252,7 +251,6 @@ def _attempt_span(
 
 
 class _SpanFactory:
-    """Factory of the spans of one trace."""
 
     def __init__(self, seed: str, resource: Mapping[str, str]) -> None:
         from opentelemetry.sdk.resources import Resource

@@ -26,7 +26,6 @@ from trinity_es.projections.tables.runner_history import RunnerIncarnation
 __all__ = ["CONTENT_TYPE", "METRICS", "Metric", "describe", "prometheus_text"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""Content type of the answer."""
 
 RUNNER_STATES = ("starting", "running", "lost", "failed", "quarantined", "retired")
 """States of a runner's last life. `starting`: it lives, but its engine is not ready yet."""
@@ -37,7 +36,6 @@ HOST_STATES = ("joined", "draining", "lost", "left")
 
 
 class _Facts:
-    """Data of one scrape."""
 
     def __init__(self, log: Log, now: float) -> None:
         head = log.head()
@@ -73,7 +71,6 @@ Samples = Iterator[tuple[tuple[str, ...], float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """Family of metrics."""
 
     name: str
     kind: Literal["counter", "gauge"]
@@ -214,10 +211,7 @@ METRICS: tuple[Metric, ...] = (
 
 
 def prometheus_text(log: Log, now: float | None = None) -> bytes:
-    """Return the log's metrics in Prometheus's text format. `now`: unix seconds, default: the current time.
-
-    Raises LogError if the read models can't be read.
-    """
+    """Return the log's metrics in Prometheus's text format. `now`: unix seconds. Raises LogError for read models."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry()

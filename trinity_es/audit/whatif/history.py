@@ -138,9 +138,9 @@ class History:
 
 
 def combined(seconds: Sequence[float], *, sequential: bool) -> float:
-    """Return the time of several runs, one after the other or at once.
+    """Return the time of runs in sequence or at once.
 
-    Durations that are equal to the last bit come from one event for all runs, so they count once.
+    Times that are equal to the last bit come from one event for all runs, so they count once.
     """
     if sequential and not (len(seconds) > 1 and len(set(seconds)) == 1):
         return sum(seconds)
@@ -164,10 +164,7 @@ class _Flight:
 
 
 def episodes(rows: Sequence[BatchRow], chosen: Collection[BatchId] | None) -> Iterator[list[BatchRow]]:
-    """Yield groups of these batches (None: all) and those that ran beside them; no batch overlaps two groups.
-
-    Leaves out batches of a Scheduler. Raises DataError if none is left.
-    """
+    """Yield groups of batches that overlap no other group, without a Scheduler's. Raises DataError if none is left."""
     rows = sorted(rows, key=lambda r: r.first_position)
     selected = [r for r in rows if chosen is None or r.batch_id in chosen]
     some = [r for r in rows if any(_overlap(r, w) for w in selected)] if chosen is not None else rows
@@ -186,10 +183,7 @@ def episodes(rows: Sequence[BatchRow], chosen: Collection[BatchId] | None) -> It
 
 
 def read_past(log: Log, rows: Sequence[BatchRow], some: Sequence[BatchRow]) -> History:
-    """Read the record of some batches, given in order. Raises DataError if the log has no config.
-
-    Reads only the last submission of each id.
-    """
+    """Read the record of the last submissions of these batches. Raises DataError if the log has no config."""
     head = log.head().position
     until = max(head if r.ended_at is None else r.last_position for r in some)
     first, last_at = some[0].first_position, max(r.ended_at or float("inf") for r in some)

@@ -27,7 +27,7 @@ from trinity_es.actors.coordinator.decisions import batch_decisions as decisions
 from trinity_es.actors.coordinator.fleet import dynamic_timeout
 from trinity_es.actors.coordinator.fleet.dispatcher import ahead
 from trinity_es.actors.messages import UnitOutcome
-from trinity_es.audit.whatif.history import Anchor, Duration, History, PastBatch, combined
+from trinity_es.audit.whatif.history import Anchor, Duration, History, PastBatch, WeightsUpdate, combined
 from trinity_es.events import vocabulary as ev
 from trinity_es.events.values import BatchId, BatchLifecycleState
 from trinity_es.projections.batch import BatchState, evolve
@@ -110,7 +110,7 @@ class Simulation:
         for batch in self.past.batches:
             self._plan_batch(batch)
         for change in self.past.changes:
-            self._plan_weights(change.version)
+            self._plan_weights(change)
         self.reach(("begin", None))
         while self.queue:
             self.now, _, call = heapq.heappop(self.queue)
@@ -204,21 +204,13 @@ class Simulation:
             anchor, seconds = self.past.before(batch.ended_at)
             self.when([("submit", batch.batch_id), anchor], seconds, lambda: self.abort(batch.batch_id))
         if batch.trained_at is not None:
-            before_step = self._anchors_of_step(batch)
-            since = max(self._moment(a) for a in before_step)
-            self.when(before_step, batch.trained_at - since, lambda: self.reach(("trained", batch.batch_id)))
+            # A train step waits for its batch and for the previous step or weights update.
+            done = [a for at, a in self.past.anchors if a[0] in ("trained", "weights") and at < batch.trained_at]
+            anchors = [("end", batch.batch_id), *done[-1:]]
+            since = max(at for at, a in self.past.anchors if a in anchors)
+            self.when(anchors, batch.trained_at - since, lambda: self.reach(("trained", batch.batch_id)))
 
-    def _anchors_of_step(self, batch: PastBatch) -> list[Anchor]:
-        """Return what a train step waits for: the end of its batch, and the previous step or weights update."""
-        assert batch.trained_at is not None
-        last = [a for at, a in self.past.anchors if a[0] in ("trained", "weights") and at < batch.trained_at]
-        return [("end", batch.batch_id), *last[-1:]]
-
-    def _moment(self, anchor: Anchor) -> float:
-        return next(at for at, a in self.past.anchors if a == anchor)
-
-    def _plan_weights(self, version: int) -> None:
-        change = next(c for c in self.past.changes if c.version == version)
+    def _plan_weights(self, change: WeightsUpdate) -> None:
         anchor, seconds = self.past.before(change.published_at)
         usual = sorted(change.loads.values())[len(change.loads) // 2] if change.loads else 0.0
 
@@ -230,12 +222,12 @@ class Simulation:
                     longest = max(longest, took)
                     runner.loading += 1
                     self.after(took, partial(loaded, runner, runner.incarnation))
-            self.after(longest, lambda: self.reach(("weights", version)))
+            self.after(longest, lambda: self.reach(("weights", change.version)))
 
         def loaded(runner: _Runner, incarnation: int) -> None:
             if runner.incarnation == incarnation and runner.loading:
                 runner.loading -= 1
-                runner.version = version
+                runner.version = change.version
                 self.dispatch()
 
         self.when([anchor], seconds, published)
