@@ -133,7 +133,7 @@ def verify_open(
     log: EventLog, url: str, progress: Progress | None = None, payload_progress: Progress | None = None,
     folder: str = "",
 ) -> Verification:
-    """Check an open log like `verify_log`; its payload store is report by `url`."""
+    """Check an open log like `verify_log`; `url` leads to its payload store."""
     report = Verification(url=log.url)
     claims = remembered.claims(log, url, folder)  # read first, since the log may grow meanwhile
     with closing(_Fold(log, read_models.projectors())) as fold:

@@ -17,7 +17,7 @@ __all__ = [
 ]
 
 SHOWN = 5
-"""Maximum number of waits, and of ways out, in the text; the JSON has all."""
+"""Maximum number of lines of each kind in the text; the JSON has all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class Waiting:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Identity of the wait, which time alone does not change."""
+        """Identity, which time alone does not change."""
         cause = "running" if self.cause == "slow" else self.cause
         return (cause, self.task, self.attempt, self.runner, self.incarnation)
 
@@ -91,7 +91,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Why:
-    """Answer for one batch, its most important wait first. `str()` gives the text for people."""
+    """Answer for one batch, with the most important `Waiting` first. `str()` gives the text for people."""
 
     batch_id: BatchId
     batch_type: str
@@ -126,7 +126,7 @@ class Why:
         return f"batch {self.batch_id} is {self.state}, {self.settled} of {self.tasks} tasks settled; {self.sentence}"
 
     def sentences(self) -> list[str]:
-        """Return a line on the batch, a line on each wait, and lines on what to do."""
+        """Return a line on the batch, a line on each `Waiting`, and lines on what to do."""
         ended = self.state in (BatchLifecycleState.FINALIZED, BatchLifecycleState.ABORTED)
         units = f", {counted(self.running_units, 'unit')} with runners, {self.pending_units} without"
         moved = (

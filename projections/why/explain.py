@@ -93,7 +93,7 @@ def why(
 
 
 Ranked = tuple[tuple[float, float], Waiting]
-"""((rank, start in unix seconds), wait)."""
+"""((rank, start in unix seconds), `Waiting`)."""
 
 
 def _ended(situation: SystemSnapshot, batch: BatchTimes, *, up: bool) -> Ranked:
@@ -229,7 +229,7 @@ def _wait_for_system(
 
 
 def _wait_for_trainer(batch: BatchTimes, now: float, live: Mapping[str, Any] | None) -> Waiting | None:
-    """Return the wait of a batch that has enough tasks or is being finalized, else None."""
+    """Return a `Waiting` for a batch that has enough tasks or is being finalized, else None."""
     state = batch.state
     if state.state is BatchLifecycleState.FINALIZING:
         since = batch.finalizing_since
@@ -288,7 +288,7 @@ def _on_runner(
     situation: SystemSnapshot, batch: BatchTimes, flight: Flight, lives: Mapping[str, RunnerSnapshot], now: float,
     usual: float | None,
 ) -> Waiting:
-    """Return the wait for a unit on a runner: running, slow, hung and so on. `usual`: median seconds of the others."""
+    """Return a `Waiting` for a unit on a runner: running, slow, hung etc. `usual`: median seconds of the others."""
     unit, state = flight.unit, batch.state
     since = batch.flying_since.get((unit.task, unit.run_id_base), batch.moved_at)
     limit = flight.timeout or situation.limit

@@ -31,7 +31,7 @@ def hosts_now(situation: SystemSnapshot, live: Mapping[str, Any] | None, now: fl
 
 
 def on_its_host(w: Waiting, host: HostSnapshot | None, now: float, timeout: float | None) -> Waiting:
-    """Add the state of the runner's host to the wait for a unit on it."""
+    """Add the state of a runner's host to the `Waiting` for a unit on it."""
     if host is None or w.cause == "interrupted":
         return w
     w = replace(w, host=host.name)
@@ -54,7 +54,7 @@ def on_its_host(w: Waiting, host: HostSnapshot | None, now: float, timeout: floa
 def idle_hosts(
     hosts: Iterable[HostSnapshot], lives: Mapping[str, RunnerSnapshot], now: float, others: bool
 ) -> Iterator[Waiting]:
-    """Yield a wait for each host that gets no units. `others`: whether other runners can get them."""
+    """Yield a `Waiting` for each host that gets no units. `others`: whether other runners can get them."""
     for host in hosts:
         runners = sum(host_of(name) == host.name for name in lives)
         if host.state == "draining":

@@ -14,7 +14,7 @@ __all__ = [
 ]
 
 SILENT_SECONDS = 10.0
-"""A runner is silent if it, with a heartbeat every two seconds, or its engine's loop has not answered for this long."""
+"""Seconds without a heartbeat (sent every two) or answer of the engine's loop after which a runner is silent."""
 AWAITED_SECONDS = 10.0
 """Seconds after which it is a problem that an engine waits for something external, such as its server."""
 LOADING_SECONDS = 300.0
@@ -49,7 +49,7 @@ def idle(situation: SystemSnapshot, runner: RunnerSnapshot, now: float) -> Waiti
 
 
 def behind(runner: RunnerSnapshot) -> Waiting:
-    """Return the wait for a runner that gets units but generates with older weights than the current ones."""
+    """Return a `Waiting` for a runner that gets units but generates with older weights than the current ones."""
     version, error = runner.refused or (None, "")
     text = f"goes on with weights version {runner.model_version}: it can't load version {version}: {short(error)}"
     return _waiting(runner, "refused", text, None, person=False)

@@ -41,7 +41,7 @@ __all__ = ["Monitors"]
 CLOSE_SECONDS = 10.0
 """Maximum seconds to wait at the end for slow monitors."""
 LOOK_SECONDS = 0.5
-"""Interval between two looks at the log."""
+"""Interval between reads of the log."""
 _TYPES = (*explorer_times.TYPES, "BatchTrained")
 _OF_STEPS = ("rollout/", "eval/", "bench/", "explorer/")
 """Prefixes of metrics of steps and evals. A trainer's metric with such a prefix gets `trainer/` before it."""

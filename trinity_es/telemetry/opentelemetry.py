@@ -131,7 +131,6 @@ class Traces:
         )
 
     def start(self) -> None:
-        """Start to send batches that end from now on."""
         try:
             with open_log(self._url) as log:
                 self._begin(log)

@@ -207,7 +207,6 @@ METRICS: tuple[Metric, ...] = (
     _one("gauge", "trinity_es_last_event_age_seconds", "Seconds since the last event.",
          lambda f: None if f.last_at is None else max(0.0, f.now - f.last_at)),
 )
-"""All metrics, in the order of output."""
 
 
 def prometheus_text(log: Log, now: float | None = None) -> bytes:
