@@ -197,7 +197,7 @@ def fold(events: Iterable[ev.Event], state: BatchState | None = None) -> BatchSt
 def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
     """Apply one event. Raises LogCorrupt if the event can't follow this state."""
     if isinstance(event, ev.BatchSubmitted):
-        return _submitted(event, state.version if state else 0)
+        return _initial_state(event, state.version if state else 0)
     if state is None:
         raise LogCorrupt(f"{type(event).__name__} in a batch's stream before its BatchSubmitted")
     state.version += 1
@@ -216,11 +216,11 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
                 if unit.runs < task.total_runs:
                     state.homes[unit.task] = event.runner
         case ev.TasksAdded():
-            _added(state, event)
+            _add_tasks(state, event)
         case ev.RunsFinished():  # or its subclass TaskFinished
-            _runs_finished(state, event)
+            _apply_finished(state, event)
         case ev.AttemptFailed():
-            _attempt_failed(state, event)
+            _apply_failed(state, event)
         case ev.TaskDropped():
             for number in event.tasks:
                 state.dropped[number] = event.reason
@@ -229,7 +229,7 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
             state.pending = OrderedDict((k, u) for k, u in state.pending.items() if k[0] not in tasks)
             state.flights = {k: f for k, f in state.flights.items() if k[0] not in tasks}
         case ev.TaskReopened():
-            _reopened(state, event)
+            _reopen(state, event)
         case ev.ResultsTaken():
             state.taken.update(dict.fromkeys(event.tasks, event.request))
         case ev.BatchPaused():
@@ -257,27 +257,27 @@ def evolve(state: BatchState | None, event: ev.Event) -> BatchState:
     return state
 
 
-def _submitted(event: ev.BatchSubmitted, version: int) -> BatchState:
+def _initial_state(event: ev.BatchSubmitted, version: int) -> BatchState:
     evals = set(event.evals)
     return BatchState(
         batch_id=event.batch_id, batch_type=event.batch_type, expected_task_count=len(event.repeat_times),
         min_wait_num=event.min_wait_num,
         state=BatchLifecycleState.RUNNING if event.repeat_times else BatchLifecycleState.PENDING,
         tasks=[TaskState(total_runs=n, is_eval=i in evals) for i, n in enumerate(event.repeat_times)],
-        pending=_units(0, event.repeat_times, event.runs_per_unit), max_attempts=event.max_attempts,
+        pending=_new_units(0, event.repeat_times, event.runs_per_unit), max_attempts=event.max_attempts,
         detailed_stats=event.detailed_stats, submission=event.submission, version=version + 1,
     )
 
 
-def _added(state: BatchState, event: ev.TasksAdded) -> None:
+def _add_tasks(state: BatchState, event: ev.TasksAdded) -> None:
     first, evals = len(state.tasks), set(event.evals)
     state.tasks += [TaskState(total_runs=n, is_eval=i in evals) for i, n in enumerate(event.repeat_times, first)]
-    state.pending |= _units(first, event.repeat_times, event.runs_per_unit)
+    state.pending |= _new_units(first, event.repeat_times, event.runs_per_unit)
     state.expected_task_count = len(state.tasks)
     state.additions[event.request] = first
 
 
-def _units(first: int, repeat_times: list[int], runs_per_unit: int | None) -> OrderedDict[tuple[int, int], ev.Unit]:
+def _new_units(first: int, repeat_times: list[int], runs_per_unit: int | None) -> OrderedDict[tuple[int, int], ev.Unit]:
     """Return the units of new tasks, numbered from `first`, in dispatch order."""
     units: OrderedDict[tuple[int, int], ev.Unit] = OrderedDict()
     for task, runs in enumerate(repeat_times, first):
@@ -301,7 +301,7 @@ def _close_runs(state: BatchState, key: tuple[int, int], runs: int) -> None:
             del state.flights[key]
 
 
-def _runs_finished(state: BatchState, event: ev.RunsFinished) -> None:
+def _apply_finished(state: BatchState, event: ev.RunsFinished) -> None:
     task = state.tasks[event.task]
     for run in event.runs:
         task.done[run.run] = run
@@ -316,7 +316,7 @@ def _runs_finished(state: BatchState, event: ev.RunsFinished) -> None:
         state.statuses[event.task] = task.status()
 
 
-def _attempt_failed(state: BatchState, event: ev.AttemptFailed) -> None:
+def _apply_failed(state: BatchState, event: ev.AttemptFailed) -> None:
     task = state.tasks[event.task]
     state.failed_attempts += 1
     if task.first_error is None:
@@ -339,7 +339,7 @@ def _attempt_failed(state: BatchState, event: ev.AttemptFailed) -> None:
             state.statuses[event.task] = task.status()
 
 
-def _reopened(state: BatchState, event: ev.TaskReopened) -> None:
+def _reopen(state: BatchState, event: ev.TaskReopened) -> None:
     """Reset a task to its submitted state, but keep its attempt count, and the batch's times and oldest weights."""
     before = state.tasks[event.task]
     state.tasks[event.task] = TaskState(

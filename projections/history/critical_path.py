@@ -33,27 +33,27 @@ def segments(timeline: BatchTimeline, outages: Sequence[tuple[float, float]] = (
                key=lambda t: (t.ended_at or end, t.state == "running", len(t.attempts)), default=None)
     at, out = timeline.submitted_at, list[Segment]()
 
-    def until(then: float, what: str, fault: bool = False) -> None:
+    def add_until(moment: float, text: str, fault: bool = False) -> None:
         nonlocal at
-        if then > at:
-            out.append(Segment(then - at, what, fault))
-            at = then
+        if moment > at:
+            out.append(Segment(moment - at, text, fault))
+            at = moment
 
     if last is not None:
         usual, waiting = _usual_seconds(timeline), f"task {last.task} waited for a runner"
         for attempt in last.attempts:
-            until(attempt.dispatched_at, waiting)
+            add_until(attempt.dispatched_at, waiting)
             ended = attempt.ended_at or end
-            if (gone := _outage_start(attempt, outages)) is not None:
-                until(gone, _attempt_text(last, attempt, gone, usual), True)
-                until(ended, "the whole system was down", True)
+            if (outage := _outage_start(attempt, outages)) is not None:
+                add_until(outage, _attempt_text(last, attempt, outage, usual), True)
+                add_until(ended, "the whole system was down", True)
             else:
-                until(ended, _attempt_text(last, attempt, ended, usual), _failed(attempt))
+                add_until(ended, _attempt_text(last, attempt, ended, usual), _has_failed(attempt))
         if last.state == "pending":
-            until(end, waiting)
+            add_until(end, waiting)
     if timeline.finalizing_at is not None:
-        until(timeline.finalizing_at, "all tasks had settled, and it waited to be finalized")
-    until(end, "nothing more happened to its tasks" if timeline.finalizing_at is None
+        add_until(timeline.finalizing_at, "all tasks had settled, and it waited to be finalized")
+    add_until(end, "nothing more happened to its tasks" if timeline.finalizing_at is None
           else "its pipeline and the commit")
     return out
 
@@ -75,7 +75,7 @@ def _outage_start(attempt: Attempt, outages: Sequence[tuple[float, float]]) -> f
     return next((gone for gone, back in outages if back == attempt.ended_at), None)
 
 
-def _failed(attempt: Attempt) -> bool:
+def _has_failed(attempt: Attempt) -> bool:
     return attempt.outcome not in ("finished", "running", "dropped")
 
 
@@ -87,7 +87,7 @@ def _usual_seconds(timeline: BatchTimeline) -> float | None:
 
 def _attempt_text(task: TaskTimeline, attempt: Attempt, ended: float, usual: float | None) -> str:
     text = f"task {task.task} attempt {attempt.attempt} on {attempt.runner} #{attempt.incarnation}"
-    if _failed(attempt):
+    if _has_failed(attempt):
         return f"{text} failed, {attempt.outcome}: {attempt.message}"
     if usual is not None and ended - attempt.dispatched_at > 2 * usual:
         return f"{text} took {(ended - attempt.dispatched_at) / max(usual, 1e-9):.1f} times the usual {usual:.2f} s"

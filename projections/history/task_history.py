@@ -82,8 +82,8 @@ def _apply(history: TaskHistory, timeline: BatchTimeline, item: Recorded, event:
     open_before = history.state in ("pending", "running")
     history.state, history.reason = timeline.tasks[task].state, timeline.tasks[task].reason
 
-    def turn(what: str) -> None:
-        history.turns.append(TaskEvent(item.recorded_at, item.position, what))
+    def add(text: str) -> None:
+        history.turns.append(TaskEvent(item.recorded_at, item.position, text))
 
     match event:
         case ev.TasksDispatched():
@@ -91,40 +91,40 @@ def _apply(history: TaskHistory, timeline: BatchTimeline, item: Recorded, event:
                 if unit.task == task:
                     last = unit.run_id_base + unit.runs - 1
                     runs = f"run {last}" if unit.runs == 1 else f"runs {unit.run_id_base}-{last}"
-                    turn(f"attempt {unit.attempt}, {runs}, sent to {event.runner} "
+                    add(f"attempt {unit.attempt}, {runs}, sent to {event.runner} "
                          f"#{event.incarnation} with weights {event.model_version}")
         case ev.RunsFinished() if event.task == task:
             history.other_prompt_tokens += event.other_prompt_tokens
             history.other_response_tokens += event.other_response_tokens
             oldest, newest = event.model_version, event.model_version_end
             versions = str(oldest) if oldest == newest else f"{oldest} to {newest}"
-            turn(f"{len(event.runs)} runs of attempt {event.attempt} finished on {event.runner} after "
+            add(f"{len(event.runs)} runs of attempt {event.attempt} finished on {event.runner} after "
                  f"{event.seconds:.2f} s, weights {versions}")
         case ev.AttemptFailed() if event.task == task:
             decision = "attempted again" if event.retry else "given up"
             # A lost runner measured no time.
             after = f" after {event.seconds:.2f} s" if event.seconds else ""
-            turn(f"attempt {event.attempt} failed on {event.runner} #{event.incarnation}{after}, {decision}, "
+            add(f"attempt {event.attempt} failed on {event.runner} #{event.incarnation}{after}, {decision}, "
                  f"{event.kind}: {event.message}")
         case ev.TaskDropped() if task in event.tasks:
             settled = f"{state.completed_task_count} of {state.expected_task_count} tasks had settled"
-            kept = "; its finished runs are delivered" if task in event.kept else ""
-            turn(f"dropped: {event.reason} ({settled}){kept}")
+            delivery = "; its finished runs are delivered" if task in event.kept else ""
+            add(f"dropped: {event.reason} ({settled}){delivery}")
         case ev.TaskReopened() if event.task == task:
-            turn(f"run again, what it had is set aside: {event.reason}")
+            add(f"run again, what it had is set aside: {event.reason}")
         case ev.StallDetected() if open_before:
-            turn(f"the batch stalled: waits for {event.waiting_on}")
+            add(f"the batch stalled: waits for {event.waiting_on}")
         case ev.RecoveryDecided() if not event.units or any(u.task == task for u in event.units):
-            turn(f"recovery, {event.decision}: {event.reason}")
+            add(f"recovery, {event.decision}: {event.reason}")
         case ev.BatchFinalized():
             prefix = f"{history.batch_id}/{task}/"
             history.dropped_by = {name: ids for name, uids in event.dropped_by.items()
                                  if (ids := [uid for uid in uids if uid.startswith(prefix)])}
-            turn(f"the batch was finalized: {event.selected} experiences delivered, {event.dropped} filtered out")
+            add(f"the batch was finalized: {event.selected} experiences delivered, {event.dropped} filtered out")
         case ev.BatchAborted():
-            turn(f"the batch was aborted: {event.reason}")
+            add(f"the batch was aborted: {event.reason}")
         case ev.BatchTrained():
-            turn(f"the batch was trained in step {event.step}")
+            add(f"the batch was trained in step {event.step}")
 
 
 def prompt_of(task: dict[str, Any] | None) -> str | None:

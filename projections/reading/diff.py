@@ -163,13 +163,13 @@ class RunsCompared:
 
 def compare_runs(first: Log, second: Log) -> RunsCompared:
     """Compare two runs, matching batches by id: tasks, state, counts, tokens, reward and weights, to the bit."""
-    mine = first.batches()
+    rows = first.batches()
     others = {batch_stream(row.batch_id): row for row in second.batches()}
     out = RunsCompared(
         settings=[c for c in changes(first.config()[1], second.config()[1]) if c.path not in OWN],
-        batches=(len(mine), len(others)),
+        batches=(len(rows), len(others)),
     )
-    for row in mine:
+    for row in rows:
         other = others.pop(batch_stream(row.batch_id), None)
         differs = other is None or _compared_fields(row) != _compared_fields(other)
         if out.first is not None:

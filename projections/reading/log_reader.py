@@ -179,8 +179,8 @@ class Log(LogEvents):
         """Return the intervals without a coordinator, as (last event before, start of the next) in unix seconds."""
         intervals = []
         for start in self.rare(["CoordinatorStarted"], after=since):
-            before = self._read(lambda c, of=start: c.execute(  # type: ignore[misc]  # mypy can't infer a lambda with defaults
-                runner_history.before_start(of.position, of.commit_id)).one_or_none())
+            before = self._read(lambda c, start=start: c.execute(  # type: ignore[misc]  # mypy can't infer a lambda with defaults
+                runner_history.before_start(start.position, start.commit_id)).one_or_none())
             if before is not None:
                 intervals.append((float(before.recorded_at), start.recorded_at))
         return intervals

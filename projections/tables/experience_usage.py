@@ -102,7 +102,7 @@ def apply(group: Gathered, item: Recorded) -> None:
                    "batch_id": orjson.dumps(result["batch_id"]).decode(), "experiences": selected}
             group.add(_NEW_DELIVERY, row)
         case ev.BatchTrained(step=step):
-            if (delivered := _latest(group, item.stream)) is not None:
+            if (delivered := _last_delivery(group, item.stream)) is not None:
                 version, count = delivered
                 use = {"stream": item.stream, "version": version, "taken": False, "first": 0, "count": count}
                 _add_uses(group, item, step, [use])
@@ -115,12 +115,12 @@ def apply(group: Gathered, item: Recorded) -> None:
             group.write().execute(sa.update(_uses).where(_uses.c.taken, _uses.c.step > step).values(undone=True))
         case ev.ExperiencesRedelivered(batches=batches):
             for stream in map(batch_stream, batches):
-                if (delivered := _latest(group, stream)) is not None:
+                if (delivered := _last_delivery(group, stream)) is not None:
                     whole = _uses.c.stream == stream, _uses.c.version == delivered[0], _uses.c.taken.is_(False)
                     group.write().execute(sa.update(_uses).where(*whole).values(undone=True))
 
 
-def _latest(group: Gathered, stream: str) -> tuple[int, int] | None:
+def _last_delivery(group: Gathered, stream: str) -> tuple[int, int] | None:
     """Return (stream version, experiences) of a batch's last delivery."""
     for new in reversed(group.waiting(_NEW_DELIVERY)):
         if new["stream"] == stream:
@@ -148,11 +148,11 @@ def read_usage(connection: sa.Connection) -> Usage:
     for row in connection.execute(sa.select(_uses).order_by(_uses.c.position, _uses.c.number)):
         uses.setdefault((row.stream, row.version), []).append(row)
     for delivery in connection.execute(sa.select(_deliveries).order_by(_deliveries.c.position)):
-        _count(delivery, uses.get((delivery.stream, delivery.version), []), out)
+        _count_uses(delivery, uses.get((delivery.stream, delivery.version), []), out)
     return out
 
 
-def _count(delivery: Any, uses: list[Any], out: Usage) -> None:
+def _count_uses(delivery: Any, uses: list[Any], out: Usage) -> None:
     total = delivery.experiences
     out.delivered += total
     out.redone += sum(use.count for use in uses if use.undone)

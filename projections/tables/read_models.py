@@ -243,7 +243,7 @@ _REPLACED = ("state", "reward", "model_version", "ended_at", "trained_step", "tr
 _UNCHANGED: dict[str, Any] = {**dict.fromkeys(_ADDED, 0), **dict.fromkeys(_REPLACED)}
 
 
-def _new(name: str) -> sa.BindParameter[Any]:
+def _new_value(name: str) -> sa.BindParameter[Any]:
     return sa.bindparam(f"new_{name}", type_=batches.c[name].type)
 
 
@@ -252,11 +252,11 @@ _CHANGE = Prepared(
     sa.update(batches)
     .where(batches.c.stream == sa.bindparam("key"))
     .values(
-        {name: batches.c[name] + _new(name) for name in _ADDED}
-        | {name: sa.func.coalesce(_new(name), batches.c[name]) for name in _REPLACED}
+        {name: batches.c[name] + _new_value(name) for name in _ADDED}
+        | {name: sa.func.coalesce(_new_value(name), batches.c[name]) for name in _REPLACED}
         | {"model_version": sa.case(  # keep the newest, since tasks end in any order
-            (batches.c.model_version > _new("model_version"), batches.c.model_version),
-            else_=sa.func.coalesce(_new("model_version"), batches.c.model_version))}
+            (batches.c.model_version > _new_value("model_version"), batches.c.model_version),
+            else_=sa.func.coalesce(_new_value("model_version"), batches.c.model_version))}
     )
 )
 _NEW = Prepared(sa.insert(batches))

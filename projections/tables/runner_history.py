@@ -370,11 +370,10 @@ def seen(life: RunnerIncarnation, up: bool | None) -> str:
 def read_lives(connection: sa.Connection) -> list[RunnerIncarnation]:
     rows = connection.execute(sa.select(_lives).order_by(_lives.c.runner, _lives.c.incarnation)).mappings().all()
     out: list[RunnerIncarnation] = []
-    for row, after in zip_longest(rows, rows[1:]):
+    for row, successor in zip_longest(rows, rows[1:]):
         values = {k: v for k, v in row.items() if k != "first_position"}
-        replaced = after is not None and after["runner"] == row["runner"] and row["ended_at"] is None
-        if replaced and after is not None:
-            values |= {"how": "replaced", "ended_at": after["started_at"] or after["ended_at"]}
+        if successor is not None and successor["runner"] == row["runner"] and row["ended_at"] is None:
+            values |= {"how": "replaced", "ended_at": successor["started_at"] or successor["ended_at"]}
         out.append(RunnerIncarnation(**values))
     return out
 

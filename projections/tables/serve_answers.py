@@ -62,9 +62,9 @@ def apply(connection: sa.Connection, event: ev.Event) -> None:
                 connection.execute(sa.insert(_table), rows)
         case ev.AnswersRewarded():
             new = {"state": _REWARDED, "reward": event.reward, "task": event.task, "run": event.run}
-            _change(connection, event.messages, new)
+            _update_rows(connection, event.messages, new)
         case ev.AnswersDelivered():
-            _change(connection, event.messages, {"state": _DELIVERED})
+            _update_rows(connection, event.messages, {"state": _DELIVERED})
 
 
 def _new_row(number: int, answer: ev.Answer) -> dict[str, object]:
@@ -76,7 +76,7 @@ def _new_row(number: int, answer: ev.Answer) -> dict[str, object]:
     }
 
 
-def _change(connection: sa.Connection, messages: Sequence[str], new: dict[str, object]) -> None:
+def _update_rows(connection: sa.Connection, messages: Sequence[str], new: dict[str, object]) -> None:
     statement = sa.update(_table).where(_table.c.message == sa.bindparam("key")).values(new)
     if messages:
         connection.execute(statement, [{"key": m} for m in messages])
@@ -86,20 +86,20 @@ def find(connection: sa.Connection, messages: Sequence[str]) -> dict[str, Answer
     states: dict[str, AnswerState] = {}
     for first in range(0, len(messages), PAGE):
         rows = connection.execute(sa.select(_table).where(_table.c.message.in_(messages[first : first + PAGE])))
-        states |= {row.message: _state(row) for row in rows}
+        states |= {row.message: _to_state(row) for row in rows}
     return states
 
 
 def read_all(connection: sa.Connection) -> dict[str, AnswerState]:
     """Return all answers by message id, in the order of recording."""
     rows = connection.execute(sa.select(_table).order_by(_table.c.number))
-    return {row.message: _state(row) for row in rows}
+    return {row.message: _to_state(row) for row in rows}
 
 
 def to_deliver(connection: sa.Connection) -> list[AnswerState]:
     """Return the answers that are rewarded and not delivered, in the order of recording."""
     query = sa.select(_table).where(_table.c.state == _REWARDED).order_by(_table.c.number)
-    return [_state(row) for row in connection.execute(query)]
+    return [_to_state(row) for row in connection.execute(query)]
 
 
 def counts(connection: sa.Connection) -> dict[str, int]:
@@ -108,7 +108,7 @@ def counts(connection: sa.Connection) -> dict[str, int]:
     return dict.fromkeys((_RECORDED, _REWARDED, _DELIVERED), 0) | {row[0]: row[1] for row in rows}
 
 
-def _state(row: sa.Row[tuple[object, ...]]) -> AnswerState:
+def _to_state(row: sa.Row[tuple[object, ...]]) -> AnswerState:
     ref = None if row.digest is None else ev.PayloadRef(digest=row.digest, first=row.first, count=row.choices)
     return AnswerState(
         message=row.message, payload=ref, model_version=row.model_version, reward=row.reward, task=row.task,

@@ -249,7 +249,7 @@ class _Fold:
         ]
         events: dict[int, dict[str, Any]] = {}
         for query in queries:
-            rows = self._log.query(lambda c, of=query: [dict(row) for row in c.execute(of).mappings()])  # type: ignore[misc]  # mypy can't infer a lambda with defaults
+            rows = self._log.query(lambda c, query=query: [dict(row) for row in c.execute(query).mappings()])  # type: ignore[misc]  # mypy can't infer a lambda with defaults
             events |= {row["position"]: row for row in rows}
         if events:
             self._connection.execute(insert(schema.events), list(events.values()))

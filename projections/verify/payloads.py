@@ -160,10 +160,10 @@ class Payloads:
                        "this is about to happen")
         self._add_note(store.strays(), "files in the payload store are not payloads")
 
-    def _add_note(self, names: Sequence[str], what: str) -> None:
+    def _add_note(self, names: Sequence[str], text: str) -> None:
         if names:
             more = ", ..." if len(names) > NAMED else ""
-            self.notes.append(f"{len(names)} {what}: {', '.join(names[:NAMED])}{more}")
+            self.notes.append(f"{len(names)} {text}: {', '.join(names[:NAMED])}{more}")
 
     def _read(self, store: PayloadStore, digest: str, owner: str) -> bool:
         """Return whether the payload exists; add a problem if it is corrupt."""

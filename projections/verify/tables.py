@@ -62,32 +62,32 @@ def _compare(
     condition = " AND ".join(f"{columns[i]} = ?" for i in key)
     lookup = f"SELECT {names} FROM {table} WHERE {condition}"
     exact = connection.dialect.name == "sqlite"  # other databases enforce column types, and there a bool is no int
-    query, seen, met = text(f"SELECT {names} FROM {table}"), 0, 0
+    query, read, matched = text(f"SELECT {names} FROM {table}"), 0, 0
     options = {"stream_results": True, "yield_per": 1000}
     with raw_text(connection), closing(connection.execute(query, execution_options=options)) as rows:
         for row in rows:
-            seen += 1
+            read += 1
             values = tuple(row)
-            if seen > 2 * count + 1000:
-                problems.add(f"table {table}: it has more than {seen} rows, expected {count}")
+            if read > 2 * count + 1000:
+                problems.add(f"table {table}: it has more than {read} rows, expected {count}")
                 return
-            expected = _row(scratch, lookup, [values[i] for i in key])
+            expected = _expected_row(scratch, lookup, [values[i] for i in key])
             key_text = ", ".join(short(values[i]) for i in key)
             if expected is None:
                 problems.add(f"table {table}: no event makes its row {key_text}")
                 continue
-            met += 1
+            matched += 1
             for column, value, right in zip(columns, values, expected, strict=True):
                 if value != right or (exact and type(value) is not type(right)):
                     problems.add(f"table {table}, row {key_text}: {column} is {short(value)}, by the events it is "
                                  f"{short(right)}")
-    if met < count:
+    if matched < count:
         _report_missing(connection, scratch, problems, table, columns, key)
-    elif met > count:
-        problems.add(f"table {table}: it has {met} rows, expected {count}")
+    elif matched > count:
+        problems.add(f"table {table}: it has {matched} rows, expected {count}")
 
 
-def _row(scratch: sqlite3.Connection, lookup: str, key: list[Any]) -> tuple[Any, ...] | None:
+def _expected_row(scratch: sqlite3.Connection, lookup: str, key: list[Any]) -> tuple[Any, ...] | None:
     try:
         row: tuple[Any, ...] | None = scratch.execute(lookup, key).fetchone()
     except (sqlite3.Error, OverflowError, UnicodeEncodeError):

@@ -83,9 +83,9 @@ class Waiting:
             return mend_weights(self.server)
         if self.cause == "all_failed":
             loaded = ", end runners that have it loaded (`trinity-es restart-runner`)" if self.system_up else ""
-            again = (f"{mended(self.resume)} generates the step again" if self.resume else
+            restart = (f"{mended(self.resume)} generates the step again" if self.resume else
                      "start its trainer again: TRL's trainer submits the batch again")
-            return f"fix what failed{loaded}, and {again}"
+            return f"fix what failed{loaded}, and {restart}"
         return _WAYS.get(self.cause, "")
 
 
@@ -141,8 +141,8 @@ class Why:
         out += [f"  {w.text}" for w in self.waiting[:SHOWN]]
         if len(self.waiting) > SHOWN:
             out.append(f"  and {len(self.waiting) - SHOWN} more like these")
-        ways = list(dict.fromkeys(w.way_out for w in self.waiting if w.way_out))
-        out += [f"what to do: {way}" for way in ways[:SHOWN]]
+        advice = list(dict.fromkeys(w.way_out for w in self.waiting if w.way_out))
+        out += [f"what to do: {text}" for text in advice[:SHOWN]]
         return out
 
     def __str__(self) -> str:

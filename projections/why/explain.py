@@ -77,10 +77,10 @@ def why(
         raise BatchNotFound(f"no batch {batch_id!r} is in this log")
     state = batch.state
     if state.state.ended:
-        ranked = [_ended(situation, batch, up=live is not None or bool((system or {}).get("up")))]
+        ranked = [_wait_of_ended(situation, batch, up=live is not None or bool((system or {}).get("up")))]
     else:
         lives = dict(with_live(situation, live, now))
-        ranked = sorted(_open(situation, batch, lives, now, live, system), key=lambda pair: pair[0])
+        ranked = sorted(_waits_of_open(situation, batch, lives, now, live, system), key=lambda pair: pair[0])
     waiting = tuple(w for _, w in ranked) or (_UNKNOWN,)
     late = situation.stall_after is not None and now - batch.moved_at > situation.stall_after
     return Why(
@@ -96,7 +96,7 @@ Ranked = tuple[tuple[float, float], Waiting]
 """((rank, start in unix seconds), `Waiting`)."""
 
 
-def _ended(situation: SystemSnapshot, batch: BatchTimes, *, up: bool) -> Ranked:
+def _wait_of_ended(situation: SystemSnapshot, batch: BatchTimes, *, up: bool) -> Ranked:
     state = batch.state
     resume = resume_command(situation.store) if situation.of_run else ""
     cause, text = "nothing", "it waits for nothing"
@@ -112,15 +112,16 @@ def _ended(situation: SystemSnapshot, batch: BatchTimes, *, up: bool) -> Ranked:
         task, status = failed[0]
         if cause == "training" and state.failed_whole:
             cause = "all_failed"
-        what = f"{counted(len(failed), 'task')} of {state.expected_task_count} failed at least in part, the first is"
+        tasks = counted(len(failed), "task")
+        failures = f"{tasks} of {state.expected_task_count} failed at least in part, the first is"
         if state.failed_whole:
-            what = "each of its runs failed, the first of"
-        text += f"; {what} task {task}: {short(status.message or '')}"
+            failures = "each of its runs failed, the first of"
+        text += f"; {failures} task {task}: {short(status.message or '')}"
     w = Waiting(cause=cause, what="the trainer", text=text, since=batch.moved_at)
     return (0.0, 0.0), replace(w, resume=resume, system_up=up) if cause == "all_failed" else w
 
 
-def _open(
+def _waits_of_open(
     situation: SystemSnapshot, batch: BatchTimes, lives: Mapping[str, RunnerSnapshot], now: float,
     live: Mapping[str, Any] | None, system: Mapping[str, Any] | None,
 ) -> Iterator[Ranked]:
@@ -138,7 +139,7 @@ def _open(
             return
     if machine is not None and machine.cause in ("no_system", "ending", "restarting", "fenced"):
         for flight in state.flights.values():
-            yield ranked(_interrupted(batch, flight))
+            yield ranked(_interrupted_unit(batch, flight))
         return
     facts = system or {}
     if machine is None and live is None and facts.get("up") is None and facts.get("host"):
@@ -156,8 +157,8 @@ def _open(
             yield ranked(behind(r))
     auxiliary = [r for r in lives.values() if r.model != "rollout"]
     lives = {name: r for name, r in lives.items() if r.model == "rollout"}
-    gone = {name for name, r in lives.items() if r.leaving or (situation.of_servers and r.state == "retired")}
-    lives = {name: r for name, r in lives.items() if name not in gone}  # no unit waits for a removed server
+    removed = {name for name, r in lives.items() if r.leaving or (situation.of_servers and r.state == "retired")}
+    lives = {name: r for name, r in lives.items() if name not in removed}  # no unit waits for a removed server
     for r in auxiliary if state.flights else ():
         if r.state != "ready":  # a workflow that asks it waits until its attempt times out
             w = idle(situation, r, now)
@@ -165,8 +166,8 @@ def _open(
     if not state.pending:
         return
     if state.paused:
-        text = f"{_units(batch)} without a runner: its scheduler was stopped"
-        yield ranked(Waiting(cause="paused", what=_units(batch), text=text))
+        text = f"{_pending_text(batch)} without a runner: its scheduler was stopped"
+        yield ranked(Waiting(cause="paused", what=_pending_text(batch), text=text))
         return
     leaving = {name for name, h in hosts.items() if h.state == "draining"}
     of_hosts = [*idle_hosts(hosts.values(), lives, now, bool([n for n in lives if host_of(n) not in leaving]))]
@@ -174,20 +175,20 @@ def _open(
     serving = [r for r in lives.values() if serves(situation, r)]
     if serving:
         yield ranked(_without_place(situation, batch, serving, now))
-    elif not lives and has_no_server(situation, live, bool(gone)):
-        text = f"{_units(batch)} without a runner: there is no server{' any more' if gone else ' yet'}"
+    elif not lives and has_no_server(situation, live, bool(removed)):
+        text = f"{_pending_text(batch)} without a runner: there is no server{' any more' if removed else ' yet'}"
         if (live or {}).get("server_list"):
             text += f"; {(live or {})['server_list']}"
-        w = Waiting(cause="no_server", what=_units(batch), text=text, person=not state.flights)
+        w = Waiting(cause="no_server", what=_pending_text(batch), text=text, person=not state.flights)
         yield ranked(w, _RANK_RUNNER)
     elif not lives and not of_hosts:
-        text = f"{_units(batch)} without a runner: none has come up yet"
-        yield ranked(Waiting(cause="no_runner", what=_units(batch), text=text), _RANK_RUNNER)
+        text = f"{_pending_text(batch)} without a runner: none has come up yet"
+        yield ranked(Waiting(cause="no_runner", what=_pending_text(batch), text=text), _RANK_RUNNER)
     # If every runner needs a person, so does the batch, unless units still run.
     others = [*(idle(situation, r, now) for r in lives.values() if r not in serving), *of_hosts]
     stuck = not serving and not state.flights and all(w.person for w in others)
     for w in others:
-        text = w.text if serving else f"{_units(batch)} without a runner: {w.text}"
+        text = w.text if serving else f"{_pending_text(batch)} without a runner: {w.text}"
         yield ranked(replace(w, text=text, person=stuck), _RANK_OTHER_RUNNER if serving else _RANK_RUNNER)
 
 
@@ -196,9 +197,9 @@ def _wait_for_system(
 ) -> Waiting | None:
     facts = system or {}
     resume = resume_command(situation.store) if situation.of_run else ""
-    gone = partial(Waiting, what="the actor system", since=situation.last_at, resume=resume)
+    down = partial(Waiting, what="the actor system", since=situation.last_at, resume=resume)
     if facts.get("ends"):
-        return gone(cause="ending", text=f"the actor system ends: {facts['ends']}", person=True)
+        return down(cause="ending", text=f"the actor system ends: {facts['ends']}", person=True)
     if facts.get("up") is False:
         pid = f" (coordinator pid {facts['pid']} on {facts.get('host', 'this host')})" if facts.get("pid") else ""
         ended = "it has ended (guardian.log says why)"
@@ -209,8 +210,8 @@ def _wait_for_system(
         text = f"no actor system runs on this store: {how}{last}"
         if facts.get("kept"):
             text += f"; its keeper (pid {facts['kept']}) starts it again"
-            return gone(cause="restarting", text=text)
-        return gone(cause="no_system", text=text, person=True)
+            return down(cause="restarting", text=text)
+        return down(cause="no_system", text=text, person=True)
     if live is None:
         if not facts.get("up") or facts.get("asked") is False:
             return None
@@ -254,28 +255,28 @@ def _wait_for_trainer(batch: BatchTimes, now: float, live: Mapping[str, Any] | N
 
 
 # --- units ----------------------------------------------------------------------------------------------------------
-def _unit(state: BatchState, unit: ev.Unit, strikes: int) -> str:
+def _unit_text(state: BatchState, unit: ev.Unit, strikes: int) -> str:
     """Describe a unit. `strikes`: earlier failed attempts that count."""
     last = unit.run_id_base + unit.runs - 1
     runs = f"run {last}" if unit.runs == 1 else f"runs {unit.run_id_base}-{last}"
     counts = strikes + 1
-    of = f"of {state.max_attempts}"
+    maximum = f"of {state.max_attempts}"
     if counts != unit.attempt:  # attempts lost with a runner don't count
         nth = {1: "1st", 2: "2nd", 3: "3rd"}.get(counts, f"{counts}th")
-        of = f"(the {nth} {of} that count)"
-    return f"task {unit.task}, {runs}, attempt {unit.attempt} {of}"
+        maximum = f"(the {nth} {maximum} that count)"
+    return f"task {unit.task}, {runs}, attempt {unit.attempt} {maximum}"
 
 
-def _units(batch: BatchTimes) -> str:
+def _pending_text(batch: BatchTimes) -> str:
     key, first = next(iter(batch.state.pending.items()))
     more = len(batch.state.pending) - 1
-    text = _unit(batch.state, first, batch.state.strikes.get(key, 0))
+    text = _unit_text(batch.state, first, batch.state.strikes.get(key, 0))
     return text + (f" and {counted(more, 'more unit')}" if more else "")
 
 
-def _interrupted(batch: BatchTimes, flight: Flight) -> Waiting:
+def _interrupted_unit(batch: BatchTimes, flight: Flight) -> Waiting:
     unit, state = flight.unit, batch.state
-    what = _unit(state, unit, flight.strikes)
+    what = _unit_text(state, unit, flight.strikes)
     text = f"{what} was on {flight.runner} #{flight.incarnation} when the system ended"
     return Waiting(
         cause="interrupted", what=what, text=text, task=unit.task, attempt=unit.attempt,
@@ -299,10 +300,10 @@ def _on_runner(
     runner = life if life is not None and life.incarnation == flight.incarnation else None
     beat = None if runner is None or runner.seen is None else now - runner.seen
     cause, condition = "running", _signs(runner, since, now)
-    gone = life is not None and life.incarnation >= flight.incarnation and (
+    runner_gone = life is not None and life.incarnation >= flight.incarnation and (
         runner is None or runner.state in ("lost", "quarantined", "down", "failed")
     )
-    if life is not None and gone:
+    if life is not None and runner_gone:
         cause, condition = "lost", f"its runner is gone ({short(life.reason) or life.state}), so it is attempted again"
     elif beat is not None and beat > SILENT_SECONDS:
         cause, condition = "hung", f"hung: its runner has given no sign of life for {span(beat)}"
@@ -318,11 +319,11 @@ def _on_runner(
         cause, condition = "slow", f"slow, not known to be hung: others took {span(usual)}{signs}"
     else:
         condition = "running" + (f": {condition}" if condition else "")
-    of = "" if limit is None else f" of at most {span(limit)}"
-    what = _unit(state, unit, flight.strikes)
+    maximum = "" if limit is None else f" of at most {span(limit)}"
+    what = _unit_text(state, unit, flight.strikes)
     first = state.tasks[unit.task].first_error if unit.attempt > 1 else None
-    again = "" if first is None else f" (before it: {short(first, 120)})"
-    text = f"{what} on {flight.runner} #{flight.incarnation} for {span(age)}{of}: {condition}{again}"
+    earlier = "" if first is None else f" (before it: {short(first, 120)})"
+    text = f"{what} on {flight.runner} #{flight.incarnation} for {span(age)}{maximum}: {condition}{earlier}"
     return Waiting(
         cause=cause, what=what, text=text,
         task=unit.task, attempt=unit.attempt, charged_attempt=flight.strikes + 1, max_attempts=state.max_attempts,
@@ -356,16 +357,16 @@ def _without_place(situation: SystemSnapshot, batch: BatchTimes, serving: list[R
         for flight in other.state.flights.values():
             taken[flight.runner] = taken.get(flight.runner, 0) + 1
             by_batch[other.state.batch_id] = by_batch.get(other.state.batch_id, 0) + 1
-    units = _units(batch)
+    units = _pending_text(batch)
     since = min((batch.pending_since.get(key, batch.moved_at) for key in batch.state.pending), default=None)
     free = [r for r in serving if taken.get(r.name, 0) < r.places]
     if not free:
-        whose = ", ".join(f"batch {b}: {by_batch[b]}" for b in sorted(by_batch, key=sort_batch_id))
+        holders = ", ".join(f"batch {b}: {by_batch[b]}" for b in sorted(by_batch, key=sort_batch_id))
         places = sum(r.places for r in serving)
         ahead = sum(taken.get(r.name, 0) for r in serving) - places  # short units are sent ahead and wait in the runner
-        whose += f"; {counted(ahead, 'unit')} more than places, sent ahead" if ahead > 0 else ""
+        holders += f"; {counted(ahead, 'unit')} more than places, sent ahead" if ahead > 0 else ""
         runners = counted(len(serving), "runner")
-        text = f"{units} without a place: all {places} places of {runners} are taken ({whose})"
+        text = f"{units} without a place: all {places} places of {runners} are taken ({holders})"
         return Waiting(cause="places", what=units, text=text, since=since)
     avoided = {batch.state.avoid.get(key) for key in batch.state.pending}
     if {r.name for r in free} <= avoided:

@@ -142,12 +142,12 @@ class _Trace:
             return
         match event:
             case ev.RunnerStarted():
-                yield from self._loaded(event.runner, at, "loading, cut short")
+                yield from self._loading_ended(event.runner, at, "loading, cut short")
                 self._loading[event.runner] = at, event.incarnation
             case ev.RunnerReady():
-                yield from self._loaded(event.runner, at, "loading the engine")
+                yield from self._loading_ended(event.runner, at, "loading the engine")
             case ev.RunnerFailed() | ev.RunnerLost() | ev.RunnerRetired() | ev.RunnerQuarantined():
-                yield from self._loaded(event.runner, at, "loading, cut short")
+                yield from self._loading_ended(event.runner, at, "loading, cut short")
                 name = type(event).__name__.removeprefix("Runner").lower()
                 yield self._instant(name, "runner", self._pids[event.runner], "p", item)
             case ev.WeightsLoaded() | ev.AdapterLoaded():
@@ -161,7 +161,7 @@ class _Trace:
             case ev.AdapterRemoved():
                 yield self._instant(f"adapter {event.adapter} removed", "weights", TRAINER, "g", item)
 
-    def _loaded(self, runner: str, at: float, name: str) -> Iterator[dict[str, Any]]:
+    def _loading_ended(self, runner: str, at: float, name: str) -> Iterator[dict[str, Any]]:
         if (began := self._loading.pop(runner, None)) is not None:
             yield self._slice(name, "runner", self._pids[runner], ENGINE, began[0], at, incarnation=began[1])
 
@@ -194,10 +194,10 @@ class _Trace:
             case ev.BatchFinalizing():
                 self._finalizing[stream] = at
             case ev.FinalizeFailed():
-                yield from self._finalized(stream, at, "finalize, failed")
+                yield from self._finalizing_ended(stream, at, "finalize, failed")
                 yield self._instant("finalize failed", "batch", BATCHES, "p", item)
             case ev.BatchFinalized():
-                yield from self._finalized(stream, at, "finalize")
+                yield from self._finalizing_ended(stream, at, "finalize")
                 yield from self._batch_ended(stream, at, "finalized")
             case ev.BatchAborted():
                 yield from self._batch_ended(stream, at, f"aborted: {plain(event.reason, _WIDTH)}")
@@ -234,7 +234,7 @@ class _Trace:
             name += f" attempt {attempt.unit.attempt}"
         yield self._slice(name, outcome, attempt.pid, attempt.lane, attempt.dispatched_at, at, **args)
 
-    def _finalized(self, stream: str, at: float, name: str) -> Iterator[dict[str, Any]]:
+    def _finalizing_ended(self, stream: str, at: float, name: str) -> Iterator[dict[str, Any]]:
         began = self._finalizing.pop(stream, None)
         if began is not None and stream in self._batches:
             yield self._slice(name, "batch", BATCHES, self._batches[stream][1], began, at)
@@ -256,7 +256,7 @@ class _Trace:
         for stream in [*self._batches, *self._attempts]:
             yield from self._batch_ended(stream, self._now, "running")
         for runner in list(self._loading):
-            yield from self._loaded(runner, self._now, "loading the engine")
+            yield from self._loading_ended(runner, self._now, "loading the engine")
 
 
 def _weights_text(event: Any) -> str:

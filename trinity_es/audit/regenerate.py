@@ -130,7 +130,7 @@ def find_rollout(log: Log, batch_id: BatchId, task: int, run: int) -> Rollout:
     if "explorer" not in config:
         raise DataError(f"{log.url} holds no config of the run, so its engine is not known")
     version = min((_first_version(e) for e in experiences), default=made.model_version or 0)
-    weights, published_at = _published(log, version)
+    weights, published_at = _publication(log, version)
     engine_version, host = _engine_of(log, made)
     return Rollout(
         batch_id=batch_id, task=task, run=run, experiences=experiences, runner=made.runner,
@@ -154,7 +154,7 @@ def _first_version(experience: Experience) -> int:
     return int(spans[0][0] if spans else experience.info.get("model_version", 0))
 
 
-def _published(log: Log, version: int) -> tuple[str, float | None]:
+def _publication(log: Log, version: int) -> tuple[str, float | None]:
     """Return (path, time) of the last publication whose path exists, else of the last; ("", None) if there is none."""
     publications = [r for r in log.read(stream="weights", types=["WeightsPublished"])
               if isinstance(r.event, ev.WeightsPublished) and r.event.version == version]
@@ -193,7 +193,7 @@ def regenerate(rollout: Rollout, *, model: str | None = None, weights: str | Non
             f"weights {rollout.version} were published at {path} and are no longer there: give their path with "
             "--weights", path=path,
         )
-    _parts(rollout)
+    _turn_spans(rollout)
     if rollout.config.get("code_path"):
         look_in(rollout.config["code_path"], first=False)  # the engine class may be the user's
     engine: Engine = resolve(config.engine_class, {}, "engine")(engine_config)
@@ -215,7 +215,7 @@ def _engine_settings(rollout: Rollout) -> RolloutModelConfig:
     return RolloutModelConfig.model_validate(rollout.config["explorer"]["rollout_model"])
 
 
-def _parts(rollout: Rollout) -> list[tuple[Experience, int, int]]:
+def _turn_spans(rollout: Rollout) -> list[tuple[Experience, int, int]]:
     """Return (experience, start, stop) of each turn. Raises DataError if the model generated none."""
     parts = [(e, start, stop) for e in rollout.experiences for start, stop in _stretches(e)]
     if not parts or not any("sampling" in e.info or "version_spans" in e.info or e.messages for e, _, _ in parts):
@@ -239,7 +239,7 @@ def _stretches(experience: Experience) -> list[tuple[int, int]]:
 async def played(engine: Engine, rollout: Rollout) -> list[Turn]:
     """Regenerate each turn in an engine that serves these weights. Raises DataError, EngineError."""
     config, turns = _engine_settings(rollout), []
-    for experience, start, stop in _parts(rollout):
+    for experience, start, stop in _turn_spans(rollout):
         sampling, choice = _sampling(experience, config, rollout, start, stop)
         sampling = replace(sampling, adapter=await _load_adapter(engine, rollout, experience, start))
         answers = await engine.generate([int(t) for t in experience.tokens[:start]], sampling)
@@ -309,8 +309,8 @@ def compare(experience: Experience, start: int, stop: int, answer: Completion, s
 
 
 # --- why they may differ --------------------------------------------------------------------------------------------
-def _why(again: Regeneration, config: RolloutModelConfig, experiences: Sequence[Experience]) -> list[str]:
-    rollout, reasons = again.rollout, list[str]()
+def _why(regeneration: Regeneration, config: RolloutModelConfig, experiences: Sequence[Experience]) -> list[str]:
+    rollout, reasons = regeneration.rollout, list[str]()
     spans = [span for e in experiences for span in e.info.get("version_spans") or []]
     if len({version for version, _, _ in spans}) > 1:
         tokens = ", ".join(f"{start} to {stop - 1} by {version}" for version, start, stop in spans)
@@ -324,7 +324,7 @@ def _why(again: Regeneration, config: RolloutModelConfig, experiences: Sequence[
     further = sorted({name for e in experiences for name in e.info.get("further_sampling", ())})
     if further:
         reasons.append(f"its client also set {', '.join(further)}, which is not repeated here")
-    if any(t.sampling["temperature"] > 0 and t.sampling["seed"] is None for t in again.turns):
+    if any(t.sampling["temperature"] > 0 and t.sampling["seed"] is None for t in regeneration.turns):
         reasons.append("it was sampled without a seed: at a temperature above 0 each generation is a new draw "
                        "(rollout_args.seed makes it repeatable)")
     if any("sampling" not in e.info and e.messages and len(_stretches(e)) > 1 for e in experiences):
@@ -333,9 +333,10 @@ def _why(again: Regeneration, config: RolloutModelConfig, experiences: Sequence[
                        "the whole, not from its sampling")
     if not rollout.engine_version:
         reasons.append("which version of the engine made it is not recorded")
-    elif again.engine_version != rollout.engine_version:
-        reasons.append(f"another engine: {rollout.engine_version} made it, {again.engine_version} generated it again")
-    later = _written_later(again)
+    elif regeneration.engine_version != rollout.engine_version:
+        reasons.append(f"another engine: {rollout.engine_version} made it, {regeneration.engine_version} generated it "
+                       "again")
+    later = _written_later(regeneration)
     if later:
         reasons.append(later)
     if config.engine_type != "scripted":
@@ -344,10 +345,10 @@ def _why(again: Regeneration, config: RolloutModelConfig, experiences: Sequence[
     return reasons
 
 
-def _written_later(again: Regeneration) -> str | None:
+def _written_later(regeneration: Regeneration) -> str | None:
     """Return a reason if the files of the weights are newer than the rollout. The log has their path, not a hash."""
-    folder, since = Path(again.weights), again.rollout.published_at or again.rollout.at
-    if not again.weights or not folder.is_dir():
+    folder, since = Path(regeneration.weights), regeneration.rollout.published_at or regeneration.rollout.at
+    if not regeneration.weights or not folder.is_dir():
         return None
     newest = max((f.stat().st_mtime for f in folder.glob("*.safetensors")), default=0.0)
     if newest <= since + WRITTEN_LATER_SECONDS:

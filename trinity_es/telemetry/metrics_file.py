@@ -35,8 +35,8 @@ class JsonlMonitor:
     def _open(self) -> None:
         self._file = os.fdopen(open_private(self.path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
 
-    def begin(self, rows: Iterable[Row], known: Collection[Place]) -> int:
-        """Replace the file, and return the old one's last log position. A file with lines not in `known` is renamed."""
+    def begin(self, rows: Iterable[Row], places: Collection[Place]) -> int:
+        """Replace the file and return the old one's last log position. Rename it if a line is not in `places`."""
         lines = self.path.read_bytes().splitlines(keepends=True)
         if len(lines) > 1 and not lines[-1].endswith(b"\n"):
             lines.pop()  # the run was killed while it wrote this line
@@ -44,7 +44,7 @@ class JsonlMonitor:
         with whole_file(self.path) as file:
             file.writelines(map(_line, rows))
             file.flush()
-            if not set(written) <= set(known):  # rename only now: if the rows can't be written, nothing changes
+            if not set(written) <= set(places):  # rename only now: if the rows can't be written, nothing changes
                 names = (self.path.with_name(f"{self.path.name}.{n}") for n in count(1))
                 aside = next(path for path in names if not path.exists())
                 os.replace(self.path, aside)

@@ -38,9 +38,9 @@ class TensorboardMonitor:
     """
 
     def __init__(self, path: str, *, after: float | None = None) -> None:
-        writer = _needed("tensorboard", "tensorboard.summary.writer.event_file_writer")
-        self._events = _needed("tensorboard", "tensorboard.compat.proto.event_pb2")
-        self._summaries = _needed("tensorboard", "tensorboard.compat.proto.summary_pb2")
+        writer = _import_package("tensorboard", "tensorboard.summary.writer.event_file_writer")
+        self._events = _import_package("tensorboard", "tensorboard.compat.proto.event_pb2")
+        self._summaries = _import_package("tensorboard", "tensorboard.compat.proto.summary_pb2")
         self._writer = writer.EventFileWriter(path)
         if after is not None and math.isfinite(after):
             start = self._events.SessionLog(status=self._events.SessionLog.START)
@@ -72,7 +72,7 @@ class ServiceMonitor:
     """
 
     def __init__(self, package: str, config: Config, /, **args: Any) -> None:
-        self._package = _needed(package, package)
+        self._package = _import_package(package, package)
         run_id, folder = _id_of(config), config.run_dir
         short_id = sha256(run_id.encode()).hexdigest()[:20]
         names: dict[str, dict[str, Any]] = {
@@ -110,8 +110,8 @@ class MlflowMonitor:
     """
 
     def __init__(self, config: Config, *, tracking_uri: str | None = None, experiment: str = "") -> None:
-        mlflow = _needed("mlflow", "mlflow")
-        self._metric = _needed("mlflow", "mlflow.entities").Metric
+        mlflow = _import_package("mlflow", "mlflow")
+        self._metric = _import_package("mlflow", "mlflow.entities").Metric
         self._begin: Callable[[], Any] = lambda: mlflow.MlflowClient(tracking_uri=tracking_uri)
         self._experiment, self._name, self._id = experiment or config.project, config.name, _id_of(config)
         self._client: Any = None
@@ -120,8 +120,8 @@ class MlflowMonitor:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if self._client is None:  # at the first use, since it calls a server
             client = self._begin()
-            found = client.get_experiment_by_name(self._experiment)
-            experiment = client.create_experiment(self._experiment) if found is None else found.experiment_id
+            existing = client.get_experiment_by_name(self._experiment)
+            experiment = client.create_experiment(self._experiment) if existing is None else existing.experiment_id
             runs = client.search_runs([experiment], f"tags.`trinity_es.run` = '{self._id}'")
             tags = {"trinity_es.run": self._id}
             run = runs[0] if runs else client.create_run(experiment, run_name=self._name, tags=tags)
@@ -155,7 +155,7 @@ def _id_of(config: Config) -> str:
     return f"{config.project}-{config.name}-{store}"
 
 
-def _needed(package: str, module: str) -> Any:
+def _import_package(package: str, module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as e:

@@ -103,7 +103,7 @@ class Monitors:
         at: float | None = None,
     ) -> None:
         """Write metrics of a step. A name without a slash gets `prefix`; values that are not finite are left out."""
-        if plain := _plain(metrics, prefix):
+        if plain := _finite(metrics, prefix):
             if self._jsonl is not None:
                 with self._writing:
                     self._try("jsonl", partial(self._jsonl.log, plain, step, position, at))
@@ -161,14 +161,14 @@ class Monitors:
         the last one counts.
         """
         end = log.head().position
-        known: set[Place] = set()
+        places: set[Place] = set()
         rows: dict[Any, tuple[bool, Row]] = {}
         for recorded in takewhile(lambda r: r.position <= end, log.read(types=_TYPES)):
             row = _row_of(recorded, self._times.take(recorded))
             if row is None:
                 continue
             step, trained = row[1], isinstance(recorded.event, ev.BatchTrained)
-            known.add((step, recorded.position, round(recorded.recorded_at, DIGITS)))
+            places.add((step, recorded.position, round(recorded.recorded_at, DIGITS)))
             if self._after is not None and trained and step > self._after:
                 continue
             key = recorded.position if self._after is None else (trained, recorded.stream)
@@ -178,11 +178,11 @@ class Monitors:
         if self._jsonl is not None:
             try:
                 with self._writing:
-                    written = self._jsonl.begin((row for _, row in rows.values()), known)
+                    written = self._jsonl.begin((row for _, row in rows.values()), places)
             except OSError as e:
                 self._complain("jsonl", e)
-        for again, (metrics, step, position, _) in rows.values():
-            if again or (position or 0) > written:
+        for repeat, (metrics, step, position, _) in rows.values():
+            if repeat or (position or 0) > written:
                 self._queue.put((metrics, step))
         return end
 
@@ -191,16 +191,16 @@ def _row_of(recorded: Recorded, explorer: Mapping[str, float]) -> Row | None:
     """Return the metrics of an event together with the `explorer` metrics; None if there are none."""
     match recorded.event:
         case ev.BatchFinalized(result=result) if result.get("batch_type") != "collect":
-            metrics = _plain({**result["metrics"], **explorer}, "rollout")
+            metrics = _finite({**result["metrics"], **explorer}, "rollout")
             step = explorer_times.step_of(result["batch_id"])
         case ev.BatchTrained() as event:
             own = {f"trainer/{name}" if name.startswith(_OF_STEPS) else name: n for name, n in event.metrics.items()}
-            metrics, step = _plain(own, "trainer"), event.step
+            metrics, step = _finite(own, "trainer"), event.step
         case _:
             return None
     return (metrics, step, recorded.position, recorded.recorded_at) if metrics and step >= 0 else None
 
 
-def _plain(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+def _finite(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
     named = {name if "/" in name else f"{prefix}/{name}": float(value) for name, value in metrics.items()}
     return {name: value for name, value in named.items() if math.isfinite(value)}

@@ -133,14 +133,14 @@ class Traces:
     def start(self) -> None:
         try:
             with open_log(self._url) as log:
-                self._begin(log)
+                self._start_from_head(log)
         except LogNotFound:  # the log is yet to be created
             self._generation = ""
         except Exception as e:  # the thread tries again
             self._complain("reading the log", e)
         self._thread.start()
 
-    def _begin(self, log: Log) -> None:
+    def _start_from_head(self, log: Log) -> None:
         head = log.head()
         self._generation, self._last = head.generation, head.position
 
@@ -154,7 +154,7 @@ class Traces:
 
     def _look(self, log: Log) -> None:
         if self._generation is None:
-            self._begin(log)
+            self._start_from_head(log)
         head = log.head()
         if head.generation != self._generation:  # another run's log: all of it is new
             self._generation, self._last = head.generation, 0
@@ -176,10 +176,10 @@ class Traces:
             if self._exporter.export(spans[first : first + CHUNK]).name != "SUCCESS":
                 raise OSError(f"the receiver did not take {len(spans)} spans of {ended.stream}")
 
-    def _complain(self, what: str, error: Exception) -> None:
-        if what not in self._failed:
-            self._failed.add(what)
-            _LOG.warning("traces: %s fails, the run goes on without them (said once): %s: %s", what,
+    def _complain(self, action: str, error: Exception) -> None:
+        if action not in self._failed:
+            self._failed.add(action)
+            _LOG.warning("traces: %s fails, the run goes on without them (said once): %s: %s", action,
                          type(error).__name__, error)
 
 

@@ -84,7 +84,7 @@ def _counter(name: str, help: str, column: str) -> Metric:
     return Metric(name=name, kind="counter", help=help, read=lambda f: iter([((), float(f.sum_of(column)))]))
 
 
-def _one(kind: Literal["counter", "gauge"], name: str, help: str, value: Callable[[_Facts], float | None]) -> Metric:
+def _single(kind: Literal["counter", "gauge"], name: str, help: str, value: Callable[[_Facts], float | None]) -> Metric:
     """Return a metric with one series, which is left out while it has no value."""
 
     def read(facts: _Facts) -> Samples:
@@ -142,7 +142,7 @@ def _state_of(life: RunnerIncarnation) -> str:
     return "starting" if life.how == "running" and life.ready_at is None else life.how
 
 
-def _of_last(name: str) -> Callable[[_Facts], float | None]:
+def _last_train_value(name: str) -> Callable[[_Facts], float | None]:
     return lambda f: None if f.last_train is None else getattr(f.last_train, name)
 
 
@@ -163,27 +163,27 @@ METRICS: tuple[Metric, ...] = (
            read=lambda f: (((kind,), float(f.losses.get(("attempt", kind), 0))) for kind in get_args(FailureKind)),
            help="Failed attempts by kind of failure; an attempt whose runs failed in two ways counts under both."),
     _counter("trinity_es_experiences_total", "Experiences from completed runs.", "experiences"),
-    _one("counter", "trinity_es_experiences_dropped_total", "Experiences that the pipeline's filters dropped.",
-         lambda f: sum(count for (what, _), count in f.losses.items() if what == "experience")),
+    _single("counter", "trinity_es_experiences_dropped_total", "Experiences that the pipeline's filters dropped.",
+         lambda f: sum(count for (kind, _), count in f.losses.items() if kind == "experience")),
     _counter("trinity_es_prompt_tokens_total", "Prompt tokens of completed runs.", "prompt_tokens"),
     _counter("trinity_es_response_tokens_total", "Response tokens of completed runs.", "response_tokens"),
-    _one("gauge", "trinity_es_batch_reward", "Mean reward of the last finalized train batch.",
-         _of_last("reward")),
-    _one("gauge", "trinity_es_batch_staleness_versions", "Mean number of versions that the weights of the last "
-         "finalized train batch were behind.", _of_last("staleness")),
-    _one("gauge", "trinity_es_batch_duration_seconds", "Seconds from submission to end of the last finalized train "
+    _single("gauge", "trinity_es_batch_reward", "Mean reward of the last finalized train batch.",
+         _last_train_value("reward")),
+    _single("gauge", "trinity_es_batch_staleness_versions", "Mean number of versions that the weights of the last "
+         "finalized train batch were behind.", _last_train_value("staleness")),
+    _single("gauge", "trinity_es_batch_duration_seconds", "Seconds from submission to end of the last finalized train "
          "batch.", _duration),
-    _one("gauge", "trinity_es_trained_step", "Highest step that a trainer acknowledged.", lambda f: f.trained_step),
-    _one("gauge", "trinity_es_weights_version", "Current version of the weights; 0: none was published.",
+    _single("gauge", "trinity_es_trained_step", "Highest step that a trainer acknowledged.", lambda f: f.trained_step),
+    _single("gauge", "trinity_es_weights_version", "Current version of the weights; 0: none was published.",
          lambda f: f.model_version),
     Metric(name="trinity_es_runners", kind="gauge", labels=("state",),
            read=_counted(RUNNER_STATES, lambda f: map(_state_of, f.last_lives())),
            help="Runners by the state of their last life."),
-    _one("counter", "trinity_es_runner_deaths_total", "Lives of runners that ended unintentionally.",
+    _single("counter", "trinity_es_runner_deaths_total", "Lives of runners that ended unintentionally.",
          lambda f: sum(life.died for life in f.lives)),
     Metric(name="trinity_es_hosts", kind="gauge", labels=("state",), read=_host_states,
            help="Hosts that ever joined the run, by the state of their last life."),
-    _one("counter", "trinity_es_hosts_lost_total", "Number of times that a host was lost.",
+    _single("counter", "trinity_es_hosts_lost_total", "Number of times that a host was lost.",
          lambda f: sum(life.state == "lost" for life in f.hosts) if f.hosts else None),
     Metric(name="trinity_es_host_runners", kind="gauge", labels=("host", "state"), read=_host_runners,
            help="Runners of a host by the state of their last life."),
@@ -191,20 +191,20 @@ METRICS: tuple[Metric, ...] = (
            help="Tasks whose runs all completed, by the host that ended them."),
     Metric(name="trinity_es_host_runner_deaths_total", kind="counter", labels=("host",), read=_by_host(_deaths_on),
            help="Lives of a host's runners that ended unintentionally, without those that went with the host."),
-    _one("counter", "trinity_es_coordinator_starts_total", "Coordinators that took the lease.",
+    _single("counter", "trinity_es_coordinator_starts_total", "Coordinators that took the lease.",
          lambda f: f.coordinators),
-    _one("counter", "trinity_es_stalls_total", "Number of times that a batch stalled.",
+    _single("counter", "trinity_es_stalls_total", "Number of times that a batch stalled.",
          lambda f: f.stalls),
     Metric(name="trinity_es_leases", kind="gauge", labels=("state",),
            read=_counted(LEASE_STATES, lambda f: (lease.state for lease in f.leases)),
            help="Unreleased leases; `orphaned`: their run is over."),
-    _one("gauge", "trinity_es_leases_failing", "Leases whose release failed and is tried again.",
+    _single("gauge", "trinity_es_leases_failing", "Leases whose release failed and is tried again.",
          lambda f: sum(bool(e.error) for e in f.leases)),
-    _one("gauge", "trinity_es_log_head_position", "Position of the last event: how many events the log has.",
+    _single("gauge", "trinity_es_log_head_position", "Position of the last event: how many events the log has.",
          lambda f: f.position),
-    _one("gauge", "trinity_es_last_event_timestamp_seconds", "When the last event was recorded, in unix seconds.",
+    _single("gauge", "trinity_es_last_event_timestamp_seconds", "When the last event was recorded, in unix seconds.",
          lambda f: f.last_at),
-    _one("gauge", "trinity_es_last_event_age_seconds", "Seconds since the last event.",
+    _single("gauge", "trinity_es_last_event_age_seconds", "Seconds since the last event.",
          lambda f: None if f.last_at is None else max(0.0, f.now - f.last_at)),
 )
 

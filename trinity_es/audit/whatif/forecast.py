@@ -81,14 +81,14 @@ def predict(
         chosen = [row.batch_id for row in rows if row.batch_type != "collect"][-last:]
     for group in episodes(rows, chosen):
         part = replayed(read_past(log, rows, group), settings or Settings(), chosen)
-        whole = part if whole is None else _joined(whole, part)
+        whole = part if whole is None else _join(whole, part)
     assert whole is not None
     selected = [r for r in rows if chosen is None or r.batch_id in chosen]
     whole.left_out = [r.batch_id for r in selected if r.batch_type == "collect"]
     return whole
 
 
-def _joined(first: Prediction, second: Prediction) -> Prediction:
+def _join(first: Prediction, second: Prediction) -> Prediction:
     """Join two consecutive predictions, with the recorded pause between them."""
     pause = second.begun_at - (first.begun_at + first.recorded_span)
     return replace(

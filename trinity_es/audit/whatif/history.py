@@ -164,16 +164,16 @@ class _Flight:
 
 
 def episodes(rows: Sequence[BatchRow], chosen: Collection[BatchId] | None) -> Iterator[list[BatchRow]]:
-    """Yield groups of batches that overlap no other group, without a Scheduler's. Raises DataError if none is left."""
+    """Yield the chosen batches (None: all) and those beside them, in groups that overlap no other. Raises DataError."""
     rows = sorted(rows, key=lambda r: r.first_position)
     selected = [r for r in rows if chosen is None or r.batch_id in chosen]
-    some = [r for r in rows if any(_overlap(r, w) for w in selected)] if chosen is not None else rows
-    some = [r for r in some if r.batch_type != "collect" and r.tasks]
-    if not some:
+    members = [r for r in rows if any(_overlap(r, w) for w in selected)] if chosen is not None else rows
+    members = [r for r in members if r.batch_type != "collect" and r.tasks]
+    if not members:
         raise DataError("none of these batches can be replayed: they have no tasks, or are a Scheduler's")
     group: list[BatchRow] = []
     latest = 0.0
-    for row in some:
+    for row in members:
         if len(group) >= EPISODE and row.submitted_at > latest:
             yield group
             group = []
@@ -182,18 +182,18 @@ def episodes(rows: Sequence[BatchRow], chosen: Collection[BatchId] | None) -> It
     yield group
 
 
-def read_past(log: Log, rows: Sequence[BatchRow], some: Sequence[BatchRow]) -> History:
+def read_past(log: Log, rows: Sequence[BatchRow], group: Sequence[BatchRow]) -> History:
     """Read the record of the last submissions of these batches. Raises DataError if the log has no config."""
     head = log.head().position
-    until = max(head if r.ended_at is None else r.last_position for r in some)
-    first, last_at = some[0].first_position, max(r.ended_at or float("inf") for r in some)
+    until = max(head if r.ended_at is None else r.last_position for r in group)
+    first, last_at = group[0].first_position, max(r.ended_at or float("inf") for r in group)
     config = _config(log, first)
     flights: list[_Flight] = []
-    events = [r for row in some for r in log.read(stream=batch_stream(row.batch_id), after=row.first_position - 1)]
-    by_stream: dict[str, list[tuple[ev.Event, float]]] = {batch_stream(row.batch_id): [] for row in some}
+    events = [r for row in group for r in log.read(stream=batch_stream(row.batch_id), after=row.first_position - 1)]
+    by_stream: dict[str, list[tuple[ev.Event, float]]] = {batch_stream(row.batch_id): [] for row in group}
     for stream, event, at in _in_turns(sorted(events, key=lambda r: r.position)):
         by_stream[stream].append((event, at))
-    batches = [_read_batch(by_stream[batch_stream(row.batch_id)], config, flights) for row in some]
+    batches = [_read_batch(by_stream[batch_stream(row.batch_id)], config, flights) for row in group]
     if last_at == float("inf"):
         last_at = max([*(b.submitted_at for b in batches), *(f.ended_at or f.cut_at or f.since for f in flights)])
     unblamed = {(f.runner, f.incarnation) for f in flights if f.unblamed}

@@ -344,9 +344,9 @@ class Simulation:
         while runner.ready and runner.waiting and len(runner.playing) < runner.places:
             unit, seconds, rest, outcome = runner.waiting.popleft()
             runner.playing.add(unit)
-            self.after(seconds, partial(self._over, runner, runner.incarnation, unit, rest, outcome))
+            self.after(seconds, partial(self._end_unit, runner, runner.incarnation, unit, rest, outcome))
 
-    def _over(self, runner: _Runner, life: int, unit: Unit, rest: float, outcome: UnitOutcome) -> None:
+    def _end_unit(self, runner: _Runner, life: int, unit: Unit, rest: float, outcome: UnitOutcome) -> None:
         """Free the place of a unit and send its outcome."""
         if runner.incarnation != life or unit not in runner.playing:
             return  # it was revoked, or its runner died
@@ -379,7 +379,7 @@ class Simulation:
         """Return (seconds in its place, seconds from there into the log, outcome)."""
         past = self.records[state.batch_id]
         runs = range(unit.run_id_base, unit.run_id_base + unit.runs)
-        each = [self._took(past, unit.task, run, unit.attempt, limit) for run in runs]
+        each = [self._duration_of(past, unit.task, run, unit.attempt, limit) for run in runs]
         inside, rest = past.rest.get((unit.task, unit.run_id_base, unit.attempt)) or self._usual_rest(past)
         seconds = combined([t.seconds for t in each], sequential=self.sequential) + inside
         outcome = UnitOutcome(batch_id=state.batch_id, submission=state.submission, unit=unit, seconds=seconds)
@@ -390,12 +390,12 @@ class Simulation:
                 outcome.results.append(ev.RunResult(run=run, metrics={}))
         return seconds, rest, outcome
 
-    def _took(self, past: PastBatch, task: int, run: int, attempt: int, limit: float) -> Duration:
+    def _duration_of(self, past: PastBatch, task: int, run: int, attempt: int, limit: float) -> Duration:
         took = past.took.get((task, run, attempt))
         if took is None or took.cut:
             self.drawn[past.batch_id] = self.drawn.get(past.batch_id, 0) + 1
             chance = random.Random(f"{self.settings.seed}/{past.batch_id}/{task}/{run}/{attempt}")
-            took = self._drawn(self._pool(past, attempt > 1), chance, took)
+            took = self._draw(self._pool(past, attempt > 1), chance, took)
         if took.kind == "timeout":
             return replace(took, seconds=max(0.0, limit + took.seconds - took.limit))
         if took.limit != limit and took.seconds > limit:
@@ -408,7 +408,7 @@ class Simulation:
         return self.usual_rests[past.batch_id]
 
     @staticmethod
-    def _drawn(pool: Sequence[Duration], chance: random.Random, cut: Duration | None) -> Duration:
+    def _draw(pool: Sequence[Duration], chance: random.Random, cut: Duration | None) -> Duration:
         """Draw a duration from the pool. For an attempt that was cut off, the result is longer than the cut."""
         if not pool:
             return Duration(seconds=0.0 if cut is None else cut.seconds)
