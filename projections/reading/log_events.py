@@ -134,7 +134,7 @@ class LogEvents:
 
     def _require(self, batch_id: BatchId) -> None:
         if isinstance(batch_id, str) and not batch_id.isprintable():  # a database may refuse such a parameter
-            raise BatchNotFound(f"no batch {batch_id[:80]!r} in {self.url}: no batch is called so")
+            raise BatchNotFound(f"no batch {batch_id[:80]!r} in {self.url}: ids have only printable characters")
         if self._events.stream_version(batch_stream(batch_id)) == 0:
             other = str(batch_id) if isinstance(batch_id, int) else int(batch_id) if batch_id.isdecimal() else None
             hint = ""

@@ -69,7 +69,7 @@ class Log(LogEvents):
     ) -> list[BatchRow]:
         """Return batches in the order of their first submission, or of another key in `SORTS`. Raises ValueError."""
         if sort not in SORTS:
-            raise ValueError(f"sort is {sort!r}: there are {', '.join(sorted(SORTS))}")
+            raise ValueError(f"unknown sort {sort!r}: use one of {', '.join(sorted(SORTS))}")
         return self._read(lambda c: read_batches(c, state=state, batch_type=batch_type, sort=sort,
                                                  descending=descending, limit=limit, offset=offset))
 
@@ -170,7 +170,7 @@ class Log(LogEvents):
         if state is None:
             first = next(self._events.read(stream=batch_stream(batch_id), limit=1))
             raise BatchNotFound(
-                f"batch {batch_id!r} was not submitted yet at {at}: it was at position {first.position}, "
+                f"batch {batch_id!r} was not submitted yet at {at}: its submission is at position {first.position}, "
                 f"{local_time(first.recorded_at, 'milliseconds')}"
             )
         return state
@@ -224,9 +224,9 @@ class Log(LogEvents):
         at = _time.time() if now is None else now
         followed = followed or Followed()
         with followed.lock:
-            situation = read_situation(self._events, dict.fromkeys([*opened, *batch_ids]), followed)
-            return [why(situation, b, now=at, live=live, system=facts)
-                    for b in batch_ids or opened if b in situation.batches]
+            snapshot = read_situation(self._events, dict.fromkeys([*opened, *batch_ids]), followed)
+            return [why(snapshot, b, now=at, live=live, system=facts)
+                    for b in batch_ids or opened if b in snapshot.batches]
 
     def processes(self) -> dict[str, Any]:
         """Return facts on the processes of the system that wrote last, from its lease.

@@ -42,7 +42,7 @@ def flush(connection: Connection, finished: Counter[str]) -> None:
 
 
 def forget(connection: Connection, item: Recorded, task: int | None = None) -> None:
-    """Subtract the tasks (or one task) of this batch that ended before this event, by a read of the log."""
+    """Subtract the tasks (or one task) of this batch that ended before this event. Rare, so it reads the log."""
     if not connection.execute(select(func.count()).select_from(_work)).scalar_one():
         return
     e = schema.events.c

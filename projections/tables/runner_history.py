@@ -324,7 +324,7 @@ def _system_end(connection: sa.Connection, item: Recorded) -> float | None:
 
 
 def before_start(position: int, commit_id: str) -> sa.Select[Any]:
-    """Select the last event before a coordinator's start, without those that are recorded while there is none."""
+    """Select the last event before a coordinator's start, skipping those recorded while there was no coordinator."""
     e = schema.events.c
     return sa.select(schema.events).where(
         e.position < position, e.commit_id != commit_id, e.type.not_in(["ClockStepped", "RewindAccepted"])

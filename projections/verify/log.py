@@ -79,7 +79,7 @@ def canonical(value: Any) -> bytes:
 
 
 def recomputed_result(state: BatchState, finalized: ev.BatchFinalized | ev.BatchAborted) -> dict[str, Any]:
-    """Recompute the final result from the state before it, in the older form that equals the stored one, if any."""
+    """Recompute the final result from the state before it. If an older form equals the stored one, return that."""
     metrics = finalized.pipeline_metrics if isinstance(finalized, ev.BatchFinalized) else {}
     stored = canonical(finalized.result)
     results = (batch_result(state, metrics, form=form) for form in range(RESULT_FORMS, 0, -1))
@@ -313,7 +313,7 @@ class _Fold:
         older = connection.execute(query, {"name": models.name}).scalar()
         if type(older) is int and 0 < older < models.version:
             self.problems.add(f"checkpoint {models.name}: it has version {older}, expected {models.version}: an older "
-                              f"release wrote the tables. End its run if it goes on; then {REBUILD}")
+                              f"release wrote the tables. End its run if it goes on, then {REBUILD}")
             self._leases(connection, head)
             return
         for part in (self._definitions, self._checkpoints, self._leases):

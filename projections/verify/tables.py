@@ -21,7 +21,7 @@ UNREADABLE = (SQLAlchemyError, ValueError, TypeError, OverflowError)
 """Errors of a damaged file: those of the driver (whose text may not be UTF-8), and of values of other types."""
 NEWER = {open_leases.NAME, host_work.NAME}
 """Tables that logs of older releases lack, which is no problem if they would be empty."""
-REBUILD = "`trinity-es rebuild` makes it again"
+REBUILD = "run `trinity-es rebuild`"
 
 
 def compare_tables(connection: Connection, scratch: sqlite3.Connection, problems: Problems) -> None:

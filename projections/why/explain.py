@@ -11,6 +11,7 @@ runner is silent, so that it will not finish by itself.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -61,7 +62,7 @@ _UNKNOWN = Waiting(cause="nothing", what="", text="nothing that its log shows")
 
 
 def why(
-    situation: SystemSnapshot, batch_id: BatchId, *, now: float, live: Mapping[str, Any] | None = None,
+    snapshot: SystemSnapshot, batch_id: BatchId, *, now: float, live: Mapping[str, Any] | None = None,
     system: Mapping[str, Any] | None = None
 ) -> Why:
     """Explain what the batch waits for. Raises BatchNotFound.
@@ -72,17 +73,17 @@ def why(
     `kept` (pid of the keeper that restarts it), `ends` (why its remaining processes end by themselves), `asked` (False:
     it was not asked, so a missing answer means nothing).
     """
-    batch = situation.batches.get(batch_id)
+    batch = snapshot.batches.get(batch_id)
     if batch is None:
         raise BatchNotFound(f"no batch {batch_id!r} is in this log")
     state = batch.state
     if state.state.ended:
-        ranked = [_wait_of_ended(situation, batch, up=live is not None or bool((system or {}).get("up")))]
+        ranked = [_wait_of_ended(snapshot, batch, up=live is not None or bool((system or {}).get("up")))]
     else:
-        lives = dict(with_live(situation, live, now))
-        ranked = sorted(_waits_of_open(situation, batch, lives, now, live, system), key=lambda pair: pair[0])
+        lives = dict(with_live(snapshot, live, now))
+        ranked = sorted(_waits_of_open(snapshot, batch, lives, now, live, system), key=lambda pair: pair[0])
     waiting = tuple(w for _, w in ranked) or (_UNKNOWN,)
-    late = situation.stall_after is not None and now - batch.moved_at > situation.stall_after
+    late = snapshot.stall_after is not None and now - batch.moved_at > snapshot.stall_after
     return Why(
         batch_id=batch_id, batch_type=state.batch_type, state=state.state.value, tasks=state.expected_task_count,
         settled=state.completed_task_count, running_units=len(state.flights), pending_units=len(state.pending),
@@ -96,9 +97,9 @@ Ranked = tuple[tuple[float, float], Waiting]
 """((rank, start in unix seconds), `Waiting`)."""
 
 
-def _wait_of_ended(situation: SystemSnapshot, batch: BatchTimes, *, up: bool) -> Ranked:
+def _wait_of_ended(snapshot: SystemSnapshot, batch: BatchTimes, *, up: bool) -> Ranked:
     state = batch.state
-    resume = resume_command(situation.store) if situation.of_run else ""
+    resume = resume_command(snapshot.store) if snapshot.of_run else ""
     cause, text = "nothing", "it waits for nothing"
     if state.state is BatchLifecycleState.ABORTED:
         text = f"it was aborted: {short(batch.error)}"
@@ -122,14 +123,14 @@ def _wait_of_ended(situation: SystemSnapshot, batch: BatchTimes, *, up: bool) ->
 
 
 def _waits_of_open(
-    situation: SystemSnapshot, batch: BatchTimes, lives: Mapping[str, RunnerSnapshot], now: float,
+    snapshot: SystemSnapshot, batch: BatchTimes, lives: Mapping[str, RunnerSnapshot], now: float,
     live: Mapping[str, Any] | None, system: Mapping[str, Any] | None,
 ) -> Iterator[Ranked]:
     def ranked(w: Waiting, rank: float | None = None) -> Ranked:
         return (_RANK[w.cause] if rank is None else rank, w.since or 0.0), w
 
     state = batch.state
-    machine = _wait_for_system(situation, now, live, system)
+    machine = _wait_for_system(snapshot, live, system)
     if machine is not None:
         yield ranked(machine)
     wait = _wait_for_trainer(batch, now, live)
@@ -147,57 +148,58 @@ def _waits_of_open(
         text = f"its system last ran on {host} (coordinator pid {pid}); this machine can't see whether it still runs"
         yield ranked(Waiting(cause="unseen", what="the actor system", text=text))
     usual = statistics.median(batch.took) if batch.took else None
-    hosts = hosts_now(situation, live, now)
+    hosts = hosts_now(snapshot, live, now)
     for flight in state.flights.values():
-        w = _on_runner(situation, batch, flight, lives, now, usual)
-        yield ranked(on_its_host(w, hosts.get(host_of(flight.runner)), now, situation.host_timeout))
+        w = _on_runner(snapshot, batch, flight, lives, now, usual)
+        yield ranked(on_its_host(w, hosts.get(host_of(flight.runner)), now, snapshot.host_timeout))
     lives = {name: r for name, r in lives.items() if (h := hosts.get(host_of(name))) is None or h.there}
     for r in lives.values():
-        if r.state == "ready" and refuses(situation, r):
+        if r.state == "ready" and refuses(snapshot, r):
             yield ranked(behind(r))
     auxiliary = [r for r in lives.values() if r.model != "rollout"]
     lives = {name: r for name, r in lives.items() if r.model == "rollout"}
-    removed = {name for name, r in lives.items() if r.leaving or (situation.of_servers and r.state == "retired")}
+    removed = {name for name, r in lives.items() if r.leaving or (snapshot.of_servers and r.state == "retired")}
     lives = {name: r for name, r in lives.items() if name not in removed}  # no unit waits for a removed server
     for r in auxiliary if state.flights else ():
         if r.state != "ready":  # a workflow that asks it waits until its attempt times out
-            w = idle(situation, r, now)
+            w = idle(snapshot, r, now)
             yield ranked(replace(w, text=f"workflows that ask model {r.model}: {w.text}", person=False), _RANK_ASKED)
     if not state.pending:
         return
+    units = _pending_text(batch)
     if state.paused:
-        text = f"{_pending_text(batch)} without a runner: its scheduler was stopped"
-        yield ranked(Waiting(cause="paused", what=_pending_text(batch), text=text))
+        text = f"{units} without a runner: its scheduler was stopped"
+        yield ranked(Waiting(cause="paused", what=units, text=text))
         return
     leaving = {name for name, h in hosts.items() if h.state == "draining"}
     of_hosts = [*idle_hosts(hosts.values(), lives, now, bool([n for n in lives if host_of(n) not in leaving]))]
     lives = {name: r for name, r in lives.items() if host_of(name) not in leaving}
-    serving = [r for r in lives.values() if serves(situation, r)]
+    serving = [r for r in lives.values() if serves(snapshot, r)]
     if serving:
-        yield ranked(_without_place(situation, batch, serving, now))
-    elif not lives and has_no_server(situation, live, bool(removed)):
-        text = f"{_pending_text(batch)} without a runner: there is no server{' any more' if removed else ' yet'}"
-        if (live or {}).get("server_list"):
-            text += f"; {(live or {})['server_list']}"
-        w = Waiting(cause="no_server", what=_pending_text(batch), text=text, person=not state.flights)
+        yield ranked(_without_place(snapshot, batch, serving))
+    elif not lives and has_no_server(snapshot, live, bool(removed)):
+        text = f"{units} without a runner: there is no server{' any more' if removed else ' yet'}"
+        if server_list := (live or {}).get("server_list"):
+            text += f"; {server_list}"
+        w = Waiting(cause="no_server", what=units, text=text, person=not state.flights)
         yield ranked(w, _RANK_RUNNER)
     elif not lives and not of_hosts:
-        text = f"{_pending_text(batch)} without a runner: none has come up yet"
-        yield ranked(Waiting(cause="no_runner", what=_pending_text(batch), text=text), _RANK_RUNNER)
+        text = f"{units} without a runner: none has started yet"
+        yield ranked(Waiting(cause="no_runner", what=units, text=text), _RANK_RUNNER)
     # If every runner needs a person, so does the batch, unless units still run.
-    others = [*(idle(situation, r, now) for r in lives.values() if r not in serving), *of_hosts]
+    others = [*(idle(snapshot, r, now) for r in lives.values() if r not in serving), *of_hosts]
     stuck = not serving and not state.flights and all(w.person for w in others)
     for w in others:
-        text = w.text if serving else f"{_pending_text(batch)} without a runner: {w.text}"
+        text = w.text if serving else f"{units} without a runner: {w.text}"
         yield ranked(replace(w, text=text, person=stuck), _RANK_OTHER_RUNNER if serving else _RANK_RUNNER)
 
 
 def _wait_for_system(
-    situation: SystemSnapshot, now: float, live: Mapping[str, Any] | None, system: Mapping[str, Any] | None
+    snapshot: SystemSnapshot, live: Mapping[str, Any] | None, system: Mapping[str, Any] | None
 ) -> Waiting | None:
     facts = system or {}
-    resume = resume_command(situation.store) if situation.of_run else ""
-    down = partial(Waiting, what="the actor system", since=situation.last_at, resume=resume)
+    resume = resume_command(snapshot.store) if snapshot.of_run else ""
+    down = partial(Waiting, what="the actor system", since=snapshot.last_at, resume=resume)
     if facts.get("ends"):
         return down(cause="ending", text=f"the actor system ends: {facts['ends']}", person=True)
     if facts.get("up") is False:
@@ -206,7 +208,7 @@ def _wait_for_system(
         how = ended if facts.get("released") else f"its processes are gone{pid}"
         if facts.get("copied_from"):
             how = f"it is a copy of {facts['copied_from']}, and the system in it belongs to the original"
-        last = "" if situation.last_at is None else f"; the last event was at {local_time(situation.last_at)}"
+        last = "" if snapshot.last_at is None else f"; the last event was at {local_time(snapshot.last_at)}"
         text = f"no actor system runs on this store: {how}{last}"
         if facts.get("kept"):
             text += f"; its keeper (pid {facts['kept']}) starts it again"
@@ -286,14 +288,14 @@ def _interrupted_unit(batch: BatchTimes, flight: Flight) -> Waiting:
 
 
 def _on_runner(
-    situation: SystemSnapshot, batch: BatchTimes, flight: Flight, lives: Mapping[str, RunnerSnapshot], now: float,
+    snapshot: SystemSnapshot, batch: BatchTimes, flight: Flight, lives: Mapping[str, RunnerSnapshot], now: float,
     usual: float | None,
 ) -> Waiting:
     """Return a `Waiting` for a unit on a runner: running, slow, hung etc. `usual`: median seconds of the others."""
     unit, state = flight.unit, batch.state
     since = batch.flying_since.get((unit.task, unit.run_id_base), batch.moved_at)
-    limit = flight.timeout or situation.limit
-    if limit is not None and situation.sequential:
+    limit = flight.timeout or snapshot.limit
+    if limit is not None and snapshot.sequential:
         limit *= unit.runs
     age = max(0.0, now - since)
     life = lives.get(flight.runner)
@@ -349,21 +351,20 @@ def _signs(runner: RunnerSnapshot | None, since: float, now: float) -> str:
     return "; ".join(part for part in (heard, short(waits)) if part)
 
 
-def _without_place(situation: SystemSnapshot, batch: BatchTimes, serving: list[RunnerSnapshot], now: float) -> Waiting:
+def _without_place(snapshot: SystemSnapshot, batch: BatchTimes, serving: list[RunnerSnapshot]) -> Waiting:
     """Explain why units wait although runners serve."""
-    taken: dict[str, int] = {}
-    by_batch: dict[BatchId, int] = {}
-    for other in situation.batches.values():
+    taken, by_batch = Counter[str](), Counter[BatchId]()
+    for other in snapshot.batches.values():
         for flight in other.state.flights.values():
-            taken[flight.runner] = taken.get(flight.runner, 0) + 1
-            by_batch[other.state.batch_id] = by_batch.get(other.state.batch_id, 0) + 1
+            taken[flight.runner] += 1
+            by_batch[other.state.batch_id] += 1
     units = _pending_text(batch)
     since = min((batch.pending_since.get(key, batch.moved_at) for key in batch.state.pending), default=None)
-    free = [r for r in serving if taken.get(r.name, 0) < r.places]
+    free = [r for r in serving if taken[r.name] < r.places]
     if not free:
         holders = ", ".join(f"batch {b}: {by_batch[b]}" for b in sorted(by_batch, key=sort_batch_id))
         places = sum(r.places for r in serving)
-        ahead = sum(taken.get(r.name, 0) for r in serving) - places  # short units are sent ahead and wait in the runner
+        ahead = sum(taken[r.name] for r in serving) - places  # short units are sent ahead and wait in the runner
         holders += f"; {counted(ahead, 'unit')} more than places, sent ahead" if ahead > 0 else ""
         runners = counted(len(serving), "runner")
         text = f"{units} without a place: all {places} places of {runners} are taken ({holders})"

@@ -17,9 +17,9 @@ SHOWN_SECONDS = 600.0
 """Seconds for which a lost host is reported while others work."""
 
 
-def hosts_now(situation: SystemSnapshot, live: Mapping[str, Any] | None, now: float) -> dict[str, HostSnapshot]:
+def hosts_now(snapshot: SystemSnapshot, live: Mapping[str, Any] | None, now: float) -> dict[str, HostSnapshot]:
     """Return the hosts of the log, updated from the running system's status."""
-    hosts = {name: replace(host) for name, host in situation.hosts.items()}
+    hosts = {name: replace(host) for name, host in snapshot.hosts.items()}
     for row in (live or {}).get("hosts", []):
         host = hosts.setdefault(row["host"], HostSnapshot(name=row["host"], state=row["state"]))
         if host.state != row["state"]:  # the log was read at another moment

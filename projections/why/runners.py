@@ -21,31 +21,31 @@ LOADING_SECONDS = 300.0
 """Seconds after which loading weights is a problem. Nothing else detects an external server that hangs in it."""
 
 
-def _loading(situation: SystemSnapshot, runner: RunnerSnapshot) -> int | None:
+def _loading(snapshot: SystemSnapshot, runner: RunnerSnapshot) -> int | None:
     """Return the weights version that a runner is loading, by the system's status or else by the log."""
     if runner.loading is not None:
         return runner.loading
-    behind = situation.published_at is not None and runner.model_version != situation.weights
-    return situation.weights if behind and not refuses(situation, runner) else None
+    behind = snapshot.published_at is not None and runner.model_version != snapshot.weights
+    return snapshot.weights if behind and not refuses(snapshot, runner) else None
 
 
-def refuses(situation: SystemSnapshot, runner: RunnerSnapshot) -> bool:
+def refuses(snapshot: SystemSnapshot, runner: RunnerSnapshot) -> bool:
     """Return whether a runner failed to load the current weights and keeps the previous ones."""
-    return runner.refused is not None and runner.refused[0] == situation.weights
+    return runner.refused is not None and runner.refused[0] == snapshot.weights
 
 
-def serves(situation: SystemSnapshot, runner: RunnerSnapshot) -> bool:
-    return runner.state == "ready" and _loading(situation, runner) is None
+def serves(snapshot: SystemSnapshot, runner: RunnerSnapshot) -> bool:
+    return runner.state == "ready" and _loading(snapshot, runner) is None
 
 
-def has_no_server(situation: SystemSnapshot, live: Mapping[str, Any] | None, gone: bool) -> bool:
+def has_no_server(snapshot: SystemSnapshot, live: Mapping[str, Any] | None, gone: bool) -> bool:
     """Return whether no server should be an engine, by the system's status or else by the log. `gone`: one left."""
     servers = (live or {}).get("servers")
-    return situation.of_servers and (gone if servers is None else not any(s["wanted"] for s in servers))
+    return snapshot.of_servers and (gone if servers is None else not any(s["wanted"] for s in servers))
 
 
-def idle(situation: SystemSnapshot, runner: RunnerSnapshot, now: float) -> Waiting:
-    return _waiting(runner, *_state(situation, runner, now))
+def idle(snapshot: SystemSnapshot, runner: RunnerSnapshot, now: float) -> Waiting:
+    return _waiting(runner, *_state(snapshot, runner, now))
 
 
 def behind(runner: RunnerSnapshot) -> Waiting:
@@ -55,18 +55,18 @@ def behind(runner: RunnerSnapshot) -> Waiting:
     return _waiting(runner, "refused", text, None, person=False)
 
 
-def problem(situation: SystemSnapshot, runner: RunnerSnapshot, now: float) -> str | None:
+def problem(snapshot: SystemSnapshot, runner: RunnerSnapshot, now: float) -> str | None:
     """Return what is wrong with a runner and what to do, as a text to follow its name; None if nothing is."""
     waits, wrong = "", None
     match runner.state:
         case "retired":
             return None
         case "failed" | "quarantined" | "lost" | "down":
-            wrong = idle(situation, runner, now)
-        case "ready" if refuses(situation, runner):
+            wrong = idle(snapshot, runner, now)
+        case "ready" if refuses(snapshot, runner):
             wrong = behind(runner)
         case "started" if runner.waits_for and now - (runner.progressed or 0.0) > AWAITED_SECONDS:
-            wrong = None if runner.leaving else idle(situation, runner, now)
+            wrong = None if runner.leaving else idle(snapshot, runner, now)
         case "ready" if runner.loading is not None:
             waits = f" (it waits for {runner.waits_for})" if runner.waits_for else ""
     if wrong is not None:
@@ -86,19 +86,19 @@ def problem(situation: SystemSnapshot, runner: RunnerSnapshot, now: float) -> st
     return f"is up, and {runner.runs_wait}: see to that" if runner.runs_wait and runner.state == "ready" else None
 
 
-def _state(situation: SystemSnapshot, runner: RunnerSnapshot, now: float) -> tuple[str, str, float | None, bool]:
+def _state(snapshot: SystemSnapshot, runner: RunnerSnapshot, now: float) -> tuple[str, str, float | None, bool]:
     """Return (cause, text to follow the runner's name, start, whether it needs a person)."""
     since = runner.since
     ago = "" if since is None else f" {span(now - since)} ago"
     reason, waits = short(runner.reason), short(runner.waits_for)
     match runner.state:
         case "ready":
-            since = situation.published_at
+            since = snapshot.published_at
             ago = "" if since is None else f", published {span(now - since)} ago"
-            text = f"is loading weights version {_loading(situation, runner)}{ago}; it has version "
+            text = f"is loading weights version {_loading(snapshot, runner)}{ago}; it has version "
             return "weights", f"{text}{runner.model_version}{waits and f' and waits for {waits}'}", since, False
         case "failed":
-            return "refused" if refuses(situation, runner) else "failed", f"failed{ago}: {reason}", since, True
+            return "refused" if refuses(snapshot, runner) else "failed", f"failed{ago}: {reason}", since, True
         case "quarantined":
             return "quarantined", f"was quarantined{ago} and is not started again: {reason}", since, True
         case "lost":

@@ -139,51 +139,51 @@ _HOST_STATES: dict[type[ev.Event], str] = {
     ev.HostJoined: "joined", ev.HostDraining: "draining", ev.HostLost: "lost", ev.HostLeft: "left"}
 
 
-def observe(situation: SystemSnapshot, recorded: Iterable[Recorded]) -> SystemSnapshot:
+def observe(snapshot: SystemSnapshot, recorded: Iterable[Recorded]) -> SystemSnapshot:
     """Fold these events in place. They come in log order, or stream by stream with runners before batches."""
-    batches = {batch_stream(batch_id): batch_id for batch_id in situation.batches}
+    batches = {batch_stream(batch_id): batch_id for batch_id in snapshot.batches}
     for item in recorded:
         at, event = item.recorded_at, item.event
-        situation.last_at = max(at, situation.last_at or at)
+        snapshot.last_at = max(at, snapshot.last_at or at)
         match event:
             case ev.SystemConfigured():
                 explorer = event.config.get("explorer", {})
-                situation.limit, situation.stall_after = explorer.get("max_timeout"), explorer.get("stall_after")
-                situation.sequential = explorer.get("concurrent_mode") == "sequential"
-                situation.store = event.config.get("store", {}).get("url", "")
-                situation.host_timeout = event.config.get("hosts", {}).get("timeout")
-                situation.of_servers = explorer.get("rollout_model", {}).get("engine_type") == "http"
+                snapshot.limit, snapshot.stall_after = explorer.get("max_timeout"), explorer.get("stall_after")
+                snapshot.sequential = explorer.get("concurrent_mode") == "sequential"
+                snapshot.store = event.config.get("store", {}).get("url", "")
+                snapshot.host_timeout = event.config.get("hosts", {}).get("timeout")
+                snapshot.of_servers = explorer.get("rollout_model", {}).get("engine_type") == "http"
             case ev.TasksetAdvanced():
-                situation.of_run = True
+                snapshot.of_run = True
             case ev.WeightsPublished():
-                situation.weights, situation.published_at = event.version, at
+                snapshot.weights, snapshot.published_at = event.version, at
             case ev.HostJoined() | ev.HostDraining() | ev.HostLost() | ev.HostLeft():
                 reason = "" if isinstance(event, ev.HostJoined) else event.reason
-                situation.hosts[event.host] = HostSnapshot(
+                snapshot.hosts[event.host] = HostSnapshot(
                     name=event.host, state=_HOST_STATES[type(event)], since=at, reason=reason)
             case _ if item.stream.startswith("runner/"):
-                _observe_runner(situation, event, at)
+                _observe_runner(snapshot, event, at)
             case ev.BatchSubmitted():
                 batches[item.stream] = event.batch_id
-                old = situation.batches.get(event.batch_id)
+                old = snapshot.batches.get(event.batch_id)
                 state = evolve(old.state if old else None, event)
                 since = dict.fromkeys(state.pending, at)
-                situation.batches[event.batch_id] = BatchTimes(
+                snapshot.batches[event.batch_id] = BatchTimes(
                     state=state, moved_at=at, pending_since=since, finished_at=old.finished_at if old else {}
                 )
             case _ if item.stream in batches:
-                _observe_batch(situation, situation.batches[batches[item.stream]], event, at)
-    return situation
+                _observe_batch(snapshot, snapshot.batches[batches[item.stream]], event, at)
+    return snapshot
 
 
-def _observe_runner(situation: SystemSnapshot, event: ev.Event, at: float) -> None:
+def _observe_runner(snapshot: SystemSnapshot, event: ev.Event, at: float) -> None:
     if isinstance(event, ev.RunnerStarted):
-        situation.runners[event.runner] = RunnerSnapshot(
+        snapshot.runners[event.runner] = RunnerSnapshot(
             name=event.runner, incarnation=event.incarnation, state="started", since=at, model=event.model
         )
         return
     name = getattr(event, "runner", "")
-    runner = situation.runners.setdefault(name, RunnerSnapshot(name=name))
+    runner = snapshot.runners.setdefault(name, RunnerSnapshot(name=name))
     runner.incarnation = getattr(event, "incarnation", 0)
     match event:
         case ev.RunnerReady():
@@ -206,14 +206,14 @@ def _observe_runner(situation: SystemSnapshot, event: ev.Event, at: float) -> No
             runner.refused = event.version, event.error
 
 
-def _note_progress(situation: SystemSnapshot, name: str, incarnation: int, at: float) -> None:
-    runner = situation.runners.get(name)
+def _note_progress(snapshot: SystemSnapshot, name: str, incarnation: int, at: float) -> None:
+    runner = snapshot.runners.get(name)
     if runner is not None and runner.incarnation == incarnation:
         runner.progressed = max(at, runner.progressed or at)
         runner.finished = max(at, runner.finished or at)
 
 
-def _observe_batch(situation: SystemSnapshot, batch: BatchTimes, event: ev.Event, at: float) -> None:
+def _observe_batch(snapshot: SystemSnapshot, batch: BatchTimes, event: ev.Event, at: float) -> None:
     batch.state = evolve(batch.state, event)
     if not isinstance(event, ev.StallDetected):
         batch.moved_at = at
@@ -227,7 +227,7 @@ def _observe_batch(situation: SystemSnapshot, batch: BatchTimes, event: ev.Event
         case ev.RunsFinished():  # or its subclass TaskFinished
             batch.took.append(event.seconds)
             batch.finished_at[event.runner, event.incarnation] = at
-            _note_progress(situation, event.runner, event.incarnation, at)
+            _note_progress(snapshot, event.runner, event.incarnation, at)
         case ev.AttemptFailed():
             for base, _ in contiguous(event.failed_runs):
                 batch.pending_since[event.task, base] = at
@@ -241,20 +241,20 @@ def _observe_batch(situation: SystemSnapshot, batch: BatchTimes, event: ev.Event
 
 def read_situation(events: EventLog, batch_ids: Iterable[BatchId], followed: Followed) -> SystemSnapshot:
     """Read the state of a system from its log. Include all open batches, since they take the places of the others."""
-    situation, straight = SystemSnapshot(), Straightener()
+    snapshot, straight = SystemSnapshot(), Straightener()
     followed.seen_from(straight.offset)
     for stream, type_name in (("system", "SystemConfigured"), ("weights", "WeightsPublished")):
-        observe(situation, map(straight, filter(None, [events.last(stream, type_name)])))
-    observe(situation, map(straight, events.read(stream=ev.HostJoined.stream)))
+        observe(snapshot, map(straight, filter(None, [events.last(stream, type_name)])))
+    observe(snapshot, map(straight, events.read(stream=ev.HostJoined.stream)))
     for stream, _ in events.streams("runner/"):
-        observe(situation, map(straight, _last_life(events, stream)))
+        observe(snapshot, map(straight, _last_life(events, stream)))
     followed.follow(
-        situation, batch_ids, lambda b, after: map(straight, events.read(stream=batch_stream(b), after=after))
+        snapshot, batch_ids, lambda b, after: map(straight, events.read(stream=batch_stream(b), after=after))
     )
     last = next(events.read(after=max(0, events.head().position - 1), limit=1), None)
-    situation.of_run = bool(events.streams("taskset/"))
-    situation.last_at = situation.last_at if last is None else straight(last).recorded_at
-    return situation
+    snapshot.of_run = bool(events.streams("taskset/"))
+    snapshot.last_at = snapshot.last_at if last is None else straight(last).recorded_at
+    return snapshot
 
 
 def _last_life(events: EventLog, stream: str) -> list[Recorded]:
@@ -284,7 +284,7 @@ class Followed:
             self._kept, self._offset = {}, offset
 
     def follow(
-        self, situation: SystemSnapshot, batch_ids: Iterable[BatchId], read: Callable[[BatchId, int],
+        self, snapshot: SystemSnapshot, batch_ids: Iterable[BatchId], read: Callable[[BatchId, int],
         Iterable[Recorded]]
     ) -> SystemSnapshot:
         """Add these batches to a snapshot that has its runners, as `observe` of all their events would.
@@ -298,10 +298,10 @@ class Followed:
             if batch is None:
                 continue
             self._kept[batch_id] = kept
-            situation.batches[batch_id] = batch
+            snapshot.batches[batch_id] = batch
             for (name, incarnation), at in batch.finished_at.items():
-                _note_progress(situation, name, incarnation, at)
-        return situation
+                _note_progress(snapshot, name, incarnation, at)
+        return snapshot
 
 
 def _fold_batch(batch_id: BatchId, recorded: Iterable[Recorded], batch: BatchTimes | None) -> BatchTimes | None:
@@ -314,7 +314,7 @@ STEP_SECONDS = 5.0
 
 
 def with_live(
-    situation: SystemSnapshot, live: Mapping[str, Any] | None, now: float
+    snapshot: SystemSnapshot, live: Mapping[str, Any] | None, now: float
 ) -> Iterator[tuple[str, RunnerSnapshot]]:
     """Yield (name, snapshot) of each runner of the log, updated from the running system's status."""
     status = live or {}
@@ -326,9 +326,9 @@ def with_live(
     # The guardian reports the slots of this machine only; those of other hosts come from the runners' rows.
     own = {host_of(name) for name in children}
     far = {name: row for name, row in rows.items() if host_of(name) not in own}
-    names = {**situation.runners, **rows} if not children else {**children, **far}
+    names = {**snapshot.runners, **rows} if not children else {**children, **far}
     for name in sorted(names):
-        life = replace(situation.runners.get(name, RunnerSnapshot(name=name)))
+        life = replace(snapshot.runners.get(name, RunnerSnapshot(name=name)))
         row, child = rows.get(name, {}), children.get(name, {})
         if row:
             if row.get("incarnation") != life.incarnation or row.get("state") != life.state:

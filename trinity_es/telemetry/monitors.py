@@ -63,7 +63,7 @@ class Monitors:
         self._others: dict[str, Monitor] = {}
         unknown = settings.monitor_args.keys() - {*settings.monitor_type, "jsonl"}
         if unknown:
-            raise ConfigError(f"monitor.monitor_args has {min(unknown)!r}, which monitor.monitor_type does not")
+            raise ConfigError(f"monitor.monitor_args has {min(unknown)!r}, which is not in monitor.monitor_type")
         for name in dict.fromkeys(n for n in settings.monitor_type if n != "jsonl"):
             monitor = build("monitor", name, settings.monitor_args.get(name, {}), known_monitors(config, after), _SHAPE)
             for method in ("log", "close"):

@@ -221,7 +221,7 @@ def test_a_unit_waits_for_another_runner_than_the_one_it_failed_on(story: Story)
 
 
 def test_without_any_runner_that_is_said() -> None:
-    assert "none has come up yet" in Story().batch().why(1).sentence
+    assert "none has started yet" in Story().batch().why(1).sentence
 
 
 # --- the batch as a whole -------------------------------------------------------------------------------------------
