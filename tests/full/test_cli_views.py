@@ -180,7 +180,7 @@ def test_of_a_batch_that_failed_whole_the_way_on_is_that_of_who_leads_the_run(pa
     sent = ev.TasksDispatched(runner="runner-0", incarnation=1, units=[unit(0)], model_version=0)
     of_trl(path, sent, failed, *FINALIZED)
     told = cli("why", "1/trl-train-0", "--log", path).stdout
-    assert "what to do: mend what failed, and start its trainer again: TRL's has the batch generated anew" in told
+    assert "what to do: fix what failed, and start its trainer again: TRL's trainer submits the batch again" in told
     assert "restart-runner" not in told, "nothing runs"
 
 

@@ -118,7 +118,7 @@ class Stalls:
             for r in fleet
         }
         return SystemSnapshot(
-            courses=courses, runners=runners, hosts={
+            batches=courses, runners=runners, hosts={
                 h.name: HostSnapshot(name=h.name, state=h.state, reason=h.reason) for h in self.live.hosts.values()},
             limit=self.limit, sequential=self.sequential, of_servers=bool(urls)
         )
