@@ -69,7 +69,7 @@ def test_status_tells_how_far_a_run_is(path: Path, total: int | None, trained: b
     assert done.exit_code == 0, done.output
     said = said.format(log=path)
     assert f"nothing is open: {said}\n" in done.stdout or done.stdout.endswith(f"{said}\n")
-    assert "no batch is open: `trinity-es status` tells" in cli("why", "--log", path).stdout
+    assert "no batch is open: `trinity-es status` shows" in cli("why", "--log", path).stdout
 
 
 def test_a_log_in_the_folder_itself_is_found_where_it_is_the_only_one(
