@@ -168,8 +168,8 @@ _HTTP = """\
 _SERVE = """\
 #!/bin/sh
 # Starts the vLLM server of this demo. VLLM_SERVER_DEV_MODE lets it load new weights while it runs, and
-# --enable-scale-out makes it report which weights made which token. On a CPU, a model that shares its embedding with its
-# output layer needs --worker-extension-cls.
+# --enable-scale-out makes it report which weights made which token. On a CPU, a model that shares its embedding with
+# its output layer needs --worker-extension-cls.
 cd {folder}
 export VLLM_SERVER_DEV_MODE=1
 export VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1

@@ -66,7 +66,7 @@ def test_what_is_shown_of_a_host_is_what_the_log_has_at_each_turn_of_its_life(st
         assert lost["reason"].startswith("not heard of for")
         out = cli("runners", "--log", head.url).stdout
         assert re.search(r"host b: 1 death with the host \(\d+ attempts?", out)
-        assert "the head: nothing died" in out
+        assert "the head: no deaths" in out
         head.finish(1, 64)
         ran = head.ran_on(1)
         assert {host: row(head, host)["finished"] for host in ("", "b")} == {host: ran[host] for host in ("", "b")}

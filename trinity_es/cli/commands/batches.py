@@ -155,7 +155,7 @@ def show(
             entry["row"] = row
         common.print_json(document | {"pieces": [asdict(p) for p in segments(timeline, gaps)]})
         return
-    tables.print_story(tables.console(), timeline, rows, limit, gaps)
+    tables.print_timeline(tables.console(), timeline, rows, limit, gaps)
 
 
 def _taskset_rows(log: Log, batch_id: BatchId, limit: int | None) -> list[str]:

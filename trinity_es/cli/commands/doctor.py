@@ -216,7 +216,7 @@ def _open_files() -> Finding:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < _FEW_FILES:
         verdict: Literal["wrong", "note"] = "wrong" if hard < LEAST_FILES else "note"
-        return Finding("open files", verdict, f"{hard} at most per process: each connection to a client or actor needs one",
+        return Finding("open files", verdict, f"{hard} at most per process: each client and each actor needs some",
                        f"raise the hard limit to {_FEW_FILES} or more (ulimit -Hn, LimitNOFILE=, --ulimit nofile=)")
     return Finding("open files", "ok", "no limit" if hard == resource.RLIM_INFINITY else f"{hard} at most")
 
