@@ -1,4 +1,4 @@
-// Charts: each <div class="chart" data-from="ID"> draws the JSON in the element ID, and again when it changed.
+// Charts: each <div class="chart" data-from="ID"> draws the JSON in the element ID, again whenever that changes.
 "use strict";
 (() => {
   const drawn = new Map();  // element -> {plot, text}
