@@ -72,7 +72,6 @@ _HOMES = {
     "workflows.workflow": "MultiTurnWorkflow SingleTurnWorkflow Workflow",
 }
 _HOME = {name: f"trinity_es.{home}" for home, names in _HOMES.items() for name in names.split()}
-"""The module of each name."""
 
 
 def __getattr__(name: str) -> Any:

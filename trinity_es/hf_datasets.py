@@ -70,7 +70,6 @@ def _row(experience: Experience) -> dict[str, Any]:
 
 
 def _with_lists(value: Any) -> Any:
-    """Return the value with its arrays as lists."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     return {key: _with_lists(inner) for key, inner in value.items()} if isinstance(value, dict) else value

@@ -144,7 +144,6 @@ class ScriptedEngine:
             )
 
     async def _play(self, prompt: str | list[int], sampling: Sampling) -> tuple[list[Completion], float]:
-        """Return the script's answers to a request, and the seconds per token."""
         if self._stopped:
             raise EngineError("the engine is stopped")
         adapter = self._adapter(sampling.adapter)

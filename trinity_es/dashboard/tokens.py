@@ -20,7 +20,6 @@ __all__ = [
 ]
 
 MOST_TOKENS = 1500
-"""Maximum number of tokens that a page shows of one rollout."""
 LEVELS = 8
 """Number of levels of likelihood."""
 _STEPS = (0.01, 0.1, 0.35, 0.7, 1.4, 2.3, 4.6)
@@ -44,7 +43,6 @@ class Token:
     level: int | None = None
     """Likelihood from 0 (above 99 %) to LEVELS - 1 (below 1 %)."""
     version: int | None = None
-    """Version of the weights that made it, if recorded."""
     advantage: float | None = None
     reward: float | None = None
 

@@ -159,7 +159,7 @@ def _packages() -> list[Finding]:
 def _package(
     what: str, names: str, way_out: str, lacking: Literal["missing", "note"] = "missing"
 ) -> Finding:
-    """Return the finding on packages of which one is enough; `lacking` is the verdict if none is installed."""
+    """Return the finding on a package with several names; `lacking` is the verdict if none is installed."""
     version = _version(*names.split())
     return Finding(what, "ok", version) if version else Finding(what, lacking, "not installed", way_out)
 
@@ -306,4 +306,4 @@ SELECT has_schema_privilege(current_schema(), 'CREATE'), 1 + least(
   (SELECT current_setting('max_connections')::int - count(*) FROM pg_stat_activity
    WHERE backend_type = 'client backend'))
 """
-"""Whether the user may create tables, and the connections left to the user, including the one of this query."""
+"""Query for the right to create tables, and for the connections left to the user, including that of the query."""

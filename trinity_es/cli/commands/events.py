@@ -109,7 +109,6 @@ def watch(
 
 
 def _position_before(log: Log, text: str) -> int:
-    """Return the last position before this moment."""
     at = common.parse_at(text, log, option="--since")
     if isinstance(at, int):
         raise typer.BadParameter(f"{text} is a position: use --after {text}", param_hint="--since")
@@ -138,7 +137,6 @@ class _Selection:
         return self._runner_json in r.data and getattr(r.event, "runner", None) == self._runner
 
     def read(self, after: int) -> Iterator[Recorded]:
-        """Yield the events after this position, in order."""
         if self._rare:
             return filter(self._matches, self._log.rare(self._types, after=after))
         return filter(self._matches, self._log.read(stream=self._stream, types=self._types, after=after))

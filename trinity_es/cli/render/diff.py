@@ -19,7 +19,6 @@ from trinity_es.text import clock, event_line, plain
 __all__ = ["print_fork", "print_moments", "print_runs"]
 
 _WIDTH = 70
-"""Maximum number of characters of a value."""
 _MOST = 20
 """Maximum number of changes, events and batches shown; --json has all."""
 

@@ -29,11 +29,9 @@ __all__ = [
 ]
 
 _BAR = 24
-"""Characters of a task's bar."""
 _FAST = 200
 """Maximum number of rows of a coloured table, which takes seconds for thousands; larger tables are plain text."""
 _TURNS = 40
-"""Maximum number of a batch's own turns that are shown."""
 _PIPE = 100_000
 """Width, in characters, of a line in a pipe or a file, where nothing is cut off."""
 _WORDY = 24
@@ -153,7 +151,7 @@ def print_batches(
 
 
 def rewarded(row: BatchRow) -> str:
-    """Return a batch's mean reward, and the number of its tasks of which runs are missing."""
+    """Return a batch's mean reward, and the number of its tasks with missing runs."""
     return number(row.reward) + (f" ({row.failed} short)" if row.failed and row.reward is not None else "")
 
 
@@ -205,7 +203,6 @@ def _longest_segments(timeline: BatchTimeline, gaps: Sequence[tuple[float, float
 
 
 def metrics_table(metrics: dict[str, float]) -> Table:
-    """Return a table of metrics by name."""
     table = Table(box=None, pad_edge=True, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(justify="right")

@@ -19,7 +19,6 @@ __all__ = ["print_run", "print_task"]
 _SHORT = 600
 """Maximum number of characters of a text without --all."""
 _MOST = 100
-"""Maximum number of turns."""
 
 
 def print_task(out: Console, history: TaskHistory, sample: dict[str, Any] | None) -> None:

@@ -52,7 +52,6 @@ class Picture:
     now: float
     """Unix seconds."""
     last_at: float | None
-    """Time of the last event."""
     going_on: list[BatchRow] = field(default_factory=list)
     ended: list[BatchRow] = field(default_factory=list)
     """The last batches that ended, newest first."""

@@ -23,11 +23,10 @@ from trinity_es.text import summary
 __all__ = ["ROUTES", "asof", "batch", "batch_cache", "steps", "tasks_of"]
 
 SIZE = 50
-"""Number of tasks per page."""
 STEPS = 200
 """Number of events that are shown at first, and that each "more" adds."""
 DRAWN = 1000
-"""Maximum number of attempts of which bars by runner are drawn."""
+"""Maximum number of attempts for which bars by runner are drawn."""
 GRID = 384
 """Number of tasks in the grid of a past state."""
 SHOWN = 6000
@@ -54,13 +53,12 @@ class Work:
 
 
 def batch_cache(request: PageRequest) -> BatchCache:
-    """Return the cache of batches that this server keeps."""
     cache: BatchCache = request.kept.setdefault("batch_cache", BatchCache())
     return cache
 
 
 def batch(request: PageRequest) -> Page:
-    """Return the page `/batch?id=BATCH&at=POSITION`; `at` chooses the event as of which its state is shown."""
+    """Return the page `/batch?id=BATCH&at=POSITION`; with `at` it shows the state as of that event."""
     batch_id = request.batch()
     row = request.log.batch_row(batch_id)
     why = None if row.ended_at is not None else request.log.why(batch_id, request.now, followed=followed(request))

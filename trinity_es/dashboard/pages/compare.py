@@ -15,7 +15,6 @@ from trinity_es.projections.reading.log_reader import Log
 __all__ = ["NAV", "ROUTES", "Side", "comparison", "differences", "side"]
 
 TASKS = 200
-"""Maximum number of tasks on the page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

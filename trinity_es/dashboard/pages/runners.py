@@ -48,8 +48,6 @@ def _span(request: PageRequest) -> tuple[float, float]:
 
 
 class _Line:
-    """Line of time from `begin` to `end`."""
-
     def __init__(self, begin: float, end: float) -> None:
         self._begin, self._whole = begin, max(end - begin, 1e-9)
 
