@@ -27,10 +27,10 @@ def accept_rewind(
 ) -> None:
     """Continue with a log that lacks acknowledged events because it was restored from an older copy.
 
-    Every command refuses such a log until you accept the loss here. First look for a better copy: the missing events
-    are gone for good after this. The loss is recorded in the log (RewindAccepted), which counts as another log from
-    then on. A system that halted because of it is ended: start it again. Exits 1 if nothing is missing as far as this
-    host knows.
+    No system runs on such a log until you accept the loss here. First look for a better copy: after this the missing
+    events are gone for good. The loss is recorded in the log (RewindAccepted), which counts as another log from then
+    on. A system that halted because of it is ended: start it again. Exits 1 if nothing is missing as far as this host
+    knows.
 
     \b
     Example:

@@ -64,7 +64,7 @@ def show(out: Console, status: dict[str, Any]) -> None:
 
     line(f"store        {status['store']}")
     down = f"ends: {status['ends']}" if status.get("ends") else "down"
-    down = f"led by {status['led_by']}, not asked" if status.get("led_by") else down
+    down = f"led by {status['led_by']}, which was not asked" if status.get("led_by") else down
     line(f"system       {'up, pid ' + str(status['admin']['pid']) if status['up'] else down}",
          "green" if status["up"] else "yellow")
     if status["coordinator"] is not None:

@@ -71,13 +71,13 @@
       refresh();  // a restarted server may need another token, and its answer says so
     };
     source.addEventListener("log", (message) => {
-      const told = JSON.parse(message.data);
-      position = told.position;
-      counted += told.events;
+      const news = JSON.parse(message.data);
+      position = news.position;
+      counted += news.events;
       $("position").textContent = format.format(position);
       $("since").textContent = "+" + format.format(counted);
-      document.dispatchEvent(new CustomEvent("log", {detail: told}));
-      if (concerns(told.streams)) refresh();
+      document.dispatchEvent(new CustomEvent("log", {detail: news}));
+      if (concerns(news.streams)) refresh();
     });
     source.addEventListener("notice", (message) => notice(JSON.parse(message.data).text));
     source.addEventListener("reset", () => location.reload());
