@@ -50,7 +50,7 @@ class Dashboard:
 
         self.token = token_for(address, token, no_token)
         if bool(cert) != bool(key):
-            raise ConfigError("a certificate needs its private key and the other way round: --cert FILE --key FILE")
+            raise ConfigError("a certificate and its private key belong together: give both --cert and --key")
         tls = tls_options(cert, key)
         self._socket = listen(address, port, "the dashboard", ": give another --port or --address")
         self.url = url_of(self._socket, bool(tls))
