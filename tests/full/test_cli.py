@@ -267,8 +267,8 @@ def test_a_working_directory_that_is_gone_is_named(tmp_path: Path, monkeypatch: 
     for command in (["batches"], ["run", "c.yaml"]):
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 2
-        assert done.stderr == (f"error: the working directory {tmp_path}/gone is gone, it was deleted or renamed: cd "
-                               "to one that is there\n")
+        assert done.stderr == (f"error: the working directory {tmp_path}/gone was deleted or renamed: cd to an "
+                               "existing one\n")
 
 
 BLOCKED = """

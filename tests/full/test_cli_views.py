@@ -68,8 +68,8 @@ def test_status_tells_how_far_a_run_is(path: Path, total: int | None, trained: b
     done = cli("status", "--log", path)
     assert done.exit_code == 0, done.output
     said = said.format(log=path)
-    assert f"nothing is open: {said}\n" in done.stdout or done.stdout.endswith(f"{said}\n")
-    assert "no batch is open: `trinity-es status` tells" in cli("why", "--log", path).stdout
+    assert f"no batch is open: {said}\n" in done.stdout or done.stdout.endswith(f"{said}\n")
+    assert "no batch is open: `trinity-es status` shows" in cli("why", "--log", path).stdout
 
 
 def test_a_log_in_the_folder_itself_is_found_where_it_is_the_only_one(
@@ -151,7 +151,7 @@ def test_a_trainer_that_was_killed_is_told_also_where_its_locks_do_not_lie_besid
     of_trl(path, *FINALIZED, ev.BatchTrained(step=1), log_dir=elsewhere)
     ended = cli("status", "--log", path)
     assert ended.exit_code == 0, ended.output
-    assert "nothing is open: batch 1/trl-train-0, the last, was finalized " in ended.stdout
+    assert "no batch is open: batch 1/trl-train-0, the last, was finalized " in ended.stdout
     config = Config.from_dict({"store": {"url": f"sqlite:///{path}"}, "system": {"log_dir": str(elsewhere)}})
     running_system.lock_file(config, "trainer").write_text("7")
     for words in (["--log", path], [path]):
@@ -162,7 +162,7 @@ def test_a_trainer_that_was_killed_is_told_also_where_its_locks_do_not_lie_besid
 
 def test_status_says_where_a_run_has_no_batch_yet(path: Path) -> None:
     write(path, [("system", [ev.SystemConfigured(config={"mode": "both"})])])
-    assert "nothing is open: no batch has ended yet" in cli("status", "--log", path).stdout
+    assert "no batch is open: no batch has ended yet" in cli("status", "--log", path).stdout
 
 
 def test_resume_of_the_log_of_a_trainer_of_its_own_says_to_start_that_again(path: Path) -> None:

@@ -132,10 +132,10 @@ def test_a_person_is_shown_what_a_runner_waits_for() -> None:
 
 
 @pytest.mark.parametrize(("run", "said"), [
-    (None, "nothing runs, and nothing is open: no batch has ended yet"),
-    ({"step": 5, "total_steps": 5, "complete": True}, "nothing is open: the run is complete, with step 5"),
+    (None, "nothing runs, and no batch is open: no batch has ended yet"),
+    ({"step": 5, "total_steps": 5, "complete": True}, "no batch is open: the run is complete, with step 5"),
     ({"step": 5, "total_steps": 9, "complete": False},
-     "nothing is open: the run's last step is 5 of 9, and `trinity-es resume s` goes on with it"),
+     "no batch is open: the run's last step is 5 of 9, and `trinity-es resume s` goes on with it"),
     ({"step": 5, "total_steps": None, "complete": None},
      "the run's last step is 5, and `trinity-es resume s` goes on with it, or says that it is complete"),
 ])
