@@ -1,4 +1,4 @@
-"""Addresses that servers listen on, and the way to them past a proxy."""
+"""Addresses that servers listen on, and the proxy settings that keep requests to them direct."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _PORTS = {"http": 80, "https": 443}
 
 
 def checked_url(value: str) -> str:
-    """Return the URL of a server, however it is spelled: in lower case, with its port, without a slash at its end.
+    """Return a server's URL in one spelling: in lower case, with its port, without a slash at its end.
 
-    Raises ValueError, which says what a URL must be, and holds nothing that may be a secret.
+    Raises ValueError, which says what a URL must be and never contains a credential.
     """
     if "@" in value:
         raise ValueError("has credentials in it, which would stand in the log: give a key by servers.key_variable")
     shown = re.split(r"[\s?#]", value, maxsplit=1)[0]
-    strange = ValueError(f"must be like http://host:8000, not {shown if shown == value else shown + '...'!r}")
+    error = ValueError(f"must be like http://host:8000, not {shown if shown == value else shown + '...'!r}")
     try:
         parts = urlsplit(value)
         host, port = parts.hostname, parts.port
     except ValueError:
-        raise strange from None
+        raise error from None
     if not host or port == 0 or parts.scheme not in _PORTS or re.search(r"[\s?#\x00-\x1f\x7f]", value):
-        raise strange
+        raise error
     path = parts.path.rstrip("/")
     if path.endswith("/v1"):
         raise ValueError(f"must be like http://host:8000: leave /v1 out of {shown!r}")
@@ -35,7 +35,7 @@ def checked_url(value: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Return True if only this machine can reach an address or a name."""
+    """Return True if only this machine can reach this address or name."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -43,13 +43,13 @@ def is_loopback(address: str) -> bool:
 
 
 def past_proxies(variables: Mapping[str, str], *addresses: str) -> dict[str, str]:
-    """Return NO_PROXY and no_proxy with loopback and these addresses added to what `variables` have there.
+    """Return NO_PROXY and no_proxy: those of `variables`, with loopback and these addresses added.
 
-    Both are needed: some clients read only one of them, and of those that read both some prefer one, some the other.
+    Some HTTP clients read only one of the two; of those that read both, some prefer one, some the other.
     """
-    found = {}
+    settings = {}
     for name, other in (("NO_PROXY", "no_proxy"), ("no_proxy", "NO_PROXY")):
-        kept = [part.strip() for part in (variables.get(name) or variables.get(other, "")).split(",") if part.strip()]
-        wanted = [] if "*" in kept else ["127.0.0.1", "localhost", *addresses]  # with more than "*" Python reads none
-        found[name] = ",".join(dict.fromkeys([*kept, *wanted]))
-    return found
+        hosts = [part.strip() for part in (variables.get(name) or variables.get(other, "")).split(",") if part.strip()]
+        added = [] if "*" in hosts else ["127.0.0.1", "localhost", *addresses]  # with more than "*" Python reads none
+        settings[name] = ",".join(dict.fromkeys([*hosts, *added]))
+    return settings

@@ -1,9 +1,8 @@
-"""The ground under every actor: what Thespian leaves to its users, done once.
+"""Base class of all actors: errors, threads, timers and log files, which Thespian leaves to its users.
 
-- An exception never reaches Thespian, which would run the handler a second time: it is written to the actor's log file
-  and handed to `crashed`.
-- A thread never sends: it leaves a callable with `post` and the actor's own loop runs it, woken through a socket pair
-  under ThespianWatch, which every handler must return or it is forgotten.
+- An exception never reaches Thespian, which would run the handler a second time. The actor logs it and calls `crashed`.
+- A thread never sends. It passes a callable to `post`, and the actor's own loop runs it, woken through a socket pair
+  under ThespianWatch. Every handler must return that watch, or Thespian forgets it.
 - A fault of the C level (a segfault in an engine) ends the process instead of being caught and re-run for ever.
 - Timers carry a name; `cancel` forgets them, since Thespian can't.
 """
@@ -33,15 +32,15 @@ __all__ = ["BaseActor", "kill_group", "process_start_time"]
 
 _FATAL = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
 _FIRST_ROOT = logging.getLogger()
-"""Thespian gives each actor another root; loggers that modules made at import are still below this one."""
+"""Root logger at import. Thespian gives each actor another root; loggers of modules stay below this one."""
 
 
 class BaseActor(Actor):  # type: ignore[misc]  # thespian has no types
-    """Base of guardian, coordinator and runner. Handlers are methods `on_<MessageClass>(message, sender)`."""
+    """Base of guardian, coordinator and runner. Its handlers are methods `on_<MessageClass>(message, sender)`."""
 
     def __init__(self) -> None:
         super().__init__()
-        faulthandler.disable()  # a forked process believes that it is enabled, and would leave it at that
+        faulthandler.disable()  # a forked process inherits "enabled", and enabling it again would do nothing
         for sig in _FATAL:
             signal.signal(sig, signal.SIG_DFL)
         faulthandler.enable()
@@ -54,25 +53,25 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian has no types
 
     # --- for subclasses -------------------------------------------------------------------------------------------
     def crashed(self, error: BaseException) -> None:
-        """Decide what to do after a handler raised. Called after the error was logged."""
+        """Decide what to do after a handler raised. The error is logged already."""
 
     def accepts(self, message: Any) -> bool:
-        """Decide whether a message is handled now; whoever sent it sends it again."""
+        """Return True to handle this message now. Its sender repeats a message that is not accepted."""
         return True
 
     def after_message(self) -> None:
-        """Do what belongs to the end of each message or wake-up."""
+        """Run at the end of each message or wake-up."""
 
     def now(self) -> float:
-        """Monotonic seconds."""
+        """Return monotonic seconds."""
         return time.monotonic()
 
     def chance(self) -> float:
-        """Uniform in [0, 1)."""
+        """Return a random number, uniform in [0, 1)."""
         return random.random()
 
     def open_log(self, directory: str, name: str) -> None:
-        """Write this actor's log to `directory/name.log`: Thespian's own logging travels through its transport."""
+        """Write this actor's log to `directory/name.log`, since Thespian's own logging goes through its transport."""
         make_private_folder(directory)
         file = Path(directory) / f"{name}.log"
         create_private(file)
@@ -87,28 +86,28 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian has no types
         logging.getLogger("trinity_es").setLevel(logging.INFO)
 
     def post(self, call: Callable[[], None]) -> None:
-        """Run `call`, from any thread, in the actor's own loop, soon."""
+        """Run `call` in the actor's own loop, soon. Any thread may call this."""
         self._posted.append(call)
         if self._pair is not None:
             with contextlib.suppress(BlockingIOError):  # the buffer is full of wake-ups already
                 self._pair[1].send(b"x")
 
     def start_watch(self) -> None:
-        """Open the socket pair. In a handler: before `__init__` is over the process has no place in the system yet."""
+        """Open the socket pair. Call it in a handler: during `__init__` the actor has no address in the system yet."""
         if self._pair is None:
             self._pair = socket.socketpair()
             for end in self._pair:
                 end.setblocking(False)
 
     def after(self, seconds: float, name: str, call: Callable[[], None]) -> None:
-        """Run `call` once, `seconds` from now; a timer of the same name is replaced."""
+        """Run `call` once, `seconds` from now, instead of a timer of the same name."""
         self._timer_number += 1
         self._timers[name] = self._timer_number
         self._timer_calls[name] = call
         self.wakeupAfter(timedelta(seconds=seconds), payload=(name, self._timer_number))
 
     def cancel(self, name: str) -> None:
-        """Forget a timer; unknown names are fine."""
+        """Forget a timer. Unknown names are fine."""
         self._timers.pop(name, None)
         self._timer_calls.pop(name, None)
 
@@ -166,17 +165,17 @@ class BaseActor(Actor):  # type: ignore[misc]  # thespian has no types
         self.log.error("%s: %s", type(error).__name__, error, exc_info=error)
         try:
             self.crashed(error)
-        except BaseException as again:
-            self.log.critical("crashed() itself failed", exc_info=again)
+        except BaseException as second:
+            self.log.critical("crashed() itself failed", exc_info=second)
 
     def on_exit(self) -> None:
-        """End this actor, as the actor system asks."""
+        """End this actor, at the request of the actor system."""
 
     def on_child_exit(self, child: Any) -> None:
-        """Take note that a child process is gone."""
+        """Handle the end of a child process."""
 
 
 def kill_group(pgid: int) -> None:
-    """End a whole process group at once; one that is gone already is fine."""
+    """Kill a whole process group at once. A group that is gone already is fine."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pgid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Pydantic's errors as sentences: which value is wrong, and what it must be."""
+"""Pydantic's errors as sentences that say which value is wrong and what it must be."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trinity_es.events.secrets import MASK, Secret, is_secret_key
 __all__ = ["Path_", "dotted", "error_path", "quoted", "sentence", "written"]
 
 Path_ = tuple[str | int, ...]
-"""Where in the config: keys, and indices of lists."""
+"""Keys and list indices that lead to a value of the config."""
 _EXPECTED = {
     "int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number",
     "finite_number": "a finite number", "bool_type": "true or false", "string_type": "text", "list_type": "a list",
@@ -31,17 +31,18 @@ def dotted(path: Path_, *, any_index: bool = False) -> str:
 
 
 def error_path(error: ErrorDetails) -> Path_:
-    """Return where the wrong value, or the wrong key, is."""
+    """Return the path of the wrong value or key."""
     return tuple(piece for piece in error["loc"] if piece != "[key]")
 
 
 def sentence(error: ErrorDetails, whole: str, shown: str = "", as_text: str = "") -> str:
-    """Return what is wrong. `whole`: what the outermost value is called; `shown`: the value as it was written, and
-    `as_text` how to write it where it is to be text.
+    """Return one sentence about an error.
+
+    `whole` names the outermost value. `shown` is the value as it was written, and `as_text` its spelling as text.
     """
     path = error_path(error)
     kind, key, value = error["type"], dotted(path) or whole, error["input"]
-    if isinstance(value, Secret) and kind == "value_error":  # a validator that quotes it
+    if isinstance(value, Secret) and kind == "value_error":  # the validator's message may quote it
         return f"{key} {str(error['ctx']['error']).replace(repr(str(value)), MASK)}"
     if isinstance(value, Secret) or (path and is_secret_key(str(path[-1])) and isinstance(value, str | int | float)):
         value = MASK
@@ -62,15 +63,15 @@ def sentence(error: ErrorDetails, whole: str, shown: str = "", as_text: str = ""
 
 
 def written(value: Any, form: Callable[[Any], str]) -> str:
-    """Return the value in this form, however large it is."""
+    """Return `form(value)`, or a description if Python can't write the value."""
     try:
         return form(value)
-    except Exception:  # Python writes no number of more than 4,300 digits; an object's own code may do anything
+    except Exception:  # Python refuses numbers of more than 4,300 digits, and an object's own code may raise anything
         return "a whole number of more than 4,300 digits" if isinstance(value, int) else f"a {type(value).__name__}"
 
 
 def quoted(value: Any) -> str:
-    """Return a value as an error shows it."""
+    """Return a value as an error message shows it."""
     if value is None:
         return "nothing (null)"
     if isinstance(value, bool):
@@ -79,5 +80,5 @@ def quoted(value: Any) -> str:
         return "a mapping of keys"
     if isinstance(value, list | tuple):
         return "a list"
-    text = re.sub(r"://[^/@]*@", "://***@", written(value, repr))  # a database URL, with its password, misplaced
+    text = re.sub(r"://[^/@]*@", "://***@", written(value, repr))  # the password of a database URL under a wrong key
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,9 +1,9 @@
-"""Frames: how a message lies on the wire, and what of a stranger's is ever kept.
+"""Frames, the format of messages on the wire, and the buffer that drops what strangers send.
 
 A frame is its length in digits, ">", a header of fixed size, the payload. The header holds the number of this format,
-the payload's SHA-256, and an HMAC-SHA256 over both, the length and the port that the frame goes to. So who has no key
-gets no further than the header: nothing of a payload is read before the header fits, and the payload has to be the one
-that the header names.
+the payload's SHA-256, and an HMAC-SHA256 over both, the length and the port that the frame goes to. A sender without
+the key gets no further than the header: no payload is read before the header's seal fits, and the payload must have the
+hash that the header names.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from thespian.system.transport.streamBuffer import ReceiveBuffer
 __all__ = ["ANSWER", "HEADER", "KNOCK", "MAX_FRAME", "PROTOCOL", "Frame", "frame", "knock"]
 
 PROTOCOL = 3
-"""Number of this format. All processes of a system, and its clients, have to be of one."""
+"""Number of this format. All processes of a system, and its clients, must have the same."""
 MAX_FRAME = 16 * 1024 * 1024
-"""Maximum size of a frame in bytes. A message is some 256 KiB at most."""
+"""Maximum size of a frame in bytes. Messages have at most some 256 KiB."""
 HEADER = 1 + 32 + 32
 """Size of a header in bytes."""
 ANSWER = 0
-"""Port in the seal of an answer: it goes back on the connection that the frame came by."""
+"""Port in the seal of an answer, which goes back on the connection of its frame."""
 KNOCK = b"knock "
-"""Beginning of a payload that is no message; no pickle begins so."""
+"""Beginning of a payload that is no message. No pickle begins like this."""
 KNOCK_SECONDS = 5.0
-"""How long an answer to a knock is waited for."""
+"""How long to wait for the answer to a knock."""
 
 _LENGTH = 20
-"""Bytes in which the length has to end, and the most that is read before it is known."""
+"""Bytes in which the length has to end. No more is read before it has."""
 _CHUNK = 1024 * 1024
-"""Maximum number of bytes that are read at once."""
+"""Maximum number of bytes in one read."""
 
 
 def frame(key: bytes, port: int, payload: bytes) -> bytes:
-    """Return what goes over the wire to this port."""
+    """Return the bytes that go over the wire to this port."""
     size = HEADER + len(payload)
     head = bytes([PROTOCOL]) + hashlib.sha256(payload).digest()
     return b"%d>%b%b%b" % (size, head, _seal(key, port, size, head), payload)
@@ -49,27 +49,27 @@ def _seal(key: bytes, port: int, size: int, head: bytes) -> bytes:
 
 
 class Frame(ReceiveBuffer):  # type: ignore[misc]  # thespian has no types
-    """What has come of a frame, in place of Thespian's buffer, which keeps whatever comes."""
+    """Buffer for one incoming frame. It replaces Thespian's, which keeps everything that comes."""
 
     def __init__(self, key: bytes, *ports: int) -> None:
-        """`ports`: those that its seal may be for."""
+        """`ports`: the ports that its seal may be for."""
         super().__init__()
         self._key, self._ports = key, ports
         self.port: int | None = None
-        """The one that it is for, as soon as the seal was seen to fit."""
+        """Port that the frame is for; None until its seal fits."""
 
     def remainingAmount(self) -> int:
-        """Return how many bytes to read next: none beyond the header before that fits, none beyond the frame."""
+        """Return how many bytes to read next: not past the header before its seal fits, never past the frame."""
         if self._size is None:
             return _LENGTH
         have = len(self._buf)
         return HEADER - have if have < HEADER else int(min(_CHUNK, self._size - have))
 
     def addMore(self, data: bytes) -> None:
-        """Take what was read. Raises ValueError for what is no frame for one of the ports, as soon as that is seen."""
+        """Add bytes from the connection. Raises ValueError as soon as they can't be a frame for one of the ports."""
         try:
             super().addMore(data)
-        except Exception as e:  # a length that is no number
+        except Exception as e:  # the length is not a number
             raise ValueError("it is no frame") from e
         if self._size is None:
             if len(self._buf) >= _LENGTH:
@@ -84,7 +84,7 @@ class Frame(ReceiveBuffer):  # type: ignore[misc]  # thespian has no types
             self.port = fits[0]
 
     def payload(self) -> bytes:
-        """Return the payload of a frame that is whole. Raises ValueError where it is not the one that was sealed."""
+        """Return the payload of a complete frame. Raises ValueError if the header names another payload."""
         payload = bytes(self._buf[HEADER:])
         if self.port is None or not hmac.compare_digest(self._buf[1:33], hashlib.sha256(payload).digest()):
             raise ValueError("its seal does not fit")
@@ -92,19 +92,19 @@ class Frame(ReceiveBuffer):  # type: ignore[misc]  # thespian has no types
 
 
 def knock(host: str, port: int, key: bytes, timeout: float = KNOCK_SECONDS) -> bool | None:
-    """Return True if the process behind this port has the same key, None when nobody answers within `timeout` s.
+    """Return True if the process behind this port has the same key, None if none answers within `timeout` s.
 
-    The answer comes from the loop that handles messages: who answers lives, and does not hang.
+    The loop that handles messages sends the answer, so a process that answers does not hang.
     """
-    until = time.monotonic() + timeout
-    word = KNOCK + os.urandom(16)
-    expected = frame(key, ANSWER, word)
+    deadline = time.monotonic() + timeout
+    payload = KNOCK + os.urandom(16)
+    expected = frame(key, ANSWER, payload)
     answer = b""
     try:
         with socket.create_connection((host, port), timeout) as s:
-            s.sendall(frame(key, port, word))
+            s.sendall(frame(key, port, payload))
             while len(answer) <= len(expected):
-                s.settimeout(max(0.001, until - time.monotonic()))
+                s.settimeout(max(0.001, deadline - time.monotonic()))
                 data = s.recv(256)
                 if not data:
                     break

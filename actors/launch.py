@@ -1,9 +1,10 @@
 """Start an actor system in a clean interpreter: `python -m trinity_es.actors.launch SETUP.json`.
 
-Never forked out of a trainer that holds CUDA contexts, threads and database connections. The setup file holds the
-resolved config, address and port, and the first incarnation; the environment says where the key is (`keys.py`).
-The process ends when the coordinator has its lease (0) or the deadline is over (1), and the system stays. The actors
-are forked from what this module imports, so none of it may start a thread (numpy's own ends at a fork) or open a file.
+A clean interpreter, because a trainer holds CUDA contexts, threads and database connections that a fork would inherit.
+The setup file holds the resolved config, address and port, and the first incarnation; the environment says where the
+key is (`system_key.py`). The process exits when the coordinator has its lease (0) or after the deadline (1); the system
+stays. The actors are forked from what this module imports, so no import may start a thread (numpy ends its own at
+a fork) or open a file.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import gc
 
 if __name__ == "__main__":
-    gc.disable()  # a tenth of the time that the imports take, which is most of a start
+    gc.disable()  # saves a tenth of the time of the imports, which are most of a start
 
 import ctypes
 import io
@@ -38,58 +39,58 @@ from trinity_es.events.store.checks.log_end import claims_of
 __all__ = ["main"]
 
 ARENAS_OPTION, ARENAS = -8, 2
-"""M_ARENA_MAX of malloc.h, and of how many heaps a process's threads take: each keeps what was freed in it."""
+"""M_ARENA_MAX of malloc.h, and the number of heaps that a process's threads share. Each heap keeps what was freed."""
 SILENT_SECONDS = 20.0
-"""How long a guardian, which never blocks, may answer nothing before it is gone too."""
+"""How long a guardian, which never blocks, may be silent before it counts as dead."""
 
 
 def main(setup_path: str) -> int:
     _save_memory()
-    # What a full disk does not take must not be kept: each fork tries to write it again first, and fails.
+    # Unbuffered. A buffer that a full disk did not take would be kept, and each fork would fail to write it first.
     sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(fd, "w", closefd=False), errors="backslashreplace",
                                                write_through=True) for fd in (1, 2))
     gc.enable()
-    gc.freeze()  # what is imported stays; the actors, which are forks, need not go through it again and again
+    gc.freeze()  # the imports stay, so garbage collection in the actors, which are forks, need not visit them
     from thespian.actors import ActorSystem
     from thespian.system import multiprocCommon
 
-    # Thespian gives its admin 5 s, which it does not always make on a busy machine.
+    # Thespian gives its admin 5 s, which is too short on a busy machine.
     multiprocCommon.MAX_ADMIN_STARTUP_DELAY = timedelta(seconds=60)
     _end_with_guardian(multiprocCommon.MultiProcAdmin)
     open_files()
     setup = json.loads(Path(setup_path).read_text())
-    # What the system writes is this user's alone. Runners, in which the user's own code runs, give it back.
+    # Only this user may read the system's files. Runners restore the umask for the user's own code.
     config = LaunchedConfig.model_validate({**setup["config"], "umask": os.umask(0o077)})
     if config.host is not None or config.hosts.address:
-        host_agent()  # the actors are forked with it
-    os.environ.update(past_proxies(os.environ, config.system.address))  # workflows and their programs, too
+        host_agent()  # imported before the fork of the actors
+    os.environ.update(past_proxies(os.environ, config.system.address))  # also for workflows and their programs
     log_defs = {"version": 1, "disable_existing_loggers": False, "root": {"level": 40, "handlers": []}}
-    multiprocCommon.MultiProcAdmin.logDefs = log_defs  # Thespian forgets it, and its admin dies when its logger did
+    multiprocCommon.MultiProcAdmin.logDefs = log_defs  # Thespian forgets it; then the admin dies with its logger
     key = read_key()
     system = ActorSystem(AuthenticatedSystemBase(config.system.address, setup["port"], key, log_defs))
-    # After the admin was forked, and this process forks nobody else: a thread does no harm. Thespian itself would wait
-    # for a minute for an admin that has died.
-    threading.Thread(target=_end_with, args=(config.system.address, setup["port"]), daemon=True).start()
+    # Only after the fork of the admin: this process forks no more, so a thread is safe. It reports an admin that has
+    # died at once, and Thespian itself would wait for a minute.
+    threading.Thread(target=_exit_when_gone, args=(config.system.address, setup["port"]), daemon=True).start()
     guardian = system.createActor(Guardian, globalName=NAME)
     system.tell(guardian, Configure(
         config, setup["port"], setup["first_incarnation"], claims_of(setup["known"])))
-    heard = time.monotonic()
-    deadline = heard + setup["deadline_seconds"]
+    last_answer = time.monotonic()
+    deadline = last_answer + setup["deadline_seconds"]
     while time.monotonic() < deadline:
-        asked = time.monotonic()
+        sent_at = time.monotonic()
         answer = system.ask(guardian, Where("launch"), 1.0)
-        stood_still = time.monotonic() - asked - SILENT_SECONDS / 2
-        if stood_still > 0:  # this process itself, with the whole machine perhaps
-            heard, deadline = time.monotonic(), deadline + stood_still
+        suspended = time.monotonic() - sent_at - SILENT_SECONDS / 2
+        if suspended > 0:  # this process was suspended, perhaps with the whole machine
+            last_answer, deadline = time.monotonic(), deadline + suspended
         if isinstance(answer, WhereReply):
-            heard = time.monotonic()
-            if "admin_file" in setup:  # of a host that joins, whose system no lease names; its head may be away
+            last_answer = time.monotonic()
+            if "admin_file" in setup:  # on a host that joins: no lease names its system, and its head may be away
                 if any(c["name"] == "coordinator" and c["state"] == "up" for c in answer.status.get("children", ())):
                     Path(setup["admin_file"]).write_text(json.dumps({**answer.status["admin"], **setup["told"]}))
                     return 0
             elif answer.coordinator is not None:
                 return 0
-        elif time.monotonic() - heard > SILENT_SECONDS:
+        elif time.monotonic() - last_answer > SILENT_SECONDS:
             print("the guardian died while the system started", file=sys.stderr)
             return 1
         time.sleep(0.05)
@@ -98,34 +99,34 @@ def main(setup_path: str) -> int:
 
 
 def _end_with_guardian(admin_class: Any) -> None:
-    """Have the admin end when its only actor does: without a guardian it would seem to run, and do nothing."""
-    go_on = admin_class.h_ChildActorExited
+    """Make the admin exit when the guardian dies: it would seem to run, and do nothing."""
+    original = admin_class.h_ChildActorExited
 
     def child_exited(admin: Any, envelope: Any) -> Any:
-        if not hasattr(admin, "_exiting"):  # it was not asked to shut down
+        if not hasattr(admin, "_exiting"):  # no shutdown was requested
             os._exit(1)
-        return go_on(admin, envelope)
+        return original(admin, envelope)
 
     admin_class.h_ChildActorExited = child_exited
 
 
 def _save_memory() -> None:
-    """Have the actors share what each would have for itself: a runner that is idle takes 16 MB so, and 22 without."""
+    """Share memory between the actors: an idle runner takes 16 MB so, and 22 without."""
     import_ahead()
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; what engines start has its own again
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only; programs that engines start are not affected
     if set_option is not None:
         set_option(ARENAS_OPTION, ARENAS)
 
 
-def _end_with(address: str, port: int) -> None:
-    while not _gone(address, port):
+def _exit_when_gone(address: str, port: int) -> None:
+    while not _refuses_connections(address, port):
         time.sleep(0.2)
     print("the actor system died while it started", file=sys.stderr, flush=True)
     os._exit(1)
 
 
-def _gone(address: str, port: int) -> bool:
-    """Return True if nobody listens there any more; a process that is only busy does."""
+def _refuses_connections(address: str, port: int) -> bool:
+    """Return True if no process listens on this port any more. One that is only busy still does."""
     try:
         socket.create_connection((address, port), 1.0).close()
     except ConnectionRefusedError:

@@ -1,8 +1,9 @@
-"""What makes and releases the things that runs hold open: a class of the user's, as "module:Class".
+"""Lease providers: classes of the user's, as "module:Class", that make and release what runs hold open.
 
-It is built by the run that takes a lease, and again, from the log alone, by the process that releases it for a run that
-can't. `create(key, ttl)` returns its handle; `release(key, handle)` ends it, with None where nobody knows the handle,
-and is content where there is nothing; `renew(key, handle, ttl)` may be missing. Each may be async.
+The run that takes a lease builds its provider. If that run can't release it, another process builds the provider again
+from the log alone. `create(key, ttl)` returns the handle of the lease. `release(key, handle)` ends it; the handle is
+None if it is unknown, and a lease that does not exist must be no error. `renew(key, handle, ttl)` is optional. All
+three may be async.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from trinity_es.events.secrets import replaced
 __all__ = ["build_provider", "recordable"]
 
 MOST_BYTES = 8192
-"""Maximum of the arguments of a provider, and of a handle, as JSON: they travel in messages."""
+"""Maximum size of a provider's arguments, and of a handle, as JSON: they travel in messages."""
 _SHAPE = "a class with create(key, ttl) and release(key, handle)"
 
 
@@ -34,20 +35,20 @@ def build_provider(path: str, args: Mapping[str, Any]) -> Any:
 
 
 def recordable(what: str, value: Any) -> Any:
-    """Return a value that is to be recorded, as plain JSON.
+    """Return a value as plain JSON that may be recorded; `what` names it in errors.
 
     Raises ValueError for what JSON can't hold, for more than `MOST_BYTES`, and for what looks like a secret.
     """
     secrets: list[str] = []
 
-    def found_one(secret: str) -> str:
+    def collect(secret: str) -> str:
         secrets.append(secret)
         return ""
 
-    replaced(value, found_one)
+    replaced(value, collect)
     try:
-        found = plain(value)
-        size = len(orjson.dumps(found))
+        data = plain(value)
+        size = len(orjson.dumps(data))
     except (NotPlain, TypeError) as e:
         raise ValueError(f"{what} must be plain JSON: it {getattr(e, 'what', e)}") from e
     if size > MOST_BYTES:
@@ -55,4 +56,4 @@ def recordable(what: str, value: Any) -> Any:
     if secrets:
         raise ValueError(f"{what} holds what looks like a secret, and would stand in the log: let the provider read it "
                          "from the environment")
-    return found
+    return data

@@ -1,4 +1,4 @@
-"""How what is too big for one message travels: in groups, texts without their ends, a unit's results as a payload."""
+"""Ways to keep messages small: groups, shortened texts, and payloads for large results."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from trinity_es.events.vocabulary import RunResult
 __all__ = ["LARGEST_RESULTS", "grouped", "outcome_size", "pack_results", "shortened", "unpack_results"]
 
 LARGEST_RESULTS = 256 * 2**20
-"""Maximum JSON of what came of one unit's runs, in bytes: it becomes one event, and a database takes 1 GB in a row."""
+"""Maximum JSON of the results of one unit, in bytes: they become one event, and a database takes 1 GB in a row."""
 
 ERROR_LENGTH = 4000
-"""Maximum characters of an error's text that are kept in the log."""
+"""Maximum characters of an error's text in the log."""
 
 _T = TypeVar("_T")
 
 
 def grouped(items: Iterable[_T], size: Callable[[_T], int]) -> list[list[_T]]:
-    """Split into groups below the limit of a message; at least one, perhaps empty. `size`: bytes of JSON of an item."""
+    """Split items into groups below the size limit of a message; at least one group, perhaps empty.
+
+    `size` returns the bytes of an item as JSON.
+    """
     groups: list[list[_T]] = [[]]
     total = 0
     for item in items:
@@ -39,11 +42,8 @@ def grouped(items: Iterable[_T], size: Callable[[_T], int]) -> list[list[_T]]:
 
 
 def shortened(message: str) -> str:
-    """Return an error's text as the log can hold it: not too long, and UTF-8, which a file's name in it need not be."""
+    """Return an error's text as the log can hold it: not too long, and UTF-8, which a file name in it may not be."""
     return message[:ERROR_LENGTH].encode(errors="replace").decode()
-
-
-# --- client <-> guardian, coordinator -------------------------------------------------------------------------------
 
 
 def outcome_size(outcome: UnitOutcome) -> int:
@@ -52,20 +52,19 @@ def outcome_size(outcome: UnitOutcome) -> int:
 
 
 def pack_results(outcome: UnitOutcome, payloads: PayloadStore) -> UnitOutcome:
-    """Return an outcome that a message can carry: results that are too large for it lie in the payload store.
+    """Return an outcome that fits in a message. If its results are too large, they go to the payload store.
 
-    The payload belongs to this attempt alone, so it can be deleted when the results are in the log. Raises what `put`
-    does.
+    The payload belongs to this attempt alone, so it can be deleted once the results are in the log. Raises as `put`.
     """
     if outcome_size(outcome) <= LIMIT:
         return outcome
-    of = [outcome.batch_id, outcome.submission, outcome.unit]
-    digest = payloads.put(orjson.dumps([of, outcome.results, outcome.failures]))
+    attempt = [outcome.batch_id, outcome.submission, outcome.unit]
+    digest = payloads.put(orjson.dumps([attempt, outcome.results, outcome.failures]))
     return replace(outcome, results=[], failures=[], results_digest=digest)
 
 
 def unpack_results(outcome: UnitOutcome, payloads: PayloadStore) -> UnitOutcome:
-    """Return the outcome that `pack_results` took. Raises what `get` does."""
+    """Return the outcome that `pack_results` took. Raises as `get`."""
     if not outcome.results_digest:
         return outcome
     _, results, failures = orjson.loads(payloads.get(outcome.results_digest))

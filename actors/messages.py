@@ -1,12 +1,11 @@
-"""Every message between processes, on one screen.
+"""Every message between the processes of a system, on one screen.
 
-Control plane only: a message carries a group (many units out, many outcomes back) and never a token. What could be
-large travels as a `Parcel`: JSON bytes while they are small, otherwise the digest of a payload; so do a unit's results
-(`UnitOutcome.results_digest`). Thespian's transport is quadratic in the size of a message, so `LIMIT` holds for all of
-them.
+Messages carry control data only, in groups (many units out, many outcomes back), and never a token. Large values travel
+as a `Parcel`: JSON bytes while they are small, otherwise the digest of a payload. A unit's results do the same
+(`UnitOutcome.results_digest`). Thespian's transport is quadratic in the size of a message, so `LIMIT` holds for all.
 
-Messages are found by class name alone (Thespian pickles them), and every one that crosses a restart names the
-incarnation that it is meant for: an address may be given to another actor later.
+Thespian pickles messages, and the receiver dispatches on the class name alone. A message that may arrive after a
+restart names the incarnation that it is for, because an address may later belong to another actor.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ class Configure:
     """Launcher to guardian: start everything with this config."""
 
     config: LaunchedConfig = field(repr=False)
-    """Holds the password of the database, as that of the others does."""
+    """Holds the password of the database, as do the configs of the other messages."""
     port: int
-    """Of the actor system's admin."""
+    """Port of the actor system's admin."""
     first_incarnation: int
-    """Higher than that of any runner in the log."""
+    """Number of the first incarnation, higher than that of any runner in the log."""
     known: tuple[Claim, ...] = ()
     """The end of the log when the system was started."""
 
@@ -52,56 +51,55 @@ class StartCoordinator:
     alive: dict[str, int]
     """Incarnation of every runner that has a process now."""
     known: tuple[Claim, ...] = ()
-    """The end of the log as its predecessor told it."""
+    """The end of the log, as the predecessor reported it."""
     told: frozenset[str] = frozenset()
-    """Runners that may know more of the log than that: a predecessor told them."""
+    """Runners that may have heard of a later end of the log, from a predecessor."""
     hosts_heard: dict[str, float] = field(default_factory=dict)
-    """When that predecessor last heard of each other host, monotonic seconds."""
+    """Time at which the predecessor last heard of each other host, in monotonic seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartRunner:
-    """The coordinator may not be up yet; the guardian sends CoordinatorUp when it is."""
+    """Guardian to runner: start your engine. CoordinatorUp follows when a coordinator is up."""
 
     name: str
     incarnation: int
     config: LaunchedConfig = field(repr=False)
     model: str = "rollout"
-    """Which model it serves: units go to those of the rollout model, the others are asked by workflows."""
+    """The model that it serves. Runners of the rollout model get units; workflows call the others."""
     first_place: int = 0
-    """Its engine's place in the line of GPUs or cores (`actors.engines.devices`)."""
+    """The first GPU or core that its engine takes (`actors.engines.devices`)."""
     places: int = 1
-    """The number of places of all engines together."""
+    """Number of GPUs or cores that all engines take together."""
     url: str = ""
-    """The server that it supervises, where its engine is one of others."""
+    """URL of the server that it supervises, for engines of type `http`."""
     weights: tuple[int, str] = (0, "")
-    """The current weights, as `Servers` tells them: what such a server is restarted with."""
+    """Current weights, as in `Servers`; a server is restarted with them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """Coordinator to guardian: which servers of others are to have a runner now; said again every few seconds."""
+    """Coordinator to guardian, repeated every few seconds: external servers that should have a runner now."""
 
     servers: dict[str, str]
-    """Runner -> URL. Runners of the rollout model that are not here are to retire."""
+    """Runner -> URL. Runners of the rollout model that are missing here are to retire."""
     retire: dict[str, int]
-    """Runner -> incarnation, of those whose end is not in the log yet."""
+    """Runner -> incarnation, for runners whose end is not in the log yet."""
     weights: tuple[int, str] = (0, "")
-    """The current version, and where it lies; empty: the model as it was given."""
+    """Version and folder of the current weights; an empty folder stands for the original model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Guardian to runners of the rollout model, and to the coordinator: where the auxiliary models are asked, when that
-    changes and now and then."""
+    """Guardian to rollout runners and coordinator: where auxiliary models serve. Sent on changes and now and then."""
 
     models: dict[str, dict[str, str]]
-    """Model -> runner -> URL, of those that serve."""
+    """Model -> runner -> URL, of the runners that serve."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorUp:
-    """Coordinator to guardian when it has the lease; guardian to runners: report to this one from now on."""
+    """Coordinator to guardian when it has the lease; guardian to runners: report to this coordinator from now on."""
 
     coordinator: Any
     epoch: int
@@ -109,24 +107,24 @@ class CoordinatorUp:
 
 @dataclass(frozen=True, slots=True)
 class RunnerDied:
-    """Guardian to coordinator: this process is gone. Said again to a coordinator that comes up later."""
+    """Guardian to coordinator: this process is gone. Repeated to each later coordinator."""
 
     name: str
     incarnation: int
     reason: str
     deaths: int = 0
-    """Lives of this slot that ended within `period` seconds."""
+    """Number of lives of this slot that ended within `period` seconds."""
     period: float = 0.0
     quarantined: bool = False
-    """It is not started again."""
+    """The guardian does not start it again."""
     model: str = "rollout"
     asked: bool = False
-    """Somebody wanted it to end: what it had is attempted again, and blamed for nothing."""
+    """Its end was requested: its units are attempted again, and the death counts against none of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplaceRunner:
-    """Coordinator to guardian: end this life of a runner and start another; nothing where it has ended already."""
+    """Coordinator to guardian: end this life of a runner and start another. Ignored if this life has ended."""
 
     name: str
     incarnation: int
@@ -135,80 +133,80 @@ class ReplaceRunner:
 
 @dataclass(frozen=True, slots=True)
 class EndedRunners:
-    """Guardian to coordinator, now and then: the last life of each runner that has ended, should a message be lost."""
+    """Guardian to coordinator, now and then: the last ended life of each runner, in case a RunnerDied was lost."""
 
     ended: dict[str, int]
-    """Runner -> incarnation; it and all before it are gone."""
+    """Runner -> incarnation. This life and all before it have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorWaits:
-    """Coordinator to guardian: it can't take over yet, since the log can't be written, and tells everybody who asks."""
+    """Coordinator to guardian: it can't take over yet, because the log can't be written. It answers clients so."""
 
     coordinator: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Retire:
-    """Come to an end in order, and say so: a runner by a RunnerStatus `retired`, the coordinator by Retired."""
+    """Order to finish work and end. A runner confirms with RunnerStatus `retired`, the coordinator with Retired."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """Coordinator to guardian: everything is written, the log is closed."""
+    """Coordinator to guardian: everything is written and the log is closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseLost:
-    """Coordinator to guardian, its last words: the store belongs to another system now, so this one has to end."""
+    """Coordinator to guardian, its last message: another system owns the store now, so this system has to end."""
 
     owner: str
 
 
 @dataclass(frozen=True, slots=True)
 class StoreGone:
-    """Coordinator to guardian: the log was deleted or its database dropped, so the system has nothing to work for."""
+    """Coordinator to guardian: the log was deleted or its database dropped, so the system has to end."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class HostLeaves:
-    """Host to coordinator: its runners get nothing new. Answered with HostDrained when they have nothing any more."""
+    """Host to coordinator: give my runners no new units. The answer, when they have none left, is HostDrained."""
 
     reason: str
     final: bool = False
-    """It ends now, drained or not."""
+    """The host ends now, drained or not."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostDrained:
-    """Coordinator to host: none of its runners has anything any more."""
+    """Coordinator to host: its runners have no units left."""
 
 
 # --- runner -> coordinator ------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A child's heartbeat, to guardian and coordinator. That it comes says that the process lives, first of all that it
-    has begun; what it carries says whether it gets on."""
+    """A child's heartbeat, to guardian and coordinator. Its arrival shows that the process lives, its content whether
+    the process makes progress."""
 
     name: str
     incarnation: int
     pid: int
     silent: float = 0.0
-    """Seconds since the runner's engine loop last answered a call: large where it is blocked."""
+    """Seconds since the runner's engine loop last answered a call. Large if the loop is blocked."""
     epoch: int = 0
-    """Of the coordinator that it reports to."""
+    """Epoch of the coordinator that it reports to."""
     trouble: str = ""
-    """Why what it finished can't be stored now: it keeps that, and tries again."""
+    """Error that keeps it from storing finished results. It keeps them and retries."""
     waits_for: str = ""
-    """What its engine waits for before it can start, which somebody else has to do: it is not late meanwhile."""
+    """External action that its engine needs before it can start; meanwhile it does not count as late."""
     end: Mark | None = None
-    """Of the log, in the coordinator's."""
+    """End of the log, in the coordinator's heartbeat."""
     runs_wait: str = ""
-    """What some of its runs wait for that is no part of the system, a server of environments say, as they tell it."""
+    """Something outside of the system that some of its runs wait for, such as an environment server, in their words."""
     hosts_heard: dict[str, float] = field(default_factory=dict)
-    """When each other host was last heard of, monotonic seconds, in the coordinator's."""
+    """Time at which each other host was last heard of, in monotonic seconds; in the coordinator's heartbeat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,20 +226,20 @@ class RunnerStatus:
     loading: int | None = None
     """The version of the weights that it is loading now."""
     adapters: dict[str, int] = field(default_factory=dict)
-    """The LoRA adapters that its engine serves, and their versions."""
+    """The LoRA adapters that its engine serves, with their versions."""
     endpoint: str = ""
     """URL of its engine's OpenAI-compatible endpoint (`actors/serving/engine_server.py`), once it is ready."""
     running: tuple[tuple[BatchId, str, tuple[tuple[int, int, int], ...]], ...] = ()
-    """Units that it has, or keeps the outcomes of: (batch, submission, ((task, first run, attempt), ...))."""
+    """Units that it has, or whose outcomes it keeps: (batch, submission, ((task, first run, attempt), ...))."""
     model: str = "rollout"
     engine_version: str = ""
-    """What its engine says of itself, once it is ready."""
+    """Version that its engine reports, once it is ready."""
     known: Mark | None = None
-    """The end of the log as it knows it."""
+    """The end of the log, as far as it has heard."""
     kv_share: float = 0.0
-    """Share of its engine's KV cache that was taken when its places changed last."""
+    """Share of its engine's KV cache in use at the last change of its places."""
     waiting: int = 0
-    """Requests that waited in its engine then."""
+    """Number of requests that waited in its engine at that time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +254,7 @@ class RunnerActivity:
 @quickly_pickled
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitOutcome:
-    """What came of one unit."""
+    """Results and failures of one unit."""
 
     batch_id: BatchId
     submission: str
@@ -265,61 +263,61 @@ class UnitOutcome:
     failures: list[tuple[int, FailureKind, str]] = field(default_factory=list)
     """(run, kind, message) of each run that failed."""
     results_digest: str = ""
-    """The payload that holds both, where they are too large for a message."""
+    """Digest of the payload that holds both, if they are too large for a message."""
     payload: PayloadRef | None = None
     model_version: int = 0
     model_version_end: int = 0
     seconds: float = 0.0
     other_tokens: tuple[int, int] = (0, 0)
-    """Prompt and response tokens that are no single run's: see `RunsFinished`."""
+    """Prompt and response tokens that belong to no single run, as in `RunsFinished`."""
     lacks: bool = False
-    """The runner's machine lacks what it needs, a module or a secret."""
+    """The runner's machine lacks something that the unit needs, such as a module or a secret."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutcomeReport:
-    """A group of outcomes; the runner keeps it, and sends it again, until a `RunUnits.acks` names its number."""
+    """A group of outcomes. The runner keeps it and sends it again until a `RunUnits.acks` names its number."""
 
     name: str
     incarnation: int
     number: int
     outcomes: list[UnitOutcome]
     known: Mark | None = None
-    """The end of the log as the runner knew it."""
+    """The end of the log, as far as the runner had heard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseChange:
-    """What a run tells of a lease (`events/vocabulary/lease_events.py`)."""
+    """A change of a lease, reported by its run (`events/vocabulary/lease_events.py`)."""
 
     lease: str
     what: Literal["taken", "held", "renewed", "released", "left"]
-    """`left`: it does not release it itself, for `reason`."""
+    """`left`: the run does not release it, for `reason`."""
     batch_id: BatchId
     submission: str
     unit: Unit
     run: int
     provider: str = ""
-    """Of `taken`, as the three below."""
+    """With `taken`, as the next three."""
     args: dict[str, Any] = field(default_factory=dict)
     ttl: float = 0.0
-    """Also of `renewed`."""
+    """Also with `renewed`."""
     creation_timeout: float = 0.0
     handle: Any = None
-    """Of `held`."""
+    """With `held`."""
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseReport:
-    """A group of changes; the runner keeps it, and sends it again, until a LeaseReply names its number."""
+    """A group of changes. The runner keeps it and sends it again until a LeaseReply names its number."""
 
     name: str
     incarnation: int
     number: int
     changes: list[LeaseChange]
     known: Mark | None = None
-    """The end of the log as the runner knew it."""
+    """The end of the log, as far as the runner had heard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,11 +339,11 @@ class AdaptersLoadResult:
     incarnation: int
     number: int
     loaded: list[tuple[str, int, float]]
-    """(adapter, version, seconds) of each that is new."""
+    """(adapter, version, seconds) of each newly loaded adapter."""
     errors: list[tuple[str, int, str]]
-    """(adapter, version, error) of each that could not be loaded."""
+    """(adapter, version, error) of each adapter that could not be loaded."""
     adapters: dict[str, int]
-    """What its engine serves now."""
+    """Adapters that its engine serves now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +360,7 @@ class GroupJoinResult:
 @quickly_pickled
 @dataclass(frozen=True, slots=True)
 class UnitAssignment:
-    """A unit and its task: as JSON, or as the digest of the payload that holds it."""
+    """A unit and its task, as JSON or as the digest of the payload that holds it."""
 
     batch_id: BatchId
     submission: str
@@ -376,18 +374,18 @@ class UnitAssignment:
 
 @dataclass(frozen=True, slots=True)
 class RunUnits:
-    """Units to run, and the groups of outcomes that are safely in the log."""
+    """Units to run, and the numbers of the groups of outcomes that are durable in the log."""
 
     incarnation: int
     items: list[UnitAssignment]
     acks: tuple[int, ...] = ()
     end: Mark | None = None
-    """Of the log when this was sent."""
+    """End of the log when this was sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class CancelUnits:
-    """Stop these units of a batch, whatever they are doing: (task, first run). No outcome is wanted."""
+    """Order to stop these units (task, first run) of a batch, whatever they are doing. No outcome is expected."""
 
     incarnation: int
     batch_id: BatchId
@@ -397,17 +395,17 @@ class CancelUnits:
 
 @dataclass(frozen=True, slots=True)
 class LeaseReply:
-    """This group of changes is in the log."""
+    """Acknowledgement: this group of lease changes is in the log."""
 
     incarnation: int
     number: int
     refused: dict[str, str]
-    """Leases that may not be taken, and why."""
+    """Lease -> reason, for leases that may not be taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueryActivity:
-    """What are you doing? Answered with a RunnerActivity."""
+    """Question of what the runner is doing now. Its answer is a RunnerActivity."""
 
     incarnation: int
 
@@ -418,22 +416,22 @@ class LoadWeights:
     version: int
     path: str
     from_group: bool = False
-    """Take them from the group with the trainer; `path` holds the same."""
+    """Take the weights from the trainer's group. `path` holds the same weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadAdapters:
-    """Serve these LoRA adapters, and no others."""
+    """Order to serve these LoRA adapters, and no others."""
 
     incarnation: int
     number: int
-    """Of this order, counted by the coordinator; the answer has it too."""
+    """Number of this order, which the coordinator counts and the answer repeats."""
     adapters: tuple[AdapterPublished, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class JoinGroup:
-    """Join the group that the trainer opens at `address:port`, to get weights from its memory."""
+    """Order to join the group that the trainer opens at `address:port`, to get weights from its memory."""
 
     incarnation: int
     id: str

@@ -1,4 +1,4 @@
-"""OpenAI clients of a model's endpoint. The package openai is an extra, imported when a client is made."""
+"""OpenAI clients of a model's endpoint. The package openai is an extra, imported when a client is created."""
 
 from __future__ import annotations
 
@@ -16,51 +16,52 @@ __all__ = ["Endpoint", "async_client", "client", "from_openai"]
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where OpenAI clients reach a model."""
+    """Address and token at which OpenAI clients reach a model."""
 
     base_url: str
     token: str = field(repr=False)
     model: str
-    """Its name there."""
+    """Name of the model at this endpoint."""
 
 
 def client(endpoint: Endpoint, check: Callable[[], None]) -> openai.OpenAI:
-    """Return a blocking client; `check` is called, in its thread, before each request.
+    """Return a blocking client that calls `check` in its own thread before each request.
 
-    Raises WorkflowError without openai.
+    Raises WorkflowError if openai can't be imported.
     """
     package = _package()
     http = package.DefaultHttpxClient(**_OPTIONS, event_hooks={"request": [lambda request: check()]})
-    return _made(package.OpenAI, http, endpoint)  # type: ignore[no-any-return]  # openai.OpenAI
+    return _client(package.OpenAI, http, endpoint)  # type: ignore[no-any-return]  # openai.OpenAI
 
 
 def async_client(endpoint: Endpoint) -> openai.AsyncOpenAI:
-    """Return a client for an event loop. Raises WorkflowError without openai."""
+    """Return a client for an event loop. Raises WorkflowError if openai can't be imported."""
     package = _package()
-    return _made(package.AsyncOpenAI, package.DefaultAsyncHttpxClient(**_OPTIONS), endpoint)  # type: ignore[no-any-return]
+    http = package.DefaultAsyncHttpxClient(**_OPTIONS)
+    return _client(package.AsyncOpenAI, http, endpoint)  # type: ignore[no-any-return]  # openai.AsyncOpenAI
 
 
 def from_openai(error: BaseException) -> bool:
-    """Return True if an OpenAI client raised this error, or what it came of."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if type(seen).__module__.partition(".")[0] == "openai":
+    """Return True if this error, or one in its chain of causes, comes from an OpenAI client."""
+    current: BaseException | None = error
+    while current is not None:
+        if type(current).__module__.partition(".")[0] == "openai":
             return True
-        seen = seen.__cause__ or seen.__context__
+        current = current.__cause__ or current.__context__
     return False
 
 
 _OPTIONS: dict[str, Any] = {
-    "trust_env": False,  # a proxy is for the world outside
-    "verify": False,  # there is no TLS here, and to load the certificates takes 20 ms
+    "trust_env": False,  # the endpoint is inside the system, where a proxy would only get in the way
+    "verify": False,  # there is no TLS here, and loading the certificates takes 20 ms
     "timeout": None,  # the attempt's own timeout holds
 }
 
 
-def _made(kind: Any, http: Any, endpoint: Endpoint) -> Any:
-    # No retries: what the engine refuses once it refuses again, and a failed run is attempted again.
-    made = kind(http_client=http, base_url=endpoint.base_url, api_key=endpoint.token, max_retries=0, timeout=None)
-    made.model_path = endpoint.model  # as users of such clients know it
+def _client(cls: Any, http: Any, endpoint: Endpoint) -> Any:
+    # No retries: the engine would refuse the same request again, and the runner attempts a failed run again.
+    made = cls(http_client=http, base_url=endpoint.base_url, api_key=endpoint.token, max_retries=0, timeout=None)
+    made.model_path = endpoint.model  # workflows written for Trinity-RFT read it
     return made
 
 

@@ -1,7 +1,7 @@
-"""When a system ends by itself: the process that it was started for has ended, or its store is gone.
+"""Reasons for a system to end by itself: its owner process has ended, or its store is gone.
 
-Nobody could use it any more, and its engines hold GPUs. The guardian looks for the first, the coordinator for the
-second; the keeper asks here before it starts anything again.
+Such a system is of no use, and its engines hold GPUs. The guardian watches the owner, the coordinator watches the
+store, and the keeper checks both before it restarts anything.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from trinity_es.events.store.database.urls import parse_url
 __all__ = ["StoreWatch", "end_processes", "owner_gone", "printing_to", "store_gone"]
 
 LOOK_SECONDS = 5.0
-"""Interval between two looks for the store."""
+"""Interval between two checks of the store."""
 
 LOOKS = 3
-"""Looks in a row that must miss the store: who restores a copy takes it away for a moment."""
+"""Number of checks in a row that must miss the store, since restoring a copy removes it for a moment."""
 
 
 def owner_gone(owner: Mapping[str, Any] | None) -> str:
-    """Return why a system with this owner (`pid`, `started`) has to end; empty where it has not, or has no owner."""
+    """Return why a system with this owner (`pid`, `started`) has to end; empty if it need not, or has no owner."""
     if not owner or process_lives(owner["pid"], owner["started"]):
         return ""
     return f"process {owner['pid']}, which had started it, has ended"
 
 
 def store_gone(url: str) -> str:
-    """Return why the store at this URL is gone for good, file or database; empty where it may be there.
+    """Return why the store at this URL, a file or a database, is gone for good; empty if it may still exist.
 
     Waits for a database that does not answer.
     """
@@ -60,7 +60,7 @@ def store_gone(url: str) -> str:
 
 
 class StoreWatch:
-    """A thread that looks for the store of a running system; `gone(reason)` is called in it, once."""
+    """Thread that checks the store of a running system, and calls `gone(reason)` once if it is gone."""
 
     def __init__(self, url: str, gone: Callable[[str], None]) -> None:
         self._url, self._gone = url, gone
@@ -81,7 +81,7 @@ class StoreWatch:
 
 
 def end_processes(admin: int, runners: list[int]) -> None:
-    """Kill this actor system: runners with their groups, whoever prints where this process does, the admin, itself."""
+    """Kill this actor system: runners with their groups, processes that write to its launch log, the admin, itself."""
     for pid in runners:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
@@ -96,10 +96,10 @@ def end_processes(admin: int, runners: list[int]) -> None:
 
 
 def printing_to(output: str) -> list[int]:
-    """Return the processes of this user's whose standard output or error is this file (Linux)."""
-    found = set()
+    """Return the processes of this user whose standard output or error is this file (Linux)."""
+    pids = set()
     for link in (link for fd in (1, 2) for link in Path("/proc").glob(f"[0-9]*/fd/{fd}")):
-        with contextlib.suppress(OSError):  # it is gone, a zombie, or of another user
+        with contextlib.suppress(OSError):  # the process is gone, a zombie, or another user's
             if os.readlink(link) == output:
-                found.add(int(link.parts[2]))
-    return sorted(found)
+                pids.add(int(link.parts[2]))
+    return sorted(pids)

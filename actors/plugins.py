@@ -1,7 +1,7 @@
 """Lookup of what a config names: a registered name, or a user's own "module:Class".
 
 Installed packages register workflows, rewards, monitors, engines, environments and commands as entry points. Operators,
-outputs, priority functions and monitors are built here, so all of them are refused in the same words.
+outputs, priority functions and monitors are built here, so their errors read the same.
 """
 
 from __future__ import annotations
@@ -20,33 +20,35 @@ from trinity_es.events.errors import ConfigError, UnknownWorkflow
 __all__ = ["build", "did_you_mean", "find", "lacking", "load", "look_in", "registered", "resolve", "way_out"]
 
 MOVED = {"trinity_es.workflows_simple": "trinity_es.workflows.simple"}
-"""Modules of this package that logs of earlier releases name, and where they are now."""
+"""Modules of this package under the names that logs of earlier releases have, and their present names."""
 
 
 def look_in(*folders: str, first: bool = True) -> None:
-    """Let modules of the user's be imported from these folders, before all others or (not `first`) after them."""
-    at = 0 if first else len(sys.path)
-    sys.path[at:at] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
+    """Add folders to the import path: before all others, or after them with `first=False`."""
+    index = 0 if first else len(sys.path)
+    sys.path[index:index] = [folder for folder in dict.fromkeys(folders) if folder not in sys.path]
 
 
 def load(path: str) -> Any:
-    """Return what "module:Class" names, or a module. Raises what importing it raises; AttributeError: it has no such.
+    """Import a module, or the attribute of it that "module:Class" names.
+
+    Raises whatever the import raises, and AttributeError if the module has no such attribute.
     """
     module, _, attribute = path.partition(":")
-    found = importlib.import_module(MOVED.get(module, module))
-    return attrgetter(attribute)(found) if attribute else found
+    imported = importlib.import_module(MOVED.get(module, module))
+    return attrgetter(attribute)(imported) if attribute else imported
 
 
 def lacking(path: str) -> str:
-    """Return what the module of "module:Class" does not have; "" where it has all, or was never imported whole."""
+    """Return the attribute that the imported module of "module:Class" lacks, as a sentence; "" if it lacks none."""
     name, _, attribute = path.partition(":")
     module: Any = sys.modules.get(MOVED.get(name, name))
-    found = module
+    value = module
     for piece in attribute.split(".") if module is not None else ():
-        if not hasattr(found, piece):
-            near = did_you_mean(piece, (known for known in dir(found) if not known.startswith("__")))
-            return f"{name} ({getattr(module, '__file__', None) or name}) has no {piece}{near}"
-        found = getattr(found, piece)
+        if not hasattr(value, piece):
+            hint = did_you_mean(piece, (known for known in dir(value) if not known.startswith("__")))
+            return f"{name} ({getattr(module, '__file__', None) or name}) has no {piece}{hint}"
+        value = getattr(value, piece)
     return ""
 
 
@@ -76,9 +78,9 @@ def _package(point: EntryPoint) -> str:
 
 
 def find(kind: str, name: str, known: Mapping[str, Callable[..., Any] | str], shape: str) -> Callable[..., Any]:
-    """Return what makes the `kind` of this name. `known` has callables, or paths of them, by name.
+    """Return the factory of the `kind` with this name. `known` has callables, or their paths, by name.
 
-    `shape` says what a user's own must be. Raises ConfigError.
+    `shape` describes a user's own. Raises ConfigError.
     """
     path = known.get(name, name)
     if not isinstance(path, str):
@@ -90,7 +92,7 @@ def find(kind: str, name: str, known: Mapping[str, Callable[..., Any] | str], sh
             f'there is no {kind} {name!r}; known: {names}. Give your own as "module:Class", {shape}', **{kind: name}
         )
     try:
-        found = load(path)
+        factory = load(path)
     except Exception as e:  # importing runs a user's module, which may raise anything
         if missing := isinstance(e, AttributeError) and lacking(path):
             raise ConfigError(f"{kind} {name!r}: {missing}", **{kind: name}) from e
@@ -98,27 +100,24 @@ def find(kind: str, name: str, known: Mapping[str, Callable[..., Any] | str], sh
             f"{kind} {name!r} can't be imported ({type(e).__name__}: {e}): is {module!r} installed, or on PYTHONPATH, "
             f"where it is to run? Known without importing: {names}", **{kind: name},
         ) from e
-    if not callable(found):
-        raise ConfigError(f"{kind} {name!r} is a {type(found).__name__}, not a class", **{kind: name})
-    return found  # type: ignore[no-any-return]  # any callable; what it makes is checked by who asked
+    if not callable(factory):
+        raise ConfigError(f"{kind} {name!r} is a {type(factory).__name__}, not a class", **{kind: name})
+    return factory  # type: ignore[no-any-return]  # any callable; the caller checks what it returns
 
 
 def build(
     kind: str, name: str, args: Mapping[str, Any], known: Mapping[str, Callable[..., Any]], shape: str
 ) -> Any:
-    """Return the `kind` of this name, built with `args`. Raises ConfigError, naming it, whatever the class raised."""
-    make = find(kind, name, known, shape)
+    """Return the `kind` of this name, built with `args`. Raises ConfigError, which names it, for any failure."""
+    factory = find(kind, name, known, shape)
     try:
-        return make(**args)
-    except Exception as e:  # a user's class: say which one, whatever it raised
+        return factory(**args)
+    except Exception as e:  # a user's class may raise anything
         raise ConfigError(f"{kind} {name} can't be built with {dict(args)!r}: {e}", **{kind: name}) from e
 
 
 def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
-    """Return the class of this name: a registered one, or "module:Class".
-
-    Raises UnknownWorkflow, naming the way out.
-    """
+    """Return the class of this name: a registered one, or "module:Class". Raises UnknownWorkflow."""
     path = registry.get(name, name)
     if not path.partition(":")[2]:
         known = ", ".join(sorted(registry)) or "none"
@@ -135,11 +134,11 @@ def resolve(name: str, registry: Mapping[str, str], what: str) -> type[Any]:
 
 
 def way_out(name: str, registered: Iterable[str]) -> str:
-    """Return what to do about a name that nobody registered: take the one that is spelt like it, or register it."""
+    """Return a suggestion for a name that is not registered: a similar name, or to register it."""
     return did_you_mean(name, registered) or '; register it, or give it as "module:name"'
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the known name that is spelt like this one, as the end of an error; "" where none is."""
+    """Return a suggestion of a known name with similar spelling, as the end of an error; "" if there is none."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
     return f"; did you mean {near[0]}?" if near else ""

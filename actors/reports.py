@@ -1,6 +1,6 @@
-"""What runners and the guardian report, with its texts made ones that every database can hold.
+"""Cleaning of the texts in reports from runners and the guardian, so that every database can store them.
 
-They hold what engines and users' code said: that is no reason to refuse a report.
+The texts come from engines and users' code, and a bad character is no reason to refuse a report.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 def clean_text(text: str) -> str:
-    """Return the text as every database can hold it: cut, and without what can't be stored."""
+    """Return the text cut to `TEXT_LENGTH`, with characters that a database can't store replaced."""
     cut = text if len(text) <= TEXT_LENGTH else text[:TEXT_LENGTH] + "..."
     return cut if is_storable(cut) else cut.encode(errors="replace").decode().replace("\0", "\ufffd")
 
@@ -27,4 +27,4 @@ def clean_report(message: _T) -> _T:
         for f in fields(message)  # type: ignore[arg-type]  # every message is a dataclass
         if isinstance(value := getattr(message, f.name), str) and (len(value) > TEXT_LENGTH or not is_storable(value))
     }
-    return replace(message, **changed) if changed else message  # type: ignore[type-var]  # as above
+    return replace(message, **changed) if changed else message  # type: ignore[type-var]  # a dataclass

@@ -1,6 +1,5 @@
-"""What a client and the system say to each other, and how JSON travels in a message: in it, or as a payload.
-
-Commands are inside of requests (`actors/commands`).
+"""Messages between a client and the system, and the packing of JSON into them. Requests contain commands
+(`actors/commands`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from trinity_es.events.store.payloads.payloads import PayloadStore
 __all__ = ["LIMIT", "Parcel", "Reply", "Request", "Where", "WhereReply", "pack", "unpack"]
 
 LIMIT = 128 * 1024
-"""Bytes of JSON that may travel inside one message; the pickle around it stays well under 256 KiB."""
+"""Maximum bytes of JSON inside one message; its pickle stays well under 256 KiB."""
 _T = TypeVar("_T")
 
 
@@ -30,18 +29,21 @@ class Parcel:
 
 
 def pack(value: Any, payloads: PayloadStore) -> Parcel:
-    """Return a JSON value ready to travel. Raises DataError for what JSON can't hold."""
+    """Return a JSON value ready for a message; a large one goes to the payload store.
+
+    Raises DataError for what JSON can't hold.
+    """
     try:
         data = orjson.dumps(value)
     except TypeError as e:
         raise DataError(f"this can't be sent: {e}") from e
     if len(data) > LIMIT:
         return Parcel(None, payloads.put(data))
-    return Parcel(bytes(memoryview(data)))  # a copy: orjson's own keeps 4 KiB, and a coordinator has one for each task
+    return Parcel(bytes(memoryview(data)))  # a copy: orjson's own takes 4 KiB, and a coordinator keeps one per task
 
 
 def unpack(parcel: Parcel, payloads: PayloadStore) -> Any:
-    """Return the value that `pack` took."""
+    """Return the value that `pack` packed."""
     if parcel.inline is not None:
         return orjson.loads(parcel.inline)
     assert parcel.digest is not None
@@ -50,7 +52,7 @@ def unpack(parcel: Parcel, payloads: PayloadStore) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Client to guardian: where is the coordinator, and how is everyone?"""
+    """Client to guardian: where is the coordinator, and how is each process?"""
 
     id: str
 
@@ -65,23 +67,23 @@ class WhereReply:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Client to coordinator. `id` is the client's own: a request that is sent again has the same one."""
+    """Client to coordinator. The client chooses `id`, and repeats it when it sends the request again."""
 
     id: str
     command: str
     args: dict[str, Any]
     known: Mark | None = None
-    """The end of the log as this client knows it: a coordinator whose log lacks it does nothing."""
+    """The end of the log, as far as this client has heard. A coordinator whose log lacks it does nothing."""
     by: str = ""
-    """Who it is, in words."""
+    """The client in words, for logs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer to the request with this id: a value, or an error as `error_to_dict` writes it."""
+    """Answer to the request with this id: a value, or an error as `error_to_dict` writes it."""
 
     id: str
     value: Parcel
     error: dict[str, Any] | None = None
     end: Mark | None = None
-    """The end of the log when it was sent: what it says is up to there."""
+    """The end of the log at the time of the answer, which holds up to there."""

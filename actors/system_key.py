@@ -1,9 +1,9 @@
-"""The key that all processes of one system and its clients share: with it every frame between them is sealed.
+"""The key that all processes of one system and its clients share; it seals every frame between them.
 
-It is the environment variable TRINITY_ES_KEY, or the content of a file that its owner alone can read. Forked processes
-are told where by the environment, never by a command line.
+It is the environment variable TRINITY_ES_KEY, or the content of a file that only its owner can read. Child processes
+learn where it is from the environment, never from a command line.
 
-Hosts show the head the key of `hosts.key_file` where that is set. It may change while they work.
+Hosts and the head share the key in `hosts.key_file`, if that is set. It may change while they run.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from trinity_es.events.errors import WrongKey
 __all__ = ["FILE_VARIABLE", "KEY_VARIABLE", "engine_token", "host_key", "key_place", "make_key", "read_key"]
 
 KEY_VARIABLE = "TRINITY_ES_KEY"
-"""Environment variable with the key itself; goes before any file."""
+"""Environment variable with the key itself. It goes before any file."""
 FILE_VARIABLE = "TRINITY_ES_KEY_FILE"
-"""Environment variable of a system's own processes: the file that their key is in."""
+"""Environment variable, set for a system's own processes, with the path of the key file."""
 KEY_CHARACTERS = 32
-"""A shorter key could be guessed."""
+"""Minimum length. A shorter key could be guessed."""
 
 
 def make_key(path: str) -> None:
-    """Make a key file that only this user can read, unless there is one or the key is in the environment."""
+    """Create a key file that only this user can read, unless it exists or the key is in the environment."""
     if os.environ.get(KEY_VARIABLE):
         return
     try:
@@ -40,30 +40,29 @@ def make_key(path: str) -> None:
 
 
 def key_place(path: str) -> str:
-    """Return where `read_key` looks, in words."""
+    """Return a description of the place where `read_key` looks."""
     return f"the environment variable {KEY_VARIABLE}" if os.environ.get(KEY_VARIABLE) else f"the file {path}"
 
 
 def read_key(path: str | None = None) -> bytes:
-    """Return the key, in a system's own process without a path.
+    """Return the key. A system's own process passes no path.
 
-    Raises WrongKey where there is none, or where somebody else could know it.
+    Raises WrongKey if there is no key, or if another user could have read it.
     """
     path = os.environ.get(FILE_VARIABLE, "") if path is None else path
     return _checked(os.environ.get(KEY_VARIABLE) or _read(path, _OWN), key_place(path))
 
 
 def host_key(path: str) -> bytes:
-    """Return the key that head and hosts share: of `hosts.key_file`, without one the system's own. Raises WrongKey."""
+    """Return the key that head and hosts share: that of `hosts.key_file`, or else the system's. Raises WrongKey."""
     return _checked(_read(path, _SHARED), f"the file {path}") if path else read_key()
 
 
 def _checked(text: str, place: str) -> bytes:
-    """Return the key that this text is. Raises WrongKey."""
     key = text.strip()
     if len(key) < KEY_CHARACTERS:
         raise WrongKey(f"the key in {place} has {len(key)} characters: {KEY_CHARACTERS} or more are needed")
-    if not key.isprintable():  # two lines, or zeros that a power loss left of a file, which anybody could guess
+    if not key.isprintable():  # two lines, or the zeros that a power loss left in a file, which could be guessed
         raise WrongKey(f"what is in {place} is no key: it has characters that can't be printed. "
                        "`openssl rand -hex 32` makes one")
     return key.encode()
@@ -80,9 +79,9 @@ _SHARED = (
 
 
 def _read(path: str, missing: str) -> str:
-    """Return what stands in a file of keys. Raises WrongKey, which says `missing` where it can't be read."""
+    """Return the content of a key file. Raises WrongKey, with the text `missing` if it can't be read."""
     try:
-        # Not to wait for who never writes into a pipe of this name.
+        # Non-blocking: opening a pipe of this name would wait for a writer.
         with open(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as f:
             status = os.fstat(f.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -99,11 +98,11 @@ def _read(path: str, missing: str) -> str:
 
 
 def _is_mounted(status: os.stat_result) -> bool:
-    """Return True for root's file that a group of ours may read, as Kubernetes mounts a Secret for who is not root."""
+    """Return True for root's file that one of our groups may read, as Kubernetes mounts a Secret for other users."""
     groups = {os.getegid(), *os.getgroups()}
     return os.geteuid() != 0 and status.st_uid == 0 and status.st_gid in groups and not status.st_mode & 0o037
 
 
 def engine_token(key: bytes) -> str:
-    """Return the token of the engines' HTTP endpoints: who has it may ask them, and learns nothing of the key."""
+    """Return the token of the engines' HTTP endpoints. It gives access to them, and reveals nothing of the key."""
     return hmac.digest(key, b"trinity-es engine token", "sha256").hex()

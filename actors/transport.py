@@ -1,20 +1,19 @@
-"""The door: where the actor system listens, and who is heard.
+"""Transport of the actor system: Thespian's TCP transport, on one address and with sealed frames.
 
-Thespian binds every socket of every process to all interfaces and unpickles what comes in, so whoever reaches a port
-runs code. `AuthenticatedTransport` is its transport with three things changed:
+Thespian binds every socket of every process to all interfaces and unpickles what comes in, so anyone who reaches a port
+runs code. `AuthenticatedTransport` changes three things:
 
 - It binds to one address, that of the admin: loopback, unless `system.address` says otherwise.
-- Every frame is sealed: HMAC-SHA256, with the key of this system (`keys.py`). The seal is looked at before anything is
-  kept (`frames.py`), let alone unpickled; a frame without it is dropped with its connection, answered by nothing, and
-  told as a warning (in a system's process to standard error, which is the launch log; in a client to its logging).
-  Connections that show no seal have little time, and are few.
-- A peer that takes nothing (it is stopped, or hangs) costs nobody else anything: what waits for it does not keep what
-  goes to others, is given up after seconds, and of what comes on top little is kept. All that we send is sent again
-  where it was lost.
+- Every frame is sealed by an HMAC-SHA256 with the key of this system (`system_key.py`). The receiver checks the seal
+  before it keeps anything (`frames.py`), let alone unpickles it. A frame without a seal is dropped with its connection
+  and without an answer, and logged as a warning: in a system's process to standard error, which is the launch log; in a
+  client to its logging. Connections that show no seal have little time, and are few.
+- A peer that takes nothing (it is stopped, or hangs) delays no messages to other peers. A message to it is given up
+  after seconds, and few more are queued. Senders repeat every message that may be lost.
 
-A seal is also for the port that the frame goes to: what one process was sent can't be played to another. Nothing is
-encrypted: who can read the traffic (root, or the network where `system.address` is not loopback) reads the messages,
-and can play a frame again to the process that it was for.
+A seal also covers the port that the frame goes to, so a frame sent to one process can't be replayed to another. Nothing
+is encrypted: whoever can read the traffic (root, or the network if `system.address` is not loopback) reads the messages
+and can replay a frame to the process that it was for.
 """
 
 from __future__ import annotations
@@ -57,51 +56,48 @@ from trinity_es.events.processes import end_with_parent, open_files
 __all__ = ["AuthenticatedSystemBase", "AuthenticatedTransport", "listening", "listens_at"]
 
 WARN_SECONDS = 5.0
-"""Interval between two warnings of one process: who sends rubbish all the time must not fill the disk."""
+"""Interval between two warnings of one process, so that constant rubbish does not fill the disk."""
 
 STRANGER_SECONDS = 5.0
-"""How long a connection may take to show a header that is sealed."""
+"""How long a connection may take to show a sealed header."""
 FRAME_SECONDS = 30.0
-"""How long the rest of a frame may take then."""
+"""How long the rest of a frame may take after its header."""
 BACKLOG = 1024
 """Maximum number of connections that wait to be accepted."""
 ACCEPTED = 32
 """Maximum number of connections that are accepted in one turn."""
 MAX_UNFINISHED = 64 * 1024 * 1024
-"""Maximum number of bytes of frames that are not whole yet, of all connections together."""
+"""Maximum number of bytes of incomplete frames, over all connections."""
 TRANSMIT_SECONDS = 15.0
-"""How long a message is tried to be sent. Thespian's own 5 minutes would keep it for a peer that is stopped."""
+"""How long sending a message is tried. Thespian's own 5 minutes would keep messages for a peer that is stopped."""
 MAX_PENDING = 1000
-"""Maximum number of messages under way, to all peers together; what comes on top queues. Thespian's own 20 are soon
-those to one peer that is stopped, and then nobody is sent anything."""
+"""Maximum number of messages under way, to all peers together; more are queued. With Thespian's own 20, one stopped
+peer soon blocks all sending."""
 MAX_UNTAKEN = 16
 """Maximum number of messages that wait for a peer which has taken none for `SILENT_SECONDS`."""
 SILENT_SECONDS = 5.0
-"""How long a peer may take nothing before what comes on top is dropped."""
+"""How long a peer may take nothing before further messages to it are dropped."""
 
 MAX_STRANGERS = 256
-"""Maximum number of connections that have not shown a seal: of more, the oldest is dropped."""
+"""Maximum number of connections that have not shown a seal. Beyond it the oldest are dropped."""
 
 _ADDRESS = "Trinity-ES Address"
-"""Capability of the admin: where to listen."""
+"""Capability of the admin with the address to listen on."""
 
 _log = logging.getLogger(__name__)
 
 
-# --- the key --------------------------------------------------------------------------------------------------------
-
-
-# --- where ----------------------------------------------------------------------------------------------------------
+# --- addresses ------------------------------------------------------------------------------------------------------
 def listening(pid: int) -> list[tuple[str, int]]:
-    """Return the addresses and ports on which a process of this user's listens; [] where it is gone."""
+    """Return the addresses and ports on which a process of this user listens; [] if it is gone."""
     with contextlib.suppress(psutil.Error):
-        found = psutil.Process(pid).net_connections("tcp4")
-        return [(str(c.laddr.ip), int(c.laddr.port)) for c in found if c.status == psutil.CONN_LISTEN]
+        connections = psutil.Process(pid).net_connections("tcp4")
+        return [(str(c.laddr.ip), int(c.laddr.port)) for c in connections if c.status == psutil.CONN_LISTEN]
     return []
 
 
 def listens_at(pid: int, port: int) -> str:
-    """Return the address on which a process of this user's listens, whatever today's config says."""
+    """Return the address on which a process of this user listens on this port, whatever the config says now."""
     return next((host for host, its in listening(pid) if its == port), "127.0.0.1")
 
 
@@ -109,12 +105,12 @@ def listens_at(pid: int, port: int) -> str:
 class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian has no types
     """Thespian's TCP transport, on one address and with sealed frames.
 
-    Processes are given the class of their parent's transport, so all of a system have it.
+    Child processes get the class of their parent's transport, so all of a system have it.
     """
 
     def __init__(self, init: Any, *args: Any, key: bytes | None = None) -> None:
-        super(TCPTransport, self).__init__()  # not its own, which binds to all interfaces
-        self.enableRXPauseFlowControl(False)  # who sends much goes on listening, or two could wait for each other
+        super(TCPTransport, self).__init__()  # TCPTransport's own __init__ binds to all interfaces
+        self.enableRXPauseFlowControl(False)  # a busy sender must keep receiving, or two could wait for each other
         place = None
         if isinstance(init, TCPEndpoint):  # the admin, its logger, or an actor
             _, place, self._parentAddr, self._adminAddr, _, _ = init.args
@@ -140,11 +136,11 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian ha
         self._ack = frame(self._key, ANSWER, pickle.dumps(ackPacket))
         self._not_understood = frame(self._key, ANSWER, pickle.dumps(ackDataErrPacket))
         self._warned, self._refused = -WARN_SECONDS, 0
-        files = open_files()  # of a trainer and of each command, too
-        self._max_strangers = min(MAX_STRANGERS, max(8, files // 8))  # few enough that they don't take all files
+        files = open_files()  # also raises the limit in a trainer and in each command
+        self._max_strangers = min(MAX_STRANGERS, max(8, files // 8))  # few enough to leave files for others
         self._max_pending, self._max_idle = min(MAX_PENDING, files // 4), files // 4
         self._untaken: dict[Any, list[float]] = {}
-        # what Thespian's own sets up
+        # attributes that Thespian's __init__ sets
         self._transmitIntents: dict[int, Any] = {}
         self._waitingTransmits: list[Any] = []
         self._incomingSockets: dict[int, Any] = {}
@@ -155,7 +151,7 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian ha
         self._checkChildren = self._shutdownSignalled = False
 
     def childResetFileNumList(self) -> list[int]:
-        return []  # see _give_up_inherited
+        return []  # _give_up_inherited does it
 
     @staticmethod
     def getAdminAddr(capabilities: dict[str, Any]) -> ActorAddress:
@@ -166,7 +162,7 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian ha
 
     # --- out ---
     def serializer(self, intent: Any) -> bytes:
-        payload = pickle.dumps((self.myAddress, intent.message))  # first: it raises for what has no address yet
+        payload = pickle.dumps((self.myAddress, intent.message))  # first: raises for a receiver without an address
         if len(payload) > MAX_FRAME - HEADER:
             raise ValueError(f"a {type(intent.message).__name__} of {len(payload)} bytes is too large to be sent")
         return frame(self._key, intent.targetAddr.addressDetails.sockname[1], payload)
@@ -175,9 +171,9 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian ha
         return bool(self._aTB_numPendingTransmits < self._max_pending)
 
     def _schedulePreparedIntent(self, intent: Any, has_exclusive_flag: bool = False) -> None:
-        """Thespian's, where a peer that takes nothing gets little more, and nothing waits for long."""
+        """Extend Thespian's: drop messages to a peer that takes nothing, and let none wait for long."""
         peer, now = intent.targetAddr.addressDetails, time.monotonic()
-        untaken = self._untaken.setdefault(peer, [0, now])  # how many messages, and since when none was taken
+        untaken = self._untaken.setdefault(peer, [0, now])  # number of messages, and time of the last one taken
         if untaken[0] >= MAX_UNTAKEN and now - untaken[1] > SILENT_SECONDS:
             intent.tx_done(SendStatus.Failed)
             return
@@ -196,12 +192,12 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian ha
         super()._schedulePreparedIntent(intent, has_exclusive_flag=has_exclusive_flag)
 
     def _next_XMIT_2(self, intent: Any) -> bool:
-        """Thespian's; where all is sent, the answer is waited for at once, and not after another turn of the loop."""
+        """Extend Thespian's: once all is sent, wait for the answer at once, not after another turn of the loop."""
         going_on = bool(super()._next_XMIT_2(intent))
         return self._next_XMIT_3(intent) if going_on and intent.stage == self._XMITStepShutdownWrite else going_on
 
     def _processIntentTimeouts(self) -> None:
-        """Thespian's, which takes all that is under way into its hands after each turn, where one of them is due."""
+        """Extend Thespian's: it goes through all messages under way after each turn, here only if one is due."""
         now = currentTime()
         if any(map(partial(self._is_due, now), (*self._transmitIntents.values(), *self._waitingTransmits))):
             super()._processIntentTimeouts()
@@ -218,15 +214,15 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian ha
         return going_on
 
     def _check_XMIT_4_done(self, intent: Any, received: bytes) -> bool:
-        """Return the answer to what was sent. A wrong one is none: the frame is sent again, on another connection."""
+        """Handle the answer to a frame. After a wrong answer the frame is sent again, on another connection."""
         try:
-            if not isinstance(intent.ackbuf, Frame):  # after a frame that crossed ours Thespian takes its own
+            if not isinstance(intent.ackbuf, Frame):  # Thespian puts in its own buffer after a frame that crossed ours
                 intent.ackbuf = Frame(self._key, ANSWER, self._port)
             if received:
                 intent.ackbuf.addMore(received)
             intent.ackbuf._deserialize = lambda _: pickle.loads(intent.ackbuf.payload())
             return bool(super()._check_XMIT_4_done(intent, b""))
-        except Exception as e:  # it would drop the intent and its callbacks, and never send to that address again
+        except Exception as e:  # Thespian would drop the intent with its callbacks, and never send there again
             self._warn(intent.socket, f"as an answer: {e}")
             intent.backoffPause(True)
             intent.stage = self._XMITStepRetry
@@ -234,7 +230,7 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian ha
 
     # --- in ---
     def _acceptNewIncoming(self) -> None:
-        """Thespian's takes one connection a turn: who opens many would keep ours waiting."""
+        """Extend Thespian's: it accepts one connection a turn, so many connections of a stranger would delay ours."""
         waiting = select.poll()
         waiting.register(self.socket, select.POLLIN)
         for _ in range(ACCEPTED):
@@ -247,22 +243,22 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian ha
             self._begin(incoming)
             if incoming._rData.port is None:
                 strangers.append((incoming._expires._time_to_quit, descriptor))
-        for _, descriptor in sorted(strangers)[: -self._max_strangers]:  # one of us says who it is before it is old
+        for _, descriptor in sorted(strangers)[: -self._max_strangers]:  # our own show their seal while they are young
             self._refuse(self._incomingSockets.pop(descriptor), "too many connections that show no seal")
 
     def _close_idle(self) -> None:
-        """Let go of connections that were not used for longest, where there are many: out of files, a process ends."""
+        """Close the connections unused for longest if there are too many: without free files a process ends."""
         if (over := len(self._openSockets) - self._max_idle) > 0:
             self.close_oldest_idle_sockets(over)
 
     def close_oldest_idle_sockets(self, num_to_close: int = 1) -> None:
-        """Thespian's, where two of one age can't be compared."""
+        """Replace Thespian's, which can't compare two connections of one age."""
         ages = {key: idle.validity._time_to_quit for key, idle in self._openSockets.items()}
         for key in sorted(ages, key=ages.__getitem__)[:num_to_close]:
             _safeSocketShutdown(self._openSockets.pop(key))
 
     def _begin(self, incoming: Any) -> None:
-        """Set up what comes of the next frame on this connection, once."""
+        """Set up the buffer for the next frame on this connection, once."""
         if not isinstance(incoming._rData, Frame):
             incoming._rData = Frame(self._key, self._port)
             incoming._expires = ExpirationTimer(STRANGER_SECONDS)
@@ -276,7 +272,7 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian ha
         return super()._handlePossibleIncoming(incoming, fileno, closed, has_exclusive_flag)
 
     def _handleReadableIncoming(self, incoming: Any, has_exclusive_flag: bool = False) -> Any:
-        """Read what there is of a frame, its header first; a frame that is not for us is dropped as soon as seen."""
+        """Read what there is of a frame, its header first. Refuse a frame for others as soon as it shows."""
         self._begin(incoming)
         buffer = incoming._rData
         while not buffer.isDone():
@@ -287,7 +283,7 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian ha
                 data = incoming.socket.recv(buffer.remainingAmount())
             except OSError as e:
                 if err_recv_inprogress(e.errno):
-                    return incoming  # to be gone on with, until its time is over
+                    return incoming  # continued later, until its time is over
                 incoming.close()
                 return None
             if not data:  # the other side closed
@@ -302,11 +298,11 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian ha
         return self._addedDataToIncoming(incoming, has_exclusive_flag=has_exclusive_flag)
 
     def _unfinished(self, this: Frame) -> int:
-        """Count the bytes that have come of frames that are not whole yet."""
+        """Return the number of bytes received of incomplete frames."""
         return len(this._buf) + sum(len(i._rData._buf) for i in self._incomingSockets.values() if i._rData is not this)
 
     def _addedDataToIncoming(self, incoming: Any, skip_finish: bool = False, has_exclusive_flag: bool = False) -> Any:
-        """Thespian's, with the seal looked at before the frame is unpickled, and a sealed answer."""
+        """Replace Thespian's: check the seal before the frame is unpickled, and answer with a sealed frame."""
         buffer = incoming._rData
         if not buffer.isDone():
             return incoming
@@ -320,10 +316,10 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian ha
             return self._answer_and_close(incoming, frame(self._key, ANSWER, payload))
         try:
             envelope = ReceiveEnvelope(*pickle.loads(payload))
-        except Exception as e:  # from one of us, but not for this process; it may hold a password, so no word of it
+        except Exception as e:  # a sealed frame, but not for this process; it may hold a password, so log no content
             thesplog("a frame can't be unpickled here: %s", type(e).__name__, level=logging.ERROR)
             return self._answer_and_close(incoming, self._not_understood)
-        with contextlib.suppress(OSError):  # the sender is gone, what it said holds
+        with contextlib.suppress(OSError):  # the sender is gone, but its message counts
             incoming.socket.send(self._ack)
         incoming.fromAddress = envelope.sender
         self._processReceivedEnvelope(envelope, has_exclusive_flag=has_exclusive_flag)
@@ -353,12 +349,12 @@ class AuthenticatedTransport(TCPTransport):  # type: ignore[misc]  # thespian ha
 
 
 def _brief(self: Any) -> str:
-    """Name a message under way. Thespian's own way prints all of it, at each step, also where nobody reads that."""
+    """Return the name of a message under way. Thespian's own prints all of it, at each step, for no reader."""
     return f"{type(self).__name__} of a {type(self.message).__name__}"
 
 
 def _delay(self: TransmitIntent, current_time: float | None = None) -> timedelta:
-    """Return how long nothing is to be done for what is to be sent: Thespian's, without a dozen objects for each."""
+    """Return how long a message needs no attention. Thespian's own creates a dozen objects for each message."""
     now, until = current_time or currentTime(), self._quitTime._time_to_quit
     if getattr(self, "_awaitingTXSlot", False):
         return timedelta(seconds=max(0.01, (until - now) / 2) if until > now else 0.0)
@@ -368,7 +364,7 @@ def _delay(self: TransmitIntent, current_time: float | None = None) -> timedelta
     return timedelta(seconds=max(0.0, until - now))
 
 
-ReceiveEnvelope.identify = TransmitIntent.identify = _brief  # together a sixth of what the coordinator did for a task
+ReceiveEnvelope.identify = TransmitIntent.identify = _brief  # they took a sixth of the coordinator's time for a task
 TransmitIntent.delay = _delay
 
 
@@ -377,25 +373,25 @@ def _address(host: str, port: int) -> ActorAddress:
 
 
 def _give_up_inherited() -> None:
-    """Let go of what a forked process has from its parent: ports above all, which would stay open after their owner.
+    """Release what a fork inherits: above all ports, which would stay open after their owner's end.
 
-    Each descriptor is made one of /dev/null and not closed: the parent's objects, which are still in this process's
-    memory, would later close the number again, whosever it is by then.
+    Each descriptor becomes one of /dev/null and is not closed: objects of the parent, still in this process's memory,
+    would later close the number again, when it may belong to another file.
     """
     if multiprocessing.parent_process() is None:
         return  # the endpoint of a test
     if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()  # or all would draw the same numbers; Python's own generator does it itself
+        sys.modules["numpy.random"].seed()  # or all forks would draw the same numbers; `random` seeds itself
     nowhere = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/dev/fd"):
         if int(name) > 2 and int(name) != nowhere:
-            with contextlib.suppress(OSError):  # the listing's own, which is closed by now
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself, closed by now
                 os.fstat(int(name))
                 os.dup2(nowhere, int(name), inheritable=False)
 
 
 def _warn_on_stderr() -> None:
-    """Not by Thespian's logging, which would send each warning through the transport that warns."""
+    """Log warnings to standard error. Thespian's logging would send each through the transport that warns."""
     if not _log.handlers:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(process)d %(message)s"))
@@ -404,11 +400,11 @@ def _warn_on_stderr() -> None:
 
 
 class AuthenticatedSystemBase(ActorSystemBase):  # type: ignore[misc]  # thespian has no types
-    """What `ActorSystem` is given in place of "multiprocTCPBase"."""
+    """System base for `ActorSystem`, in place of "multiprocTCPBase"."""
 
     def __init__(self, address: str, port: int, key: bytes, log_defs: dict[str, Any] | None = None) -> None:
         self.transportType = partial(AuthenticatedTransport, key=key)
-        # The launcher's interpreter, the admin and the guardian have no threads and no database, so to fork them is
-        # safe, and a new runner or coordinator does not import everything again.
+        # The launcher's interpreter, the admin and the guardian have no threads and no database, so a fork of them is
+        # safe, and a new runner or coordinator need not import everything again.
         capabilities = {"Process Startup Method": "fork", "Admin Port": port, _ADDRESS: address}
         super().__init__(SimpleNamespace(capabilities=capabilities), log_defs)

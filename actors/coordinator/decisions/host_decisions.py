@@ -48,7 +48,7 @@ def hello(hosts: Hosts, offer: Hello, *, build: str, connected: bool) -> list[ev
         return Refusal(f"its epoch {known.epoch} is over ({known.reason}): it starts again", True)
     if known is not None and known.there and connected:
         return Refusal(
-            f"a host named {offer.name} is here already (pid {known.pid}, from {known.address}): choose another --name, "
+            f"a host named {offer.name} is here already (pid {known.pid}, from {known.address}): choose another --name "
             "or end that one", False,
         )
     events: list[ev.Event] = []

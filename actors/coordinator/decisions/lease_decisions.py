@@ -42,7 +42,7 @@ def over(batch: BatchState | None, life: RunnerLife | None, change: LeaseChange 
 def changed(
     lease: OpenLease | None, change: LeaseChange, runner: str, incarnation: int, ended: str, now: float
 ) -> list[ev.Event]:
-    """Record a change that a run reports of a lease, None if no such lease is open; a repeated or late one does nothing.
+    """Record a change that a run reports of a lease (None: no such lease is open); a repeated or late one does nothing.
 
     `ended` is the reason from `over`; `now` is unix seconds. Raises WorkflowError for a lease that may not be taken.
     """

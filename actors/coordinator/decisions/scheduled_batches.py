@@ -1,7 +1,7 @@
 """Decisions about scheduled batches, those of type `collect`. Pure, as in `batch_decisions.py`.
 
-Nobody finalizes such a batch: tasks may join while it is open, results are taken task by task, and it ends when all were
-taken or dropped. Then its id may be scheduled again.
+Nobody finalizes such a batch: tasks may join while it is open, results are taken task by task, and it ends when all
+were taken or dropped. Then its id may be scheduled again.
 """
 
 from __future__ import annotations

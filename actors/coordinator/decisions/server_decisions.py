@@ -1,4 +1,4 @@
-"""Decisions about which servers of others are engines, by a list and by `trinity-es scale`. Pure: servers in, events out.
+"""Decisions about which servers of others are engines, by a list or `trinity-es scale`. Pure: servers in, events out.
 
 `scale` wins over the list: a server added by `scale` stays although no list has it. A server removed by `scale` stays
 removed until it has left the list and come back, or is added again.

@@ -1,7 +1,7 @@
 """The queue from which a trainer takes single experiences (`take_experiences`) instead of whole batches.
 
-A priority function chooses among the experiences that the fold in `projections/experience_queue.py` offers. Each take is
-recorded (ExperiencesTaken) before the client gets its answer, so no crash lets an experience be taken more than
+A priority function chooses among the experiences that the fold in `projections/experience_queue.py` offers. Each take
+is recorded (ExperiencesTaken) before the client gets its answer, so no crash lets an experience be taken more than
 `max_use_count` times, and the same request id gets the same experiences again.
 
 Requests that can't be served yet wait in the order of arrival. A waiting client asks again every few seconds

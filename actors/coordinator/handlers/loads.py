@@ -1,4 +1,4 @@
-"""Handlers of commands about weights and LoRA adapters, which wait until every runner has a version or joined a group."""
+"""Handlers of commands about weights and LoRA adapters, which wait until every runner has a version or a group."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ TAKEN_OUT_SECONDS = 1.0
 
 
 @dataclass(slots=True)
+class _Proxy:
     """A proxy that asks for routes."""
 
     url: str

@@ -33,7 +33,8 @@ class TrainerHandlers:
         self, config: LaunchedConfig, live: LiveState, router: Responder, actor: TimerHost, retention: Retention,
         returned: Callable[[int], None],
     ) -> None:
-        """`returned` is called with the step of a returning trainer, which may take again what it took for later steps.
+        """Make the handlers. They call `returned` with the step of a trainer that returns: it may take again what it
+        took for later steps.
         """
         self.live, self.router, self.actor, self.retention, self.returned = live, router, actor, retention, returned
         self.retained = config.store.retention
@@ -129,9 +130,10 @@ class TrainerHandlers:
         return bool(self.live.fetch(("redelivered", batch_id), lambda: _is_redelivered(log, batch_id)))
 
 
-def _resume_data(log: EventLog, step: int) -> tuple[int, list[tuple[BatchId, int, int]], dict[str, int], Recorded | None]:
-    """Return the log's end, the rows of batches that a trainer at `step` has yet to use, freed streams, last redelivery.
-    """
+def _resume_data(
+    log: EventLog, step: int
+) -> tuple[int, list[tuple[BatchId, int, int]], dict[str, int], Recorded | None]:
+    """Return the log's end, the batches that a trainer at `step` has yet to use, freed streams and last redelivery."""
     position = log.head().position
     rows = log.query(lambda connection: untrained_since(connection, step, position))
     freed = freed_at(log.rare(["PayloadsFreed"]))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -313,11 +313,11 @@ class Simulation:
         batches = [s for s in self.states.values() if not s.state.ended]
         if not any(s.pending for s in batches):
             return
-        load = decisions.loads(batches)
+        load = Counter((f.runner, f.incarnation) for s in batches for f in s.flights.values())
         capacities = [
             decisions.Capacity(
                 name=r.name, incarnation=r.incarnation, model_version=r.version, places=r.places,
-                load=load.get((r.name, r.incarnation), 0), limit=r.places + ahead(r.places, r.unit_seconds),
+                load=load[r.name, r.incarnation], limit=r.places + ahead(r.places, r.unit_seconds),
             )
             for r in self.runners.values() if r.ready and not r.loading
         ]
