@@ -84,7 +84,7 @@ class Waiting:
         if self.cause == "all_failed":
             loaded = ", end runners that have it loaded (`trinity-es restart-runner`)" if self.system_up else ""
             restart = (f"{mended(self.resume)} generates the step again" if self.resume else
-                     "start its trainer again: TRL's trainer submits the batch again")
+                       "start its trainer again: TRL's trainer submits the batch again")
             return f"fix what failed{loaded}, and {restart}"
         return _WAYS.get(self.cause, "")
 
