@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["HostRow", "host_list", "read_hosts"]
 
 OPEN = ("running", "finalizing", "pending")
-"""States of batches that have not ended."""
+"""States of open batches."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +74,7 @@ def host_list(
     """Return one row for each host, the head's own first.
 
     `finished`: tasks that ended on each host that joined. `units`: units on each host's runners by the log.
-    `processes`: state of the head's system, from `Log.processes`. `live`: status of the coordinator, if it was asked.
+    `processes`: state of the head's system, from `Log.processes`. `live`: the coordinator's status, if available.
     """
     up = processes.get("up")
     head = HostRow(

@@ -178,8 +178,8 @@ def start_server(url: str) -> str:
 def resume_command(store: str) -> str:
     """Return the command that resumes the `trinity-es run` of a store.
 
-    It names the log, because the config file may belong to another run if `--set` gave this one its name. If the URL
-    has no password or the log does not know its URL, the command names the config file.
+    It names the log, because the config file may belong to another run if `--set` gave this one its name. If the
+    log's URL is unknown or lacks its password, the command names the config file.
     """
     if not store or "***" in store:
         return "trinity-es resume CONFIG"
