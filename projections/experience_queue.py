@@ -100,8 +100,6 @@ def evolve_queue(state: QueueState, stream: str, version: int, event: ev.Event) 
             for delivery in state.deliveries.values():
                 if any(step is not None and step > event.step for _, _, step in delivery.takes):
                     delivery.give_back(event.step)
-        case _:
-            pass
     return state
 
 

@@ -32,7 +32,7 @@ _AGGREGATIONS: Final = frozenset({"mean", "sum", "max", "min", "last"})
 _LARGEST: Final = sys.float_info.max
 _DRAWS: Final = 1000
 _SEED: Final = 42
-# Times have no best of k.
+# Best of k makes no sense for times.
 _PLAIN_IN_EVAL: Final = ("time/task_execution", "time/run_execution")
 
 

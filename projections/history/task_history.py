@@ -53,7 +53,7 @@ class TaskHistory:
 
 
 def follow_task(recorded: Iterable[Recorded], task: int) -> TaskHistory:
-    """Fold a batch's events into the history of one task. Raises BatchNotFound if the batch has no such task."""
+    """Fold a batch's events into the history of one task. Raises BatchNotFound if it lacks the task."""
     timeline: BatchTimeline | None = None
     history: TaskHistory | None = None
     for item in recorded:

@@ -178,7 +178,7 @@ def compare_runs(first: Log, second: Log) -> RunsCompared:
         elif other is None:
             out.first = _difference(row, None)
         elif differs or row.ended_at is None or _submission(first, row) != _submission(second, other):
-            # Rows tell too little of a batch that has not ended, so its events are compared in any case.
+            # Rows tell too little of an open batch, so its events are always compared.
             left, right = (meaning(log.events(row.batch_id, r.first_position - 1))
                            for log, r in ((first, row), (second, other)))
             differences = list(changes(left, right)) or list(changes(_compared_fields(row), _compared_fields(other)))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["HostRow", "host_list", "read_hosts"]
 
 OPEN = ("running", "finalizing", "pending")
-"""States of batches that have not ended."""
+"""States of open batches."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +74,7 @@ def host_list(
     """Return one row for each host, the head's own first.
 
     `finished`: tasks that ended on each host that joined. `units`: units on each host's runners by the log.
-    `processes`: state of the head's system, from `Log.processes`. `live`: status of the coordinator, if it was asked.
+    `processes`: state of the head's system, from `Log.processes`. `live`: the coordinator's status, if available.
     """
     up = processes.get("up")
     head = HostRow(
@@ -92,15 +92,15 @@ def host_list(
             lost=sum(other.host == life.host and other.state == "lost" for other in lives),
         )
     last = {life.runner: life for life in runner_lives}
-    for runner in runner_lives:
-        row = rows.setdefault(host_of(runner.runner), HostRow(host=host_of(runner.runner), state="left"))
-        row.runner_deaths += runner.died and not runner.went_with_host
-        row.attempts_lost += runner.attempts_lost
-        if last[runner.runner] is runner and runner.how == "running" and (row.there or not row.host):
-            row.runners.append(runner.runner)
-            if runner.ready_at is not None:
-                row.ready.append(runner.runner)
-                row.runner_places += runner.places
+    for runner_life in runner_lives:
+        row = rows.setdefault(host_of(runner_life.runner), HostRow(host=host_of(runner_life.runner), state="left"))
+        row.runner_deaths += runner_life.died and not runner_life.went_with_host
+        row.attempts_lost += runner_life.attempts_lost
+        if last[runner_life.runner] is runner_life and runner_life.how == "running" and (row.there or not row.host):
+            row.runners.append(runner_life.runner)
+            if runner_life.ready_at is not None:
+                row.ready.append(runner_life.runner)
+                row.runner_places += runner_life.places
     if live is not None:
         _apply_live(rows, live)
     return list(rows.values())

@@ -210,7 +210,7 @@ class Log(LogEvents):
         self, now: float | None = None, *, live: Mapping[str, Any] | None = None,
         system: Mapping[str, Any] | None = None, followed: Followed | None = None
     ) -> list[Why]:
-        """Explain every batch that has not ended, in the order of submission."""
+        """Explain every open batch, in the order of submission."""
         return self._explain([], now, live, system, followed)
 
     def _explain(

@@ -110,7 +110,7 @@ def _tried_before(log: Log, stream: str, end: int) -> Iterator[Any]:
 
 
 def _key(index: dict[str, Any]) -> tuple[str, bytes] | None:
-    """Return the identity of a prompt across batches; None if it has no index."""
+    """Return the identity of a prompt across batches; None without an index."""
     return (str(index.get("taskset", "")), orjson.dumps(index["index"])) if "index" in index else None
 
 

@@ -55,7 +55,7 @@ class BatchRow:
     dropped: int
     """Number of tasks given up unfinished, because the batch had enough or was aborted."""
     sent: int
-    """Number of tasks of which a runner got a unit; the others were never tried."""
+    """Number of tasks with a unit that a runner got; the others were never tried."""
     prompt_tokens: int
     staleness: float | None
     """Mean number of versions that its delivered experiences were behind the current weights when it was finalized."""

@@ -52,7 +52,7 @@ batches = sa.Table(
     sa.Column("trained_at", sa.Float),
     sa.Column("failed", sa.Integer, nullable=False),  # tasks with a run that failed for good
     sa.Column("dropped", sa.Integer, nullable=False),  # tasks given up unfinished
-    sa.Column("sent", sa.Integer, nullable=False),  # tasks of which a runner got a unit
+    sa.Column("sent", sa.Integer, nullable=False),  # tasks with a unit that a runner got
     sa.Column("prompt_tokens", sa.BigInteger, nullable=False),
     sa.Column("staleness", sa.Float),  # weights versions behind the current one when it was finalized, on average
     sa.Index("rm_batch_state", "state"),
@@ -175,7 +175,7 @@ class _Group:
         if change is None:
             self._changes[item.stream] = change = dict(_UNCHANGED)
         _gather(change, item, event)
-        if isinstance(event, ev.FinalizeFailed):  # pending if it has no tasks, as in `projections.batch`
+        if isinstance(event, ev.FinalizeFailed):  # pending if it is without tasks, as in `projections.batch`
             self.flush()
             connection.execute(sa.update(batches).where(batches.c.stream == item.stream, batches.c.tasks == 0)
                                .values(state=BatchLifecycleState.PENDING.value))
@@ -319,7 +319,7 @@ def projectors() -> list[ReadModels]:
 
 
 def open_batches(connection: sa.Connection) -> list[tuple[str, BatchId]]:
-    """Return (stream, batch id) of every batch that has not ended, in the order of submission."""
+    """Return (stream, batch id) of every open batch, in the order of submission."""
     ended = [BatchLifecycleState.FINALIZED.value, BatchLifecycleState.ABORTED.value]
     rows = connection.execute(
         sa.select(batches.c.stream, batches.c.batch_id)

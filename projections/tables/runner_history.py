@@ -289,7 +289,7 @@ def attempt_lost(
     c = _lives.c
     life = sa.and_(c.runner == stored(event.runner, 255), c.incarnation == event.incarnation)
     row = connection.execute(sa.select(c.first_position, c.ended_at).where(life)).one_or_none()
-    if row is None:  # the life has no row
+    if row is None:  # a life without a row
         return
     batch_life = item.stream, event.runner, event.incarnation
     if batch_life not in dispatches:  # read only since the life began, since the stream may be long
@@ -363,7 +363,7 @@ def natural(name: str) -> list[str | int]:
 
 
 def seen(life: RunnerIncarnation, up: bool | None) -> str:
-    """Return the life's `how`, or `gone` if it still runs by the log but its system has no process (`up` is False)."""
+    """Return the life's `how`, or `gone` if it still runs by the log but its system is down (`up` is False)."""
     return "gone" if life.how == "running" and up is False else life.how
 
 

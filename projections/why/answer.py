@@ -84,7 +84,7 @@ class Waiting:
         if self.cause == "all_failed":
             loaded = ", end runners that have it loaded (`trinity-es restart-runner`)" if self.system_up else ""
             restart = (f"{mended(self.resume)} generates the step again" if self.resume else
-                     "start its trainer again: TRL's trainer submits the batch again")
+                       "start its trainer again: TRL's trainer submits the batch again")
             return f"fix what failed{loaded}, and {restart}"
         return _WAYS.get(self.cause, "")
 
@@ -178,8 +178,8 @@ def start_server(url: str) -> str:
 def resume_command(store: str) -> str:
     """Return the command that resumes the `trinity-es run` of a store.
 
-    It names the log, because the config file may belong to another run if `--set` gave this one its name. If the URL
-    has no password or the log does not know its URL, the command names the config file.
+    It names the log, because the config file may belong to another run if `--set` gave this one its name. If the
+    log's URL is unknown or lacks its password, the command names the config file.
     """
     if not store or "***" in store:
         return "trinity-es resume CONFIG"

@@ -55,7 +55,7 @@ _RANK_RUNNER, _RANK_OTHER_RUNNER = 4, 9
 """Ranks of a runner that gets no units, if no runner does and if others do."""
 _RANK_ASKED = 4.5
 """Rank of an auxiliary model's runner that does not answer while units run that may ask it. It precedes slow units,
-which could be so many that they hide it."""
+which are often many and would hide it."""
 _STUCK = {"hung", "no_answer", "unstored"}
 """Causes that are a stall from the start."""
 _UNKNOWN = Waiting(cause="nothing", what="", text="nothing that its log shows")

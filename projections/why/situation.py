@@ -24,7 +24,7 @@ __all__ = ["BatchTimes", "Followed", "HostSnapshot", "Key", "RunnerSnapshot", "S
            "read_situation", "with_live"]
 
 NEWEST = ("WeightsLoaded", "WeightsFailed", "ConcurrencyChanged")
-"""Events of a runner of which only the last matters."""
+"""Types of a runner's events that replace the one before."""
 Key = tuple[int, int]
 """(task, first run) of a unit."""
 
@@ -101,7 +101,7 @@ class HostSnapshot:
     """When this state began."""
     reason: str = ""
     heard: float | None = None
-    """When it was last heard of, if the running system has no connection to it."""
+    """When it was last heard of, if it is not connected to the running system."""
     why_away: str = ""
 
     @property

@@ -52,7 +52,7 @@ def experience_rows(
     """Yield rows by COLUMNS, at most `ROWS` at a time, batch by batch in the order of submission; arrays are numpy.
 
     The rows are the experiences that the pipeline delivered, in every submission of a batch id. With `as_made` they are
-    those that the runners produced, before any filter, also of batches that have not ended. Updates `done` meanwhile.
+    those that the runners produced, before any filter, also of open batches. Updates `done` meanwhile.
     Raises LogNotFound if there is no payload store.
     """
     freed, store = log.freed(), None
@@ -144,7 +144,7 @@ def write_experiences(
 
     In parquet `batch` and `task` are text, `messages, metrics` and `info` JSON; in .jsonl a number that is not finite
     (the logprob -inf) is null, since JSON has none. Raises ConfigError for another ending or if pyarrow is not
-    installed, LogNotFound if the log has no payload store.
+    installed, LogNotFound if the log lacks a payload store.
     """
     if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"{path}: experiences are written as .parquet or .jsonl, not as {path.suffix or 'no ending'}")

@@ -85,7 +85,7 @@ def _counter(name: str, help: str, column: str) -> Metric:
 
 
 def _single(kind: Literal["counter", "gauge"], name: str, help: str, value: Callable[[_Facts], float | None]) -> Metric:
-    """Return a metric with one series, which is left out while it has no value."""
+    """Return a metric with one series, which is left out while its value is None."""
 
     def read(facts: _Facts) -> Samples:
         number = value(facts)

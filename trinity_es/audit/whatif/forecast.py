@@ -31,7 +31,7 @@ NOT_MODELLED = (
 @dataclass(slots=True, kw_only=True)
 class Figures:
     seconds: float | None = None
-    """Time from submission to end; None if it has not ended."""
+    """Time from submission to end; None if it is open."""
     finished: int = 0
     """Number of tasks whose runs all completed."""
     failed: int = 0

@@ -183,7 +183,7 @@ def episodes(rows: Sequence[BatchRow], chosen: Collection[BatchId] | None) -> It
 
 
 def read_past(log: Log, rows: Sequence[BatchRow], group: Sequence[BatchRow]) -> History:
-    """Read the record of the last submissions of these batches. Raises DataError if the log has no config."""
+    """Read the record of the last submissions of these batches. Raises DataError if the log lacks a config."""
     head = log.head().position
     until = max(head if r.ended_at is None else r.last_position for r in group)
     first, last_at = group[0].first_position, max(r.ended_at or float("inf") for r in group)
