@@ -201,7 +201,7 @@ class Turns:
         return None
 
     def _tail(self, turn: Turn, rest: str) -> str | None:
-        """Return the rest after a turn's answer, perhaps stripped, in the text after its prompt; None: another answer."""
+        """Return the rest after a turn's answer, maybe stripped, in the text after its prompt; None: another answer."""
         if rest == "":
             return None  # the same prompt again
         last = self.end_of(turn)
