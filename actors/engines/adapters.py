@@ -1,7 +1,4 @@
-"""Checks of LoRA adapter folders in PEFT's format: contents, rank, and whether engines can serve them over their model.
-
-Reads JSON, headers and bytes of safetensors files only; imports neither torch nor vllm nor peft.
-"""
+"""Checks of LoRA adapter folders in PEFT's format: can engines serve them? Imports neither torch nor vllm nor peft."""
 
 from __future__ import annotations
 
@@ -47,10 +44,7 @@ class AdapterFiles:
 def checked_adapter(
     path: str | Path, *, max_rank: int | None = None, shapes: Mapping[str, Sequence[int]] | None = None
 ) -> AdapterFiles:
-    """Return the facts of an adapter folder. `shapes`: of the base model's tensors; None: unknown.
-
-    Raises SyncError, which says what is wrong, if engines can't serve it over that model.
-    """
+    """Return the facts of an adapter folder. Raises SyncError if it can't be served over a model of these `shapes`."""
     folder = Path(path)
     try:
         settings = (folder / CONFIG).read_bytes()

@@ -1,7 +1,4 @@
-"""Model folders in Hugging Face format: their place, their tensors, and whether one can replace another.
-
-Imports neither torch nor vllm; of safetensors files it reads the headers and single tensors.
-"""
+"""Model folders in Hugging Face format: place, tensors, whether one can replace another. Imports no torch, no vllm."""
 
 from __future__ import annotations
 
@@ -111,10 +108,7 @@ def reference_shapes(model: str) -> tuple[dict[str, list[int]] | None, bool]:
 
 
 def tensor_shapes(folder: Path) -> dict[str, list[int]]:
-    """Return name -> shape of every tensor in a folder's safetensors files, from their headers. {} if there are none.
-
-    Raises ValueError for a file that is truncated or no safetensors, or that the index names and is missing.
-    """
+    """Return name -> shape of a folder's tensors, from headers. Raises ValueError for a truncated or missing file."""
     return {name: shape for name, (_, shape) in tensor_headers(folder).items()}
 
 

@@ -1,8 +1,7 @@
 """Assignment of GPUs or cores to engines: each gets the next free ones, and they share only if there are too few.
 
-A runner sets `CUDA_VISIBLE_DEVICES` for itself and its children before anything of CUDA is imported. On a machine
-without a GPU it sets `VLLM_CPU_OMP_THREADS_BIND` unless it is set, since vLLM by itself binds the threads of all
-engines to the same cores.
+A runner sets `CUDA_VISIBLE_DEVICES` before anything of CUDA is imported. Without a GPU it sets
+`VLLM_CPU_OMP_THREADS_BIND`, since vLLM by itself binds the threads of all engines to the same cores.
 """
 
 from __future__ import annotations

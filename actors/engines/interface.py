@@ -2,7 +2,6 @@
 
 A runner finds its engine class by the name in its config (`"module:Class"`), builds it with an `EngineConfig`, awaits
 `start()` once, then calls `generate` from many coroutines at a time, all on one event loop.
-`actors/engines/vllm/engine.py` is the engine over vLLM; `trinity_es.testing.ScriptedEngine` plays a script instead.
 """
 
 from __future__ import annotations

@@ -68,10 +68,10 @@ def _blocking(
 class Model(OpenAIAccess):
     """A model as a workflow sees it.
 
-    `defaults`: the task's `rollout_args`, by the names of `Sampling`; the constructor raises DataError for an unknown
-    name or an invalid value. `loop`: the engine's, by default the caller's; without one only the `*_async` methods
-    work. `server`: the engine's endpoint for OpenAI clients. `graders`: the runner's; without them each `grade` starts
-    a process, which takes a second. `name`: an auxiliary model's; `task`: its requests share one engine.
+    `defaults`: the task's `rollout_args`; the constructor raises DataError for an unknown name or an invalid value.
+    `loop`: the engine's, by default the caller's; without one only the `*_async` methods work. `graders`: without them
+    each `grade` starts a process, which takes a second. `name`: an auxiliary model's; `task`: its requests share one
+    engine.
     """
 
     def __init__(
@@ -351,10 +351,9 @@ class Model(OpenAIAccess):
     def took(
         self, completions: list[Completion], before: int, text: str | None, sampling: Sampling
     ) -> list[tuple[Completion, Experience]]:
-        """Make an experience of each answer to one prompt, and count them in `usage`.
+        """Make an experience of each answer to one prompt, sent while `before` was served, and count them in `usage`.
 
-        `before`: the version served when the prompt was sent; `text`: the prompt, if it was a text. Raises EngineError
-        for an aborted answer, or logprobs that are not finite.
+        Raises EngineError for an aborted answer, or logprobs that are not finite.
         """
         after = self.engine.model_version
         self.usage.requests += 1

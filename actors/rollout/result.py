@@ -60,10 +60,9 @@ class UnitResult:
 
 
 def _number_runs(experiences: Sequence[Experience], runs: range) -> None:
-    """Set `eid.run` of several runs' experiences if the workflow set none, or numbered them from 0.
+    """Set `eid.run` of experiences if the workflow set none, or numbered them from 0.
 
-    If it set none and every step has one experience per run, they belong to the runs in order. Otherwise the
-    experiences are divided evenly in their order.
+    If it set none, each step's experiences belong to the runs in order, or all are divided evenly if that can't be.
     """
     n, numbers = len(runs), {e.eid.run for e in experiences}
     if numbers <= set(runs) and not (n > 1 and numbers == {0}):
@@ -139,8 +138,7 @@ def shared(
 ) -> tuple[list[RunResult], tuple[int, int]]:
     """Divide the usage of a shared model among its runs; returns the results, and the tokens that belong to no run.
 
-    Each run gets the tokens of its experiences, unless the model was never called: experiences may come from anywhere.
-    Each run also gets the mean of the forks.
+    Each run gets the mean of the forks and, if the model was called at all, the tokens of its experiences.
     """
     if usage.requests == 0:
         return list(results), (0, 0)

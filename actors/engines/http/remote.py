@@ -144,10 +144,7 @@ def _keys(task: str | None) -> list[str]:
 
 
 def remote_models(auxiliary: Mapping[str, RolloutModelConfig], token: str) -> dict[str, RemoteEngine]:
-    """Return a RemoteEngine for each auxiliary model of a config, in its order. Loads their tokenizers.
-
-    Raises ConfigError for an engine class without `load_tokenizer`.
-    """
+    """Return a RemoteEngine with tokenizer for each auxiliary model. Raises ConfigError without `load_tokenizer`."""
     engines = {}
     for name, model in auxiliary.items():
         cls = resolve(model.engine_class, {}, "engine")

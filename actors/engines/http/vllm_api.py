@@ -1,8 +1,4 @@
-"""HTTP API of an external vLLM server: its abilities, its identity, its weights.
-
-The server is an unmodified `vllm serve`, perhaps on another machine; vllm and torch are not imported. Tried with vLLM
-0.32. docs/ENGINES.md says how to start one, docs/DECISIONS.md explains its identity.
-"""
+"""HTTP API of an external, unmodified `vllm serve`: its abilities, its identity, its weights. Tried with vLLM 0.32."""
 
 from __future__ import annotations
 

@@ -203,10 +203,7 @@ class ServerWeights:
             )
 
     async def load_weights(self, version: int, path: str) -> None:
-        """Serve the checkpoint at `path` as `version`. A change goes on to its end if the caller is cancelled.
-
-        Raises SyncError if the checkpoint can't be loaded, EngineError (`dead=True`) if the attempt ended the engine.
-        """
+        """Serve the checkpoint at `path`, even if the caller is cancelled. Raises SyncError, EngineError (`dead`)."""
         self._require_alive()
         change = asyncio.ensure_future(self._load(version, path))
         self._changes.add(change)

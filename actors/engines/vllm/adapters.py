@@ -93,10 +93,7 @@ class AdapterServing:
                 self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
 
     async def load_adapter(self, name: str, version: int, path: str, digest: str = "") -> None:
-        """Serve a new version of an adapter; wait while requests of earlier versions take all places.
-
-        vLLM reads the files itself, so they are checked again afterwards.
-        """
+        """Serve a new version of an adapter once there is a place; check its files again after vLLM has read them."""
         llm = self._live_llm()
         from vllm.lora.request import LoRARequest
 

@@ -1,7 +1,4 @@
-"""vLLM's weight transfer over gloo, which `sync_method: nccl` uses on a CPU.
-
-Only vLLM's workers import this module (as `worker_extension_cls`), so it imports torch and vllm at once.
-"""
+"""vLLM's weight transfer over gloo, which `sync_method: nccl` uses on a CPU. Only vLLM's workers import this module."""
 
 from __future__ import annotations
 

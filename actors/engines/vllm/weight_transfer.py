@@ -1,7 +1,4 @@
-"""The trainer's end of a weight transfer: rank 0 of a group with every worker of every engine.
-
-The group is NCCL between GPUs, as in vLLM's own weight transfer, and gloo on a CPU. torch and vllm are imported on use.
-"""
+"""The trainer's end of a weight transfer: rank 0 of a group with all workers of all engines, by NCCL or (CPU) gloo."""
 
 from __future__ import annotations
 

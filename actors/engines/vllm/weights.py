@@ -56,10 +56,7 @@ class WeightChanges:
         raise NotImplementedError
 
     async def load_weights(self, version: int, path: str) -> None:
-        """Serve the checkpoint at `path` as `version`. A change goes on to its end if the caller is cancelled.
-
-        Raises SyncError if the checkpoint can't be loaded, EngineError (`dead=True`) if the attempt ended the engine.
-        """
+        """Serve the checkpoint at `path`, even if the caller is cancelled. Raises SyncError, EngineError (`dead`)."""
         await self._change(version, path, self._reload)
 
     async def receive_weights(self, version: int, path: str, timeout: float) -> None:

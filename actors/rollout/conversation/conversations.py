@@ -1,7 +1,4 @@
-"""Conversations as token ids: prompts by the model's chat template, and whole conversations as experiences.
-
-Needs only a tokenizer, no engine.
-"""
+"""Conversations as token ids: prompts by the model's chat template, and whole conversations as experiences."""
 
 from __future__ import annotations
 
@@ -66,10 +63,7 @@ class Conversing:
         return None
 
     def render(self, messages: list[Message], tools: Any, template: Mapping[str, Any] | None = None) -> list[int]:
-        """Return the prompt of a chat. `template`: variables of the chat template (`enable_thinking`).
-
-        Raises WorkflowError if the chat template refuses the messages.
-        """
+        """Return a chat's prompt. Raises WorkflowError if the chat template, with variables `template`, refuses it."""
         return _flat(self._template(messages, tools, tokenize=True, **_template_arguments(messages, template)))
 
     async def prompt_of(

@@ -1,7 +1,4 @@
-"""The answers of one run, for prompts that continue them and for experiences of whole conversations.
-
-Needs only a tokenizer, no engine.
-"""
+"""The answers of one run, for prompts that continue them and for experiences of whole conversations."""
 
 from __future__ import annotations
 

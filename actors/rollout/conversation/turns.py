@@ -201,10 +201,7 @@ class Turns:
         return None
 
     def _tail(self, turn: Turn, rest: str) -> str | None:
-        """Return what follows a turn's answer in `rest`, the text after its prompt; None if that is another answer.
-
-        White space around the answer may be missing, as templates strip it.
-        """
+        """Return the rest after a turn's answer, maybe stripped, in the text after its prompt; None: another answer."""
         if rest == "":
             return None  # the same prompt again
         last = self.end_of(turn)

@@ -1,8 +1,4 @@
-"""A grader process: it calls one function, sends the result, and waits to be killed.
-
-A template process (`template_main.py`) that has imported the function's module forks it for one call; the runner's
-`Graders` kills it with its process group.
-"""
+"""A grader process: it calls one function, sends the result, and waits until `Graders` kills its process group."""
 
 from __future__ import annotations
 

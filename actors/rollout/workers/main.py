@@ -1,7 +1,6 @@
 """A worker process, which plays sync workflows and sends its models' calls over a pipe (`workers/protocol.py`).
 
-A template process (`template_main.py`) forks it, and the runner's `WorkerPool` kills it. It ends by itself after the
-runner: by PDEATHSIG (Linux), with its template, and at the end of its pipe.
+It ends by itself after the runner: by PDEATHSIG (Linux), with its template, and at the end of its pipe.
 
 Any thread may call `generate`, `chat` and the like, which block it; the `*_async` methods work on any event loop of the
 workflow's own. `model.model_version` and `model.usage` are as of the last answer through the pipe.

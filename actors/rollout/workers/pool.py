@@ -1,12 +1,10 @@
 """Pool of worker processes that play sync workflows and can be killed.
 
 A `WorkerPool` forks workers from warm templates (`workers/templates.py`) on demand, up to its `places`, and keeps them.
-A worker plays the workflows of one module, one run at a time (or all runs of a `can_repeat` workflow), in its main
-thread, by `WorkflowRunner.execute`. If its process ends (os._exit, a segfault, kill -9), only that run fails, with kind
-`workflow`. At a timeout, a cancellation, and the end of the pool the worker is stopped at once and killed, with its
-descendants.
-
-A worker (`workers/main.py`) is in the runner's process group, and ends by itself after the runner.
+A worker (`workers/main.py`) plays the workflows of one module, one run at a time (or all runs of a `can_repeat`
+workflow), in its main thread. If its process ends (os._exit, a segfault, kill -9), only that run fails, with kind
+`workflow`. At a timeout, a cancellation, and the end of the pool it is stopped at once and killed, with its
+descendants. It is in the runner's process group, and ends by itself after the runner.
 """
 
 from __future__ import annotations
@@ -74,9 +72,8 @@ class WorkerPool:
     ) -> tuple[UnitResult, str | None]:
         """Play these runs of a task (`task_to_dict`); returns the result, and why the engine is dead, if a run noticed.
 
-        `models`: the model and the auxiliary ones. `timeout` counts from when a worker has imported the workflow;
-        `begun` is called then. Raises TimeoutError, StartupError if no worker could be started, WorkflowError if it
-        ended.
+        When a worker has imported the workflow, `timeout` begins and `begun` is called. Raises TimeoutError,
+        StartupError if no worker could be started, WorkflowError if it ended.
         """
         async with self._room:
             while True:

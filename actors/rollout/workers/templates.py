@@ -1,7 +1,4 @@
-"""The runner's side of its template processes (`template_main.py`), which are started on demand and after they end.
-
-One `Templates` belongs to one `WorkerPool` and serves its event loop.
-"""
+"""The runner's side of the template processes (`template_main.py`) of one `WorkerPool`, which start on demand."""
 
 from __future__ import annotations
 
@@ -146,10 +143,7 @@ class Templates:
         return await self._template(workflow) is not None
 
     async def fork(self, workflow: str, child: Child, theirs: socket.socket, order: str = "work") -> bool:
-        """Fork a worker (or with `grade` a grader) for this workflow; returns False if it has to import the module.
-
-        Raises like `prepare`.
-        """
+        """Fork a worker (or by `grade` a grader); return False if it must import the module. Raises like `prepare`."""
         template = await self._template(workflow)
         await (template or await self._base()).fork(child, theirs, order)
         return template is not None
