@@ -43,6 +43,25 @@ def test_the_code_in_a_page_runs_beside_modules_named_as_our_rooms(
     assert len(list((tmp_path / "pipeline-run/outputs/jsonl").glob("*.jsonl"))) == outputs
 
 
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_what_a_page_links_to_and_each_module_that_it_names_is_there(page: Path) -> None:
+    text = page.read_text()
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    named = re.findall(r"`((?:[a-z_]+/)+\w+\.py)`", text)
+    modules = [path.as_posix() for path in (p.relative_to(ROOT) for p in ROOT.glob("[a-z]*/**/*.py"))]
+    assert [name for name in named if not any(f"/{module}".endswith(f"/{name}") for module in modules)] == []
+
+
+def test_the_index_has_every_page() -> None:
+    index = ROOT / "docs" / "README.md"
+    linked = {(index.parent / link).resolve() for link in re.findall(r"\]\(([^)]+)\)", index.read_text())}
+    assert linked == {*PAGES} - {ROOT / "README.md", index}
+
+
 def test_the_glossary_has_twenty_words_once_each() -> None:
     words = re.findall(r"^\| \*\*(\w+)\*\* \| \S", (ROOT / "docs" / "GLOSSARY.md").read_text(), re.MULTILINE)
     assert len(words) == len(set(words)) == 20
