@@ -14,8 +14,8 @@ __all__ = ["markdown"]
 
 _HEAD = """# The command line
 
-What `trinity-es COMMAND --help` says of each command, made from the code by `make docs`. Exit codes: 0 yes, 1 the answer
-is no, 2 an error. `--json`, wherever a command has it, prints the same data for programs."""
+The text of `trinity-es COMMAND --help` for each command, made from the code by `make docs`. Exit codes: 0 yes, 1 the
+answer is no, 2 an error. `--json`, wherever a command has it, prints the same data for programs."""
 
 
 def markdown() -> str:
@@ -34,4 +34,4 @@ def _pages(command: Any, name: str, parent: Any) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print(markdown(), end="")  # noqa: T201  # printing is its job
+    print(markdown(), end="")
