@@ -11,6 +11,7 @@ import pytest
 
 from tests.helpers.paths import ROOT
 from tests.helpers.systems import name_as_ours
+from trinity_es import errors
 from trinity_es.actors import commands
 from trinity_es.actors.commands import command_docs as command_docs
 from trinity_es.events import event_docs
@@ -64,6 +65,12 @@ def test_the_index_has_every_page_and_none_that_is_written_is_long() -> None:
     )
     assert written | made == {*PAGES} - {ROOT / "README.md", index}
     assert [page for page in written if len(page.read_text().splitlines()) > 300] == []
+
+
+def test_the_page_of_troubles_has_every_error() -> None:
+    page = (ROOT / "docs" / "TROUBLESHOOTING.md").read_text()
+    named = set(re.findall(r"`([A-Z]\w+)`", page))
+    assert named == set(errors.__all__) - {"TrinityError", "LogError"}
 
 
 def test_the_glossary_has_twenty_words_once_each() -> None:
