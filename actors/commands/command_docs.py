@@ -27,9 +27,9 @@ Every request has an id. A client may send a request again under the same id, al
 answer, or goes on waiting.
 
 Besides the errors of its own, every command may be answered with DataError (a wrong field), LogUnavailable, LogRewound,
-and RequestRefused (it ended coordinators). *Writes*: it is recorded in the log. *Waits*: its answer comes when runners
-or other clients have done something. While the log can't be written for a reason that may pass, clients of a command
-that waits go on waiting; other commands that write fail at once with LogUnavailable."""
+and RequestRefused (it may have crashed coordinators). *Writes*: it is recorded in the log. *Waits*: its answer comes
+when runners or other clients have done something. While the log can't be written for a reason that may pass, clients of
+a command that waits go on waiting; other commands that write fail at once with LogUnavailable."""
 
 
 def markdown() -> str:

@@ -122,7 +122,7 @@ class SyncWeights(Command[SyncedWeights], name="sync_weights", writes=True, wait
     timeout: Seconds
     """Time until the answer SyncError; engines that have not loaded by then go on with their old version."""
     method: Name = "checkpoint"
-    """Their way to the engines: `checkpoint`, `memory` or `nccl`."""
+    """Method of the transfer: `checkpoint`, `memory` or `nccl`."""
     again: Flag = False
     """True if the folder of the current version was lost and has been written again."""
 
@@ -205,8 +205,7 @@ class RestartRunner(Command[RestartedRunner], name="restart_runner", writes=Fals
 
 
 class GetRunnerStates(Command[dict[str, dict[str, Any]]], name="runner_states", writes=False):
-    """Return the current activity of runners by name, as `actors/run_activity.py` describes it, without unknown names.
-    """
+    """Return the current activity of runners by name (`actors/run_activity.py`). Unknown names are left out."""
 
     names: list[ShortText] | None
     """null: all runners."""

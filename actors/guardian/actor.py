@@ -86,18 +86,18 @@ class Guardian(BaseActor):
         self.stopping = self.ending = False
         self.fenced = ""
         rollout = self.config.rollout
-        own = rollout.engine_num if rollout.engine_type != "http" else 0  # the coordinator sends the list of servers
+        count = rollout.engine_num if rollout.engine_type != "http" else 0  # the coordinator sends the list of servers
         host = self.config.host
-        at = "" if host is None else f"@{host.name}"
+        suffix = "" if host is None else f"@{host.name}"
         serves = host is not None or self.config.hosts.engines_on_head
-        slots = [(f"runner-{number}{at}", "rollout", rollout) for number in range(own if serves else 0)]
+        slots = [(f"runner-{number}{suffix}", "rollout", rollout) for number in range(count if serves else 0)]
         self.urls: dict[str, str] = {}
         """Runner -> URL of the external server that it supervises."""
         self.weights = 0, ""
         """Version and folder of the rollout model's current weights."""
         for model, engines in self.config.auxiliary.items() if serves else ():
-            slots += [(f"{model}-{number}{at}", model, engines) for number in range(engines.engine_num)]
-            self.urls |= {f"{model}-{n}{at}": url for n, url in enumerate(engines.servers.urls)}
+            slots += [(f"{model}-{number}{suffix}", model, engines) for number in range(engines.engine_num)]
+            self.urls |= {f"{model}-{n}{suffix}": url for n, url in enumerate(engines.servers.urls)}
         sizes = [(name, engines.tensor_parallel_size) for name, _, engines in slots if name not in self.urls]
         self.first_place, self.places = placed(sizes), sum(size for _, size in sizes)
         folder, printed, leader = system.log_dir, printed_to(), "coordinator" if host is None else "host"
@@ -175,7 +175,7 @@ class Guardian(BaseActor):
             child.up_at = self.now()
         for other in self.runners():
             if other.is_gone():  # perhaps while there was no coordinator to tell
-                self.send(message.coordinator, self.died(other))
+                self.send(message.coordinator, self.death_report(other))
             else:
                 self.send(other.address, message)
 
@@ -279,7 +279,7 @@ class Guardian(BaseActor):
         child.deaths = []
         if child.is_gone():
             child.reason, child.state = message.reason, "waiting"
-            self.tell_died(child, asked=True)
+            self.report_death(child, asked=True)
             self.start_again(child)
         else:
             self.end_child(child, message.reason, asked=True)
@@ -292,11 +292,11 @@ class Guardian(BaseActor):
                 os.kill(child.pid, signal.SIGKILL)
         self.child_died(child, reason, asked=asked)
 
-    def tell_died(self, child: Child, asked: bool = False) -> None:
+    def report_death(self, child: Child, asked: bool = False) -> None:
         if self.coordinator_address is not None:
-            self.send(self.coordinator_address, self.died(child, asked))
+            self.send(self.coordinator_address, self.death_report(child, asked))
 
-    def died(self, child: Child, asked: bool = False) -> messages.RunnerDied:
+    def death_report(self, child: Child, asked: bool = False) -> messages.RunnerDied:
         return messages.RunnerDied(
             child.name, child.incarnation, child.reason, deaths=len(child.deaths), period=self.policy.period,
             quarantined=child.state == "quarantined", model=child.model, asked=asked,
@@ -310,14 +310,14 @@ class Guardian(BaseActor):
             kill_group(child.pid)  # a runner leads its process group: engine and workers go with it
         pause = self.supervision.ended(child, reason, self.now(), self.chance(), asked=asked, for_good=self.stopping)
         if child.leaving:
-            self.tell_died(child, asked)
+            self.report_death(child, asked)
             self.forget_child(child)
             return
         if child.state == "quarantined":
             self.log.error(
                 "%s ended %d times in %.0f s: quarantined", child.name, len(child.deaths), self.policy.period)
         if not child.is_coordinator():
-            self.tell_died(child, asked)
+            self.report_death(child, asked)
         if child.model != "rollout":
             self.tell_endpoints()
         if pause is None:
