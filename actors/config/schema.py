@@ -92,7 +92,7 @@ class DynamicTimeoutConfig(Section):
     """Stop an attempt after `ratio` times the mean duration of attempts in earlier train steps. Attempts that timed out
     count, evals don't. `max_timeout` stays the maximum."""
     ratio: float = Field(default=3.0, gt=0.0)
-    """Factor in `enable`."""
+    """Factor on the mean duration, see `enable`."""
     warmup_min_steps: Positive = 3
     """Train steps that must have ended first: finalized train batches, and batches of a Scheduler with tasks that are
     no evals."""
@@ -172,7 +172,7 @@ class RolloutModelConfig(Section):
     seed: int = Field(default=0, ge=0)
     """Seed of the engines."""
     temperature: float = Field(default=1.0, ge=0.0)
-    """Sampling temperature; 0 is greedy. A task's `rollout_args` override it, and `top_p`, `top_k` and `logprobs`."""
+    """Sampling temperature; 0 is greedy. A task's `rollout_args` override this, `top_p`, `top_k` and `logprobs`."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Nucleus sampling: the smallest set of tokens with this probability."""
     top_k: int = Field(default=-1, ge=-1)
