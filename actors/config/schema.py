@@ -351,7 +351,8 @@ class SynchronizerConfig(Section):
     """`fully_async`, `trainer_driven`: maximum number of train batches that are submitted and not trained on yet
     (without `trainer.class`: not finalized yet)."""
     sync_timeout: Seconds = 3600.0
-    """Seconds that engines may take to load the weights; in mode `explore` also to wait for the trainer's next."""
+    """Seconds to wait until the engines have loaded the weights, and in mode `explore` for the trainer's next weights.
+    """
 
 
 class MonitorConfig(Section):
@@ -393,8 +394,8 @@ class StoreConfig(Section):
         default="", repr=False, json_schema_extra={"shown": "sqlite:///runs/<project>/<name>/log.sqlite"}
     )
     """Database of the log: `sqlite:///file` or `postgresql+psycopg://user@host/name`. Better give a password by
-    PGPASSWORD or ~/.pgpass; one in the URL is never shown. In mode `bench` the default is `bench/log.sqlite` in that
-    folder."""
+    PGPASSWORD or ~/.pgpass; one in the URL is never shown. In mode `bench` the default is `bench/log.sqlite` in the
+    default folder."""
     durability: Literal["process", "power"] = "power"
     """Faults that acknowledged data survives. `power`: also a loss of power; `process`: kill -9 of any process, and it
     is faster. On PostgreSQL both are the same."""
@@ -402,8 +403,9 @@ class StoreConfig(Section):
     """Seconds to wait for a database that is unavailable (it restarts, a lock is held) before callers get an error."""
     # logs of the first release hold "keep"
     retention: Annotated[int | None, BeforeValidator(lambda v: None if v == "keep" else v)] = Field(default=None, ge=1)
-    """Number of later steps that must be acknowledged before a batch's experiences are deleted; its events stay. At
-    least the steps between two checkpoints of the trainer, which restarts from one. null: nothing is deleted."""
+    """Number of steps whose experiences are kept. A batch's are deleted once this many later steps are acknowledged; its
+    events stay. Give at least the steps between two checkpoints, since the trainer restarts from one. null: keep all.
+    """
 
 
 class SystemConfig(Section):
