@@ -403,9 +403,8 @@ class StoreConfig(Section):
     """Seconds to wait for a database that is unavailable (it restarts, a lock is held) before callers get an error."""
     # logs of the first release hold "keep"
     retention: Annotated[int | None, BeforeValidator(lambda v: None if v == "keep" else v)] = Field(default=None, ge=1)
-    """Number of steps whose experiences are kept. A batch's are deleted once this many later steps are acknowledged; its
-    events stay. Give at least the steps between two checkpoints, since the trainer restarts from one. null: keep all.
-    """
+    """Number of steps whose experiences are kept. A batch's are deleted once this many later steps are acknowledged;
+    its events stay. Give at least the steps between two checkpoints, since the trainer restarts from one. null: all."""
 
 
 class SystemConfig(Section):

@@ -336,7 +336,7 @@ class Guardian(BaseActor):
             self.start_runner(child.name, child.model)
 
     def on_LeaseLost(self, message: messages.LeaseLost, sender: Any) -> None:
-        """Another system took the store: end everything, or both would take it from each other for ever."""
+        """End everything: another system took the store, and both would take it from each other for ever."""
         if self.children["coordinator"].address != sender:
             return  # from a coordinator that was given up: its successor decides
         self.log.error("fenced off: %s", message.owner)
