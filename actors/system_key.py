@@ -91,7 +91,7 @@ def _read(path: str, missing: str) -> str:
         why = e.strerror if isinstance(e, OSError) else "it is no text"
         raise WrongKey(missing.format(path=path, why=why)) from e
     if status.st_mode & 0o077 and not _is_mounted(status):
-        raise WrongKey(f"others can read the key file {path}: `chmod 600 {path}`, then start the system anew")
+        raise WrongKey(f"others can read the key file {path}: `chmod 600 {path}`, then start the system again")
     if status.st_uid not in (0, os.geteuid()):
         raise WrongKey(f"the key file {path} belongs to another user: set system.key_file to a file of your own")
     return text

@@ -191,7 +191,7 @@ NAMED = "explorer: {auxiliary_models: [%s]}"
     (HTTP % ("", ", server_args: {tool_call_parser: hermes}"), [], "has server_args"),
     (HTTP % ("", ""), ["synchronizer.sync_method=nccl"],
      "rollout_model.engine_type is http, and synchronizer.sync_method is nccl: "),
-    (NAMED % "{name: judge, lora: {}}", [], "adapters are published for the rollout model"),
+    (NAMED % "{name: judge, lora: {}}", [], "has lora, which only the rollout model can have"),
     (NAMED % "{name: a}, {name: a}", [], "two models with the name 'a'"),
     (NAMED % "{name: rollout}", [], "two models with the name 'rollout'"),
     (NAMED % "{name: runner}", [], "two models with the name 'runner'"),
