@@ -82,8 +82,8 @@ class AdapterLoading:
         """Publish a version, if `adapter_decisions.py` allows it, and have every runner load it."""
         self.live.record(*adapters.publish(self.live.adapters, new, self.most, self.models))
         awaited = Awaited(
-            f"version {new.version} of adapter {new.adapter!r} was not loaded everywhere ({{what}}); these runners keep "
-            "the version that they had",
+            f"version {new.version} of adapter {new.adapter!r} was not loaded everywhere ({{what}}); these runners "
+            "keep the version that they had",
             {r.name for r in self.registry.up() if r.adapters.get(new.adapter) != new.version},
         )
         self.waiters[awaited] = new.adapter, new.version
