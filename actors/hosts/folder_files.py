@@ -1,7 +1,7 @@
-"""A folder of weights as head and host compare it: which files it has, and whether those of another host are the same.
+"""A folder of weights as head and host compare it: its files, and whether those of another host are the same.
 
-A file that two hosts share over a file system has the same inode, size and times for both, to the nanosecond; that is
-seen without reading it. Whether another one is equal, its SHA-256 tells.
+A file shared over a file system has the same inode, size and times on both hosts, to the nanosecond, so equality is
+known without reading it. Otherwise the SHA-256 decides.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from pathlib import Path
 __all__ = ["FileFacts", "FolderName", "digests_of", "listing"]
 
 _TRAINER_S = ("optimizer*", "scheduler*", "rng_state*", "training_args*", "trainer_state*", "scaler*")
-"""Names of what a trainer leaves beside weights, and no engine reads."""
+"""Names of files that a trainer leaves beside weights and no engine reads."""
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.gguf")
-"""Names of weights in other formats, which nobody reads where there are safetensors."""
+"""Names of weights in other formats, which no engine reads if there are safetensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class FolderName:
-    """What a host asks the head for: never a path, which the head alone knows."""
+    """A host's request for a folder. It never has a path, which only the head knows."""
 
     kind: str
-    """`weights`, `adapter` or `model`: the model as it was given, before any weights."""
+    """`weights`, `adapter` or `model`: the original model, before any weights."""
     name: str = ""
-    """Of the adapter, or of the model (`rollout`, or an auxiliary one's)."""
+    """Name of the adapter, or of the model (`rollout`, or an auxiliary one's)."""
     version: int = 0
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class FolderName:
 
     @property
     def label(self) -> str:
-        """The beginning of the name of its folder on a host."""
+        """Beginning of the name of its folder on a host."""
         named = hashlib.sha256(self.name.encode()).hexdigest()[:12] + "-" if self.name else ""
         return f"{self.kind}-{named}{self.version}"
 
@@ -52,13 +52,13 @@ class FileFacts:
     name: str
     size: int
     identity: tuple[int, int, int]
-    """Its inode, and when its content and its inode changed, in nanoseconds."""
+    """Its inode, and the times when its content and its inode changed, in nanoseconds."""
 
 
 def listing(folder: Path) -> list[FileFacts]:
-    """Return the files of a folder that an engine may read, by name. Raises OSError, also where there are none.
+    """Return the files of a folder that an engine may read, by name. Raises OSError, also if there are none.
 
-    Links are followed: the local cache of Hugging Face's hub consists of them.
+    Links are followed, because the cache of Hugging Face's hub consists of them.
     """
     names = sorted(e.name for e in os.scandir(folder) if e.is_file() and not e.name.startswith("."))
     left_out = _TRAINER_S + (_OTHER_WEIGHTS if any(n.endswith(".safetensors") for n in names) else ())
@@ -66,7 +66,7 @@ def listing(folder: Path) -> list[FileFacts]:
     for name in names:
         if any(fnmatch.fnmatch(name, pattern) for pattern in left_out):
             continue
-        with (folder / name).open("rb") as file:  # opened: NFS asks its server then for what it knows of the file
+        with (folder / name).open("rb") as file:  # opened, so that NFS asks its server for the file's attributes
             status = os.fstat(file.fileno())
         found.append(FileFacts(name, status.st_size, (status.st_ino, status.st_mtime_ns, status.st_ctime_ns)))
     if not found:
@@ -75,7 +75,9 @@ def listing(folder: Path) -> list[FileFacts]:
 
 
 async def digests_of(folder: Path, files: Sequence[FileFacts], room: Executor) -> list[str]:
-    """Return the SHA-256 of each file, computed in threads of `room`. Raises OSError, also for one that is shorter."""
+    """Return the SHA-256 of each file, computed in threads of `room`. Raises OSError, also for a file that became
+    shorter.
+    """
     loop = asyncio.get_running_loop()
     return list(await asyncio.gather(
         *(loop.run_in_executor(room, _digest, folder / file.name, file.size) for file in files)))

@@ -1,9 +1,9 @@
-"""The host's end of a pull: has a folder of the head's on this host, equal to the last byte, or says why not.
+"""The host's end of a pull: brings a folder of the head to this host, equal to the last byte, or says why it can't.
 
-Where the path that the head names is there on this host too, with the same files or equal ones, it is used as it is.
-Else the files are pulled into a folder of this host's own, where a version has its name when it is whole. What a
-connection that broke has brought stays, and is gone on from. Every file's SHA-256 is compared with the head's; a file
-that differs is pulled once more.
+If the head's path exists on this host with the same or equal files, it is used as it is. Otherwise the files are pulled
+into a folder of this host, which gets the version's name once it is complete. Bytes that arrived before a connection
+broke stay, and the pull continues after them. Each file's SHA-256 is compared with the head's; a file that differs is
+pulled once more.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ T = TypeVar("T")
 
 SHARED_MEMORY = "/dev/shm"
 SPARE_BYTES = 64 * 2**20
-"""Bytes that are left free for others."""
+"""Bytes of disk that stay free for other programs."""
 PAUSE_SECONDS = 0.2, 5.0
 """Pause before the head is asked again: the first, and the longest."""
 TELL_SECONDS = 0.5
-"""Interval between two words on how far a pull is."""
+"""Interval between two progress messages of a pull."""
 THREADS = 4
 
 
 def pulled_dir(chosen: str, url: str, log_dir: str) -> Path:
-    """Return where a host keeps what it pulls: below `chosen`, by default in shared memory.
+    """Return the folder in which a host keeps pulled files: below `chosen`, by default in shared memory.
 
-    One for each store, machine, and host on it: `chosen` may be on a file system that machines share.
+    Each store, machine and host on it has its own, because `chosen` may be on a shared file system.
     """
     told = hashlib.sha256(f"{socket.gethostname()} {os.getuid()} {url} {log_dir}".encode()).hexdigest()[:16]
     return Path(chosen or SHARED_MEMORY) / f"trinity_es-host-{told}"
@@ -58,22 +58,22 @@ def pulled_dir(chosen: str, url: str, log_dir: str) -> Path:
 
 @dataclass(slots=True)
 class _Pull:
-    """What one call of `pull` knows."""
+    """State of one call of `pull`."""
 
     name: FolderName
     own: Path | None
     tell: Callable[[str], None]
     moved: float
-    """When it got on last, monotonic seconds: bytes came, or digests for the first time."""
+    """Time of its last progress, in monotonic seconds: bytes came, or digests for the first time."""
     compared: bool = False
-    """Digests have come."""
+    """Digests have arrived."""
     twice: bool = False
     """A file differed already."""
     told: float = float("-inf")
-    """When `tell` was called last, monotonic seconds."""
+    """Time of the last call of `tell`, in monotonic seconds."""
 
     def does(self, what: str) -> None:
-        """Tell what is done now, where the last word is old."""
+        """Report the progress if the last report is old."""
         now = time.monotonic()
         if now - self.told >= TELL_SECONDS:
             self.told = now
@@ -81,25 +81,25 @@ class _Pull:
 
 
 class FolderPuller:
-    """See the module. For one event loop."""
+    """Puller of folders, for one event loop."""
 
     def __init__(self, folder: Path, dialer: HeadDialer) -> None:
-        """For the dialer's `timeout` nothing may come until a pull has failed."""
+        """Pull with the dialer; a pull fails if nothing arrives for the dialer's `timeout`."""
         self._folder, self._dialer = folder, dialer
         self._room = ThreadPoolExecutor(THREADS, thread_name_prefix="pull")
         self._equal: dict[Path, str] = {}
-        """Digest of each file here that was compared with the head's."""
+        """Digest of each local file that was compared with the head's."""
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._had: dict[FolderName, Path] = {}
-        """What was pulled."""
+        """Folders that were pulled."""
 
     async def pull(self, name: FolderName, own: Path | None, tell: Callable[[str], None]) -> Path:
-        """Return where a folder of the head's is on this host. Raises SyncError, which says why it can't be had;
-        `refused` in its details: the head does not give it.
+        """Return the place of the head's folder on this host.
 
-        `own`: where it may be already. `tell` is told how far it is, and what keeps it.
+        `own` is a path where it may be already. `tell` gets the progress, and obstacles. Raises SyncError with the
+        reason; its detail `refused` is set if the head refuses the folder.
         """
-        async with self._turns[name.label]:  # one that was given up may have a last piece of work to end
+        async with self._turns[name.label]:  # a pull that was given up may still be ending
             return await self._pull(_Pull(name, own, tell, time.monotonic()))
 
     async def _pull(self, pull: _Pull) -> Path:
@@ -123,7 +123,7 @@ class FolderPuller:
             await asyncio.sleep(pauses.next(0.5))
 
     async def forget_but(self, labels: Collection[str]) -> None:
-        """Remove the weights and adapters that are here, but those of these labels."""
+        """Remove all weights and adapters here except those with these labels."""
         await self._in_thread(self._forget_but, labels)
 
     def _forget_but(self, labels: Collection[str]) -> None:
@@ -133,7 +133,9 @@ class FolderPuller:
                 shutil.rmtree(found, ignore_errors=True)
 
     async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return what `work` does in a thread. Who is cancelled waits for its end: it may use a file of his."""
+        """Return the result of `work` in a thread. On cancellation, wait for its end, since it may use a file of the
+        caller.
+        """
         future = asyncio.ensure_future(asyncio.wrap_future(self._room.submit(work, *args, **kwargs)))
         try:
             return await asyncio.shield(future)
@@ -147,7 +149,7 @@ class FolderPuller:
             said = require_taken(await answer.json())
         own = await self._in_thread(_listed, pull.own)
         if "unreadable" in said:
-            if own and pull.own is not None:  # as on a file system that hosts share, and the head has not
+            if own and pull.own is not None:  # as on a file system that hosts share and the head lacks
                 return pull.own
             if (had := self._had.get(pull.name)) is not None and had.is_dir():
                 return had
@@ -166,7 +168,7 @@ class FolderPuller:
                 if await digests_of(pull.own, files, self._room) == digests:
                     return pull.own
             except OSError:
-                pass  # it can't be read: it is pulled
+                pass  # it can't be read, so it is pulled
         id = hashlib.sha256(repr([(f.name, f.size, d) for f, d in zip(files, digests, strict=True)]).encode())
         whole = self._folder / f"{pull.name.label}-{id.hexdigest()[:12]}"
         try:
@@ -191,7 +193,7 @@ class FolderPuller:
     async def _fill(
         self, pull: _Pull, session: ClientSession, url: str, files: dict[FileFacts, str], whole: Path
     ) -> None:
-        """Have all files, each with its digest, in `whole`. Raises _Local for what this host can't write."""
+        """Bring all files into `whole`, each with its digest. Raises _Local for what this host can't write."""
         beside = whole.with_name(f".{whole.name}.part")
         await self._in_thread(_make_own, self._folder)
         if whole.is_dir() and not await self._in_thread(self._lacks, whole, files):
@@ -226,7 +228,7 @@ class FolderPuller:
             self._equal[whole / file.name] = digest
 
     def _lacks(self, folder: Path, files: dict[FileFacts, str]) -> list[tuple[int, FileFacts, int, Any]]:
-        """Return each file that is not whole in this folder: its number, how many bytes are here, and their hash."""
+        """Return each incomplete file of this folder: its number, the number of bytes here, and their hash."""
         lacks = []
         for number, (file, digest) in enumerate(files.items()):
             path, hashed = folder / file.name, hashlib.sha256()
@@ -248,7 +250,7 @@ class FolderPuller:
 
 
 class _Local(Exception):
-    """What is wrong on this host, in words."""
+    """A problem of this host, as a sentence."""
 
 
 @contextmanager
@@ -261,7 +263,7 @@ def _here() -> Iterator[None]:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a folder: each would cut off what the other wrote. Raises _Local where one is in."""
+    """Lock a folder against other processes, which would truncate its files. Raises _Local if one has it."""
     with _here():
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -270,14 +272,15 @@ def _alone(folder: Path) -> Iterator[None]:
         except BlockingIOError as e:
             raise _Local("another process pulls it there now: it is looked for again") from e
         except OSError:
-            pass  # a file system that locks no folders, as NFS: the machine's name is in the path
+            pass  # a file system without folder locks, such as NFS: the machine's name is in the path
         yield
     finally:
         os.close(descriptor)
 
 
 def _file(name: str, size: int, identity: Sequence[int]) -> FileFacts:
-    """Return a file that the head names, which lies in the folder itself. Raises NotOurs."""
+    """Return the path for a file name that the head gave, directly inside the folder. Raises NotOurs for other names.
+    """
     if Path(name).name != name or name in ("", ".", ".."):
         raise NotOurs(f"the head names a file {name!r}")
     inode, changed, moved = identity
@@ -293,7 +296,7 @@ def _listed(own: Path | None) -> list[FileFacts]:
 
 @_here()
 def _make_own(folder: Path) -> None:
-    """Make this folder, for this user alone. Raises _Local where another has it: its name can be guessed."""
+    """Make this folder for this user alone. Raises _Local if another user has it, since its name can be guessed."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.lstat().st_uid != os.geteuid():
         raise _Local("it belongs to another user, who could change what is in it")
@@ -302,7 +305,7 @@ def _make_own(folder: Path) -> None:
 
 @_here()
 def _prepared(whole: Path, beside: Path) -> None:
-    """Make the folder that files come into: of what has its name already, and is not whole any more. Raises _Local."""
+    """Make the folder for incoming files, from an incomplete one with its name if there is one. Raises _Local."""
     if whole.is_dir():
         shutil.rmtree(beside, ignore_errors=True)
         whole.rename(beside)
@@ -311,7 +314,7 @@ def _prepared(whole: Path, beside: Path) -> None:
 
 @_here()
 def _opened(path: Path, has: int) -> FileIO:
-    """Open a file to go on with it after `has` bytes. Raises _Local."""
+    """Open a file to continue it after `has` bytes. Raises _Local."""
     file = path.open("r+b" if has else "wb", buffering=0)
     file.seek(has)
     file.truncate()
@@ -320,7 +323,7 @@ def _opened(path: Path, has: int) -> FileIO:
 
 @_here()
 def _take(file: FileIO, hashed: Any, data: bytes) -> None:
-    """Write and hash what came. Raises _Local."""
+    """Write and hash what arrived. Raises _Local."""
     left = memoryview(data)
     while left:
         left = left[file.write(left):]

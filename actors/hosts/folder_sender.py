@@ -28,12 +28,12 @@ READ_BYTES = 2**20
 WAIT_SECONDS = 2.0
 """How long a host waits for digests before it asks again."""
 REMEMBERED = 64
-"""Maximum number of folders that are known by their ids."""
+"""Maximum number of folders whose ids are kept."""
 THREADS = 4
 
 
 class FolderSender:
-    """See the module. For one event loop."""
+    """Sender of folders, for one event loop."""
 
     def __init__(self) -> None:
         self._room = ThreadPoolExecutor(THREADS, thread_name_prefix="folders")
@@ -41,11 +41,11 @@ class FolderSender:
         self._digests: dict[str, asyncio.Task[list[str]]] = {}
 
     def routes(self) -> list[web.RouteDef]:
-        """Return the routes of folders that were `listed`."""
+        """Return the routes of the folders in `listed`."""
         return [web.get("/folders/{id}/digests", self._digests_of), web.get(r"/folders/{id}/{number:\d+}", self._file)]
 
     async def listed(self, folder: Path) -> web.Response:
-        """Answer with what is in a folder."""
+        """Answer with the files of a folder."""
         try:
             files = await asyncio.get_running_loop().run_in_executor(self._room, listing, folder)
         except OSError as e:
@@ -61,7 +61,7 @@ class FolderSender:
     def _found(self, request: web.Request) -> tuple[Path, Sequence[FileFacts]]:
         try:
             return self._known[request.match_info["id"]]
-        except KeyError as e:  # of a head that led before, or long ago: the host asks for the folder again
+        except KeyError as e:  # the id of an earlier head, or an old one: the host asks for the folder again
             raise web.HTTPNotFound from e
 
     async def _digests_of(self, request: web.Request) -> web.Response:
@@ -82,7 +82,7 @@ class FolderSender:
         number, start = int(request.match_info["number"]), request.http_range.start or 0
         if number >= len(files) or start > files[number].size:
             raise web.HTTPNotFound
-        # Not web.FileResponse: in TLS asyncio reads 16 KiB at once for it, each in a thread.
+        # not web.FileResponse: in TLS asyncio reads 16 KiB at a time for it, each in a thread
         response, left, loop = web.StreamResponse(status=206), files[number].size - start, asyncio.get_running_loop()
         response.content_length = left
         with (folder / files[number].name).open("rb") as file:
@@ -92,5 +92,5 @@ class FolderSender:
                 await response.write(data)
                 left -= len(data)
         if left and request.transport is not None:
-            request.transport.abort()  # it was cut off meanwhile: the host asks again
+            request.transport.abort()  # the file was truncated meanwhile: the host asks again
         return response

@@ -1,7 +1,7 @@
-"""Opens connections to the head: HTTPS, to where the log's lease says that it is.
+"""Connections to the head by HTTPS, at the address in the log's lease.
 
-The lease names the SHA-256 of the head's certificate, too: nothing is said to whoever answers there with another one.
-The host shows by a token that it has the key.
+The lease also names the SHA-256 of the head's certificate, and the host sends nothing to a server with another one. A
+token proves that the host has the key.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ import aiohttp
 __all__ = ["HELLO_SECONDS", "NAME_HEADER", "HeadDialer", "HeadPlace", "NotOurs", "Refused", "bearer", "require_taken"]
 
 HELLO_SECONDS = 5.0
-"""How long TCP and TLS, or a first word, may take."""
+"""Time limit for TCP and TLS, or for a first message."""
 NAME_HEADER = "Trinity-ES-Host"
 """Header with the name of the host that asks."""
 READ_BYTES = 2**20
-"""How much of an answer is read ahead, in bytes."""
+"""Bytes of an answer that are read ahead."""
 
 
 class NotOurs(ConnectionError):
-    """The other side has not the key, or is not the head: why, in words."""
+    """The other side lacks the key or is not the head; the message has the reason."""
 
 
 class Refused(ConnectionError):
-    """The head, which has the key, does not take this host: why, in words, and whether it is for good."""
+    """The head has the key but refuses this host; it says why, and whether for good."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadPlace:
-    """Where the head takes hosts in, and by what it is known there."""
+    """Address of the head for hosts, and its certificate."""
 
     address: str
-    """As in 10.0.0.1:7700."""
+    """Host and port, as in 10.0.0.1:7700."""
     digest: bytes
     """SHA-256 of its certificate."""
 
     @classmethod
     def of(cls, owner: Mapping[str, Any] | None) -> HeadPlace | None:
-        """Return what the owner of the coordinator's lease says; None where it takes no hosts."""
+        """Return the place that the owner of the coordinator's lease names; None if it admits no hosts."""
         told = owner or {}
         return cls(told["hosts"], bytes.fromhex(told["certificate"])) if told.get("certificate") else None
 
@@ -53,37 +53,39 @@ class HeadPlace:
 
 
 def bearer(key: bytes, digest: bytes) -> str:
-    """Return the header by which a host shows this key to the head with the certificate of this digest.
+    """Return the header that proves this key to the head with the certificate of this digest.
 
-    It tells nothing of the key, and is of no use for another certificate.
+    It reveals nothing of the key, and is useless for another certificate.
     """
     return "Bearer " + hmac.digest(key, b"trinity-es host token " + digest, "sha256").hex()
 
 
 def require_taken(said: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what the head answers. Raises Refused where it refuses."""
+    """Return the head's answer. Raises Refused if it refuses."""
     if said.get("refused"):
         raise Refused(said["refused"], bool(said.get("for_good")))
     return said
 
 
 class HeadDialer:
-    """See the module. May be used by several event loops."""
+    """Opener of sessions with the head. Several event loops may use it."""
 
     def __init__(
         self, name: str, key: Callable[[], bytes], find: Callable[[], HeadPlace | None], timeout: float
     ) -> None:
-        """`name`: of this host. `find` returns where the head is, None while nobody leads; like `key` it may block.
-        `timeout`: seconds that the head may take to answer."""
+        """Take the `name` of this host and a `timeout` in seconds for the head's answers.
+
+        `find` returns the head's place, None while there is no leader. Like `key` it may block.
+        """
         self.timeout = timeout
         self._name, self._key, self._find = name, key, find
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[aiohttp.ClientSession]:
-        """Give a session with the head. Its errors, also in what is done with it, are ConnectionError and OSError,
-        NotOurs among them.
+        """Open a session with the head. Its errors, also those inside the block, are ConnectionError and OSError, among
+        them NotOurs.
 
-        Raises ConnectionError while nobody leads, what `find` does, WrongKey.
+        Raises ConnectionError while there is no leader, WrongKey, and the errors of `find`.
         """
         place = await asyncio.to_thread(self._find)
         if place is None:

@@ -1,8 +1,8 @@
-"""Stands on a host that joined where the coordinator stands on the head: the guardian starts it, and restarts it.
+"""Agent of the coordinator on a host that joined: the guardian starts it, and restarts it.
 
-To the host's guardian, runners and clients it is the coordinator. It decides nothing: what they say goes to the head
-over one connection, and what the head says goes to whom it is for. Where the head is, the log's lease says. An order to
-load what this host can't read waits here until it was pulled from the head (`pulled_loads.py`).
+The host's guardian, runners and clients use it as their coordinator. It decides nothing: it forwards their messages to
+the head over one connection, and the head's messages to their receivers. The log's lease says where the head is. An
+order to load a folder that this host can't read waits here until it is pulled from the head (`pulled_loads.py`).
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ __all__ = ["HostAgent"]
 BEAT_SECONDS = 2.0
 """Interval between two heartbeats to the guardian."""
 FIND_SECONDS = 2.0
-"""How long the database may take to say who leads."""
+"""Time limit of the database for naming the leader."""
 LEFT_SECONDS = 1.0
-"""How long the last words to the head may take."""
+"""Time limit for the last messages to the head."""
 MAX_CLIENTS = 10_000
-"""Maximum number of requests of this host's clients whose answers are still to come; the oldest is asked again."""
+"""Maximum number of open requests of this host's clients; beyond it the oldest loses its answer, and its client asks
+again."""
 
 
 class HostAgent(BaseActor):
-    """See the module. Started by the guardian with StartCoordinator."""
+    """The agent's actor. The guardian starts it with StartCoordinator."""
 
     def on_StartCoordinator(self, message: messages.StartCoordinator, sender: Any) -> None:
         config = self.config = message.config
@@ -48,9 +49,9 @@ class HostAgent(BaseActor):
         self.start_watch()
         self.epoch = 0
         self.addresses: dict[str, Any] = {}
-        """Of this host's runners, by their names."""
+        """Addresses of this host's runners, by name."""
         self.clients: OrderedDict[str, Any] = OrderedDict()
-        """Who asked, by the id of the request."""
+        """Clients, by the id of their request."""
         self.said = ""
         self.shows = Path(config.system.log_dir) / "connected"
         self.show(False)
@@ -73,45 +74,45 @@ class HostAgent(BaseActor):
         self.end_.start()
 
     def find_head(self) -> HeadPlace | None:
-        """Return where the head takes hosts in; in a thread. Raises what the log does."""
+        """Return where the head admits hosts; runs in a thread. Raises the log's errors."""
         with EventLog.open(self.config.store.url, read_only=True, patience=FIND_SECONDS) as log:
             lease = log.read_lease("coordinator")
         return HeadPlace.of(lease.owner) if lease is not None else None
 
     def beat(self) -> None:
-        """Tell the guardian that this process lives."""
+        """Send the guardian a sign of life."""
         self.after(BEAT_SECONDS, "beat", self.beat)
         self.send(self.guardian, messages.Heartbeat("coordinator", 0, os.getpid(), epoch=self.epoch))
 
     # --- the connection ---------------------------------------------------------------------------------------------
     def connected(self, epoch: int, leads: int) -> None:
-        """Have all runners say who they are and what was not acknowledged."""
+        """Have all runners introduce themselves and repeat what was not acknowledged."""
         self.log.info("taken in by the head, as epoch %d of this host; the coordinator's is %d", epoch, leads)
         self.epoch, self.said = leads, ""
         self.show(True)
         self.send(self.guardian, messages.CoordinatorUp(self.myAddress, leads))
 
     def show(self, connected: bool) -> None:
-        """Have a file in the folder of logs while the head has this host: what a launcher's probe looks at."""
+        """Keep a file in the log folder while the head has this host, for a launcher's probe."""
         try:
             self.shows.touch() if connected else self.shows.unlink(missing_ok=True)
         except OSError as e:
             self.log.warning("%s does not show whether this host is connected: %s", self.shows, e.strerror)
 
     def disconnected(self, why: str) -> None:
-        """Take note, once, of what keeps the connection from being made again."""
+        """Log, once, why the connection can't be made again."""
         self.show(False)
         if why != self.said:
             self.said = why
             self.log.warning("no connection to the head: %s", why)
 
     def refused(self, why: str) -> None:
-        """End this host's system: the head will never take this life of it in."""
+        """End this host's system, because the head will never admit this life of it."""
         self.log.error("the head refuses this host: %s", why)
         self.send(self.guardian, messages.LeaseLost(why))
 
     def take(self, items: Items) -> None:
-        """Pass on what the head says."""
+        """Forward messages of the head."""
         for name, message in items:
             if isinstance(message, requests.Reply):
                 client = self.clients.pop(message.id, None)
@@ -125,14 +126,14 @@ class HostAgent(BaseActor):
                 self.to_runner(name, message)
 
     def to_runner(self, name: str, message: Any) -> None:
-        """Send to a runner of this host, or to the guardian, which has no name."""
+        """Send to a runner of this host, or to the guardian, whose name is ""."""
         to = self.addresses.get(name) if name else self.guardian
         if to is not None:
             self.send(to, message)
 
     # --- what this host's processes say -----------------------------------------------------------------------------
     def to_head(self, message: Any, sender: Any) -> None:
-        """Pass on what a runner, or the guardian, says."""
+        """Forward a message of a runner or the guardian."""
         told = self.loads.told(message)
         if sender == self.guardian:
             self.end_.send("", told)
@@ -145,7 +146,7 @@ class HostAgent(BaseActor):
     on_RunnerDied = on_EndedRunners = to_head  # noqa: N815
 
     def on_Request(self, message: requests.Request, sender: Any) -> None:
-        """Pass on what a client of this host asks; the answer finds it."""
+        """Forward a client's request, and keep its address for the answer."""
         self.clients[message.id] = sender
         while len(self.clients) > MAX_CLIENTS:
             self.clients.popitem(last=False)
@@ -153,14 +154,14 @@ class HostAgent(BaseActor):
 
     # --- the end ----------------------------------------------------------------------------------------------------
     def on_HostLeaves(self, message: messages.HostLeaves, sender: Any) -> None:
-        """Have the head give this host nothing new."""
+        """Ask the head to give this host nothing new."""
         self.end_.send("", message)
 
     def on_Retire(self, message: messages.Retire, sender: Any) -> None:
         """Tell the head that this host is gone."""
         self.show(False)
         self.loads.stop()
-        if not self.epoch:  # nor does it ask to be taken in any more
+        if not self.epoch:  # and stop asking to join
             self.end_.stop()
         self.end_.send("", messages.HostLeaves("it was ended", final=True))
         self.after(LEFT_SECONDS, "left", lambda: self.send(self.guardian, messages.Retired()))

@@ -1,11 +1,12 @@
-"""The two ends of the connection between a host and the head, each an event loop in a thread of its own.
+"""The two ends of the connection between a host and the head, each an event loop in its own thread.
 
-The head is an HTTPS server (`certificate.py`), the host holds a WebSocket to it (`head_dialer.py`). Whoever shows no
-token of the key is answered by 401 and heard no further. Messages are pickles: who has the key may run code anyway.
+The head is an HTTPS server (`certificate.py`), and the host holds a WebSocket to it (`head_dialer.py`). A client
+without a token of the key gets 401 and nothing else. Messages are pickles, since whoever has the key may run code
+anyway.
 
-Nothing here blocks its actor: what is to be sent is put into a queue, what comes is handed to a callable, which the
-actor makes one of `post`. What was under way when a connection broke is lost: runners and coordinator say again what
-was not acknowledged, as they do where either of them was started anew.
+Nothing here blocks its actor: outgoing messages go into a queue, and incoming ones to a callable that the actor makes
+with `post`. Messages under way are lost when a connection breaks. Runners and coordinator repeat what was not
+acknowledged, as they do after a restart of either.
 """
 
 from __future__ import annotations
@@ -39,45 +40,45 @@ from trinity_es.events.store.database.retry import Backoff
 __all__ = ["HeadEnd", "HostEnd", "LoopThread"]
 
 BEAT_SECONDS = 1.0
-"""Interval between two frames, where there is nothing to say."""
+"""Maximum interval between two frames."""
 REDIAL_SECONDS = 0.2, 5.0
-"""Pause before the head is looked for again, or listens again: the first, and the longest."""
+"""Pause before the next attempt to find the head, or to listen: the first, and the longest."""
 MAX_WAITING = 20_000
-"""Maximum number of messages that wait for a host which takes none; then its connection is ended."""
+"""Maximum number of messages that wait for a host; beyond it the connection is ended."""
 FRAME_BYTES = 128 * 1024
-"""A frame takes no further message beyond this size: on a slow link a large one would be a silence."""
+"""Size of a frame beyond which it takes no further message: on a slow link a large frame would look like silence."""
 SILENCE = 1 / 3, 3.0
-"""A connection on which nothing was heard for this share of the timeout, or so many seconds where that is more, is made
-anew: a link that is back is of use at once, where TCP waits as long again as the link was away."""
+"""A connection that is silent for this share of the timeout, or for so many seconds if that is longer, is replaced. So
+a link that returns is used at once, while TCP would wait as long again as it was away."""
 WARN_SECONDS = 10.0
-"""Interval between two warnings of strangers."""
+"""Interval between two warnings about strangers."""
 _log = logging.getLogger(__name__)
 
 
 class _Pipe:
-    """One connection at work: a queue out, a beat, and who hears what comes."""
+    """One open connection: outgoing queue, heartbeat, and the receiver of its messages."""
 
     def __init__(
         self, ws: web.WebSocketResponse | ClientWebSocketResponse, connection: Any, take: Callable[[Items], None],
         timeout: float,
     ) -> None:
-        """Take `connection`, the socket of `ws`, too."""
+        """Take `connection`, the socket of `ws`."""
         self._ws, self._socket, self._take = ws, connection, take
         self._timeout = min(timeout, max(SILENCE[0] * timeout, SILENCE[1]))
         self._out: deque[bytes] = deque()
         self._wake, self._full = asyncio.Event(), asyncio.Event()
         self.heard = time.monotonic()
-        """When something last came."""
+        """Time of the last message received."""
 
     def put(self, name: str, message: Any) -> None:
-        """In the event loop: have this sent, to or from the process of this name."""
+        """Queue a message to, or from, the process of this name; called in the event loop."""
         self._out.append(pickle.dumps((name, message), protocol=5))
         self._wake.set()
         if len(self._out) > MAX_WAITING:
             self._full.set()
 
     async def run(self) -> str:
-        """Work until the connection ends; returns why."""
+        """Work until the connection ends; return the reason."""
         tasks = [asyncio.ensure_future(part()) for part in (self._send, self._receive, self._watch, self._fill)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -89,7 +90,7 @@ class _Pipe:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def close(self) -> None:
-        """End the connection at once; what was not sent is dropped."""
+        """End the connection at once and drop unsent messages."""
         with suppress(OSError):  # it is closed
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -101,7 +102,7 @@ class _Pipe:
             try:
                 await self._ws.send_bytes(self._next())
                 while self._out:
-                    await asyncio.sleep(0)  # sending alone does not let anybody else work
+                    await asyncio.sleep(0)  # without it, a long queue would starve other tasks
                     await self._ws.send_bytes(self._next())
             except OSError as e:
                 return f"it can't be sent to: {e}"
@@ -137,7 +138,7 @@ class _Pipe:
 
 
 def _items(frame: bytes) -> Iterator[tuple[str, Any]]:
-    """Yield the messages of a frame, each with a name: to whom, or from whom."""
+    """Yield the messages of a frame, each with the name of its receiver or sender."""
     file = io.BytesIO(frame)
     while file.tell() < len(frame):
         yield pickle.load(file)
@@ -152,19 +153,19 @@ class LoopThread:
         self._thread.start()
 
     def begin(self, work: Coroutine[Any, Any, None]) -> None:
-        """Have this done in the loop."""
+        """Run this coroutine in the loop."""
         try:
             asyncio.run_coroutine_threadsafe(work, self.loop)
         except RuntimeError:  # it was closed
             work.close()
 
     def call(self, call: Callable[[], Any]) -> None:
-        """Have this done in the loop, soon; nothing after its end."""
+        """Call this in the loop soon; after the loop's end nothing happens."""
         with suppress(RuntimeError):  # it was closed
             self.loop.call_soon_threadsafe(call)
 
     def stop(self) -> None:
-        """Cancel all that goes on in the loop, and end it."""
+        """Cancel everything in the loop and end it."""
         self.begin(self._end())
 
     async def _end(self) -> None:
@@ -180,11 +181,11 @@ class LoopThread:
 
 
 class HeadEnd:
-    """The head's end: listens, and has a connection to each host that was taken in.
+    """The head's end: listens, and has a connection to each admitted host.
 
-    The callables are called in its thread: `hello(what the host says, its address, answer)`, which calls `answer` with
-    an Admission once, from any thread; `take(host, epoch, items)`, first without any, when it is connected;
-    `gone(host, epoch, why, when it was last heard, monotonic seconds)`.
+    The callables run in its thread. `hello(offer, address, answer)` calls `answer` with an Admission once, from any
+    thread. `take(host, epoch, items)` gets messages; its first call, without any, says that the host is connected.
+    `gone(host, epoch, reason, time of the last message in monotonic seconds)` ends it.
     """
 
     def __init__(
@@ -193,8 +194,9 @@ class HeadEnd:
         take: Callable[[str, int, Items], None], gone: Callable[[str, int, str, float], None],
         facts: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        """`key` is asked for at each request; it may read a file, and raise WrongKey. `facts()`, which may block: what
-        is told to a host that asks and does not join."""
+        """`key` is called for each request; it may read a file and raise WrongKey. `facts()`, which may block, returns
+        the answer for a host that asks without joining.
+        """
         self._address, self._key, self._certificate, self._timeout = address, key, certificate, timeout
         self._hello, self._take, self._gone, self._facts = hello, take, gone, facts
         self._pipes: dict[str, tuple[int, _Pipe]] = {}
@@ -204,7 +206,7 @@ class HeadEnd:
         self._refused, self._warned = 0, float("-inf")
 
     def start(self) -> Future[int]:
-        """Begin to listen, again and again until it can: a port may still be a predecessor's. Gives the port."""
+        """Begin to listen, and retry while the port is still a predecessor's. Calls back with the port."""
         return asyncio.run_coroutine_threadsafe(self._listen(), self._thread.loop)
 
     async def _listen(self) -> int:
@@ -231,7 +233,7 @@ class HeadEnd:
                 return port
 
     def send(self, host: str, to: str, message: Any) -> None:
-        """Send to a host; from any thread. Dropped where it has no connection now."""
+        """Send to a host, from any thread; dropped if the host has no connection now."""
         def put() -> None:
             found = self._pipes.get(host)
             if found is not None:
@@ -240,11 +242,11 @@ class HeadEnd:
         self._thread.call(put)
 
     def heard(self) -> dict[str, float]:
-        """Return when each host that has a connection was last heard, monotonic seconds; from any thread."""
+        """Return the time of the last message from each connected host, in monotonic seconds; from any thread."""
         return {host: pipe.heard for host, (_, pipe) in self._pipes.copy().items()}
 
     def hang_up(self, host: str, epoch: int) -> None:
-        """End the connection to this epoch of a host; from any thread."""
+        """End the connection to this epoch of a host, from any thread."""
         def end() -> None:
             found = self._pipes.get(host)
             if found is not None and found[0] == epoch:
@@ -253,7 +255,7 @@ class HeadEnd:
         self._thread.call(end)
 
     def stop(self) -> None:
-        """Hear nobody any more."""
+        """Stop listening and end all connections."""
         def close() -> None:
             if self._server is not None and self._runner.server is not None:
                 self._server.close()
@@ -269,7 +271,7 @@ class HeadEnd:
     async def _admit(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Refuse whoever does not show the key."""
+        """Refuse clients without the key."""
         try:
             token = bearer(await asyncio.to_thread(self._key), self._certificate.digest)
         except WrongKey as e:
@@ -284,7 +286,7 @@ class HeadEnd:
         return await handler(request)
 
     async def _admission(self, said: Mapping[str, Any], request: web.Request) -> Admission:
-        """Return what `hello` decides. Raises TimeoutError while the log can't be written."""
+        """Return the decision of `hello`. Raises TimeoutError while the log can't be written."""
         asked: asyncio.Future[Admission] = asyncio.get_running_loop().create_future()
         self._hello(said, request.remote or "", lambda found: self._thread.call(lambda: _settle(asked, found)))
         return await asyncio.wait_for(asked, self._timeout)
@@ -308,10 +310,10 @@ class HeadEnd:
         return await self._folders.listed(Path(admission.folder))
 
     async def _join(self, request: web.Request) -> web.WebSocketResponse:
-        connection = request.get_extra_info("socket")  # now: asyncio tells it of none that was closed meanwhile
+        connection = request.get_extra_info("socket")  # now: asyncio reports none that closed meanwhile
         ws = web.WebSocketResponse(max_msg_size=MAX_FRAME, compress=False, timeout=HELLO_SECONDS)
         await ws.prepare(request)
-        with suppress(OSError):  # a TimeoutError, where it says nothing or the log can't be written now
+        with suppress(OSError):  # a TimeoutError if it sends nothing, or the log can't be written now
             said = await _first(ws, HELLO_SECONDS)
             admission = await self._admission(said, request)
             if admission.refused:
@@ -325,7 +327,7 @@ class HeadEnd:
         epoch = admission.epoch
         pipe = _Pipe(ws, connection, lambda items: self._take(host, epoch, items), self._timeout)
         before = self._pipes.get(host)
-        if before is not None and before[0] > epoch:  # this epoch was over before it was told so
+        if before is not None and before[0] > epoch:  # this epoch ended before it heard so
             return
         self._pipes[host] = epoch, pipe
         if before is not None:
@@ -339,7 +341,7 @@ class HeadEnd:
         now = self._pipes.get(host)
         if now == (epoch, pipe):
             del self._pipes[host]
-        if now is None or now[0] != epoch or now[1] is pipe:  # else another connection of this epoch took its place
+        if now is None or now[0] != epoch or now[1] is pipe:  # unless another connection of this epoch took its place
             self._gone(host, epoch, why, pipe.heard)
 
     def _warn(self, request: web.Request, why: str) -> None:
@@ -351,10 +353,10 @@ class HeadEnd:
 
 
 class HostEnd:
-    """The host's end: looks for the head, connects, and does so again whenever the connection ends.
+    """The host's end: finds the head, connects, and repeats both whenever the connection ends.
 
-    The callables are called in its thread: `up(epoch, coordinator epoch)`; `take(items)`; `down(why)`, also for each
-    try that failed; `refused(why)`: the head does not want this host any more, and nothing is tried again.
+    The callables run in its thread: `up(epoch, coordinator epoch)`; `take(items)`; `down(reason)`, also for each failed
+    attempt; `refused(reason)`: the head refuses this host for good, and no attempt follows.
     """
 
     def __init__(
@@ -371,7 +373,7 @@ class HostEnd:
         self._thread.begin(self._run())
 
     def send(self, name: str, message: Any) -> None:
-        """Send to the head, from the process of this name; from any thread. Dropped where there is no connection."""
+        """Send to the head, from the process of this name and from any thread; dropped without a connection."""
         def put() -> None:
             if self._pipe is not None:
                 self._pipe.put(name, message)
@@ -379,7 +381,7 @@ class HostEnd:
         self._thread.call(put)
 
     def stop(self) -> None:
-        """Look for nobody any more."""
+        """Stop looking for the head."""
         self._thread.stop()
 
     async def _run(self) -> None:
@@ -410,7 +412,7 @@ class HostEnd:
 
 
 async def _first(ws: web.WebSocketResponse | ClientWebSocketResponse, seconds: float) -> dict[str, Any]:
-    """Return the first word of the other side. Raises ConnectionError, TimeoutError."""
+    """Return the first message of the other side. Raises ConnectionError, TimeoutError."""
     message = await ws.receive(seconds)
     if message.type is not WSMsgType.TEXT:
         raise ConnectionError("the other side ended the connection")

@@ -1,8 +1,7 @@
-"""Holds the head's orders to load weights and adapters until what they name is on this host, once for all its runners.
+"""Orders of the head to load weights and adapters, held until their folders are on this host, once for all its runners.
 
-The coordinator's view is that of a runner which loads: it says so with each status, and with each heartbeat how far the
-pull is. An order with a newer version ends the pull of an older one. What no runner serves and nobody is to load any
-more is removed.
+For the coordinator a waiting runner is loading: each status says so, and each heartbeat has the progress of the pull.
+An order with a newer version ends the pull of an older one. Folders that no runner serves or is to load are removed.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from trinity_es.events.errors import SyncError
 __all__ = ["PulledLoads"]
 
 Wanted = tuple[FolderName, str]
-"""What the head is asked for, and where it lies there."""
+"""The folder to ask the head for, and its path there."""
 
 
 @dataclass(slots=True)
@@ -34,62 +33,63 @@ class _Pull:
     future: Future[Path]
     began: float
     said: str = ""
-    """How far it is."""
+    """Its progress."""
 
 
 @dataclass(slots=True)
 class _Runner:
-    """What is known of a runner of this host."""
+    """State of a runner of this host."""
 
     weights: messages.LoadWeights | None = None
-    """The order that is held."""
+    """Held order to load weights."""
     adapters: messages.LoadAdapters | None = None
-    """The order that is held."""
+    """Held order to load adapters."""
     serves: int = 0
     serves_adapters: dict[str, int] = field(default_factory=dict)
     waited: tuple[int, float] = (0, 0.0)
-    """The version that was given out last, and how many seconds it was pulled."""
+    """Latest version that was handed on, and the seconds that its pull took."""
 
 
 class PulledLoads:
-    """See the module. For the agent's loop; pulls are made in a loop of their own."""
+    """Holder of orders, for the agent's loop; pulls run in a loop of their own."""
 
     def __init__(
         self, puller: FolderPuller, *, to_runner: Callable[[str, Any], None], to_head: Callable[[str, Any], None],
         post: Callable[[Callable[[], None]], None], log: logging.Logger,
     ) -> None:
-        """`to_runner(name, message)`, `to_head(name, message)`: who is told, as a runner of this name."""
+        """`to_runner(name, message)` sends to a runner, `to_head(name, message)` to the head in the name of a runner.
+        """
         self._puller, self._to_runner, self._to_head, self._post, self._log = puller, to_runner, to_head, post, log
         self._pulls: dict[Wanted, _Pull] = {}
         self._runners: dict[str, _Runner] = {}
         self._places: dict[Wanted, Path] = {}
-        """Where adapters were found, or pulled to."""
+        """Folders of adapters, found or pulled."""
         self._errors: dict[tuple[str, int], str] = {}
-        """Why an adapter can't be had, by its name and version."""
+        """Errors of adapters that can't be had, by name and version."""
         self._newest = 0
         self._adapters: frozenset[Wanted] = frozenset()
-        """Those of the newest order."""
+        """Adapters of the newest order."""
         self._thread = LoopThread("pulls")
 
     def stop(self) -> None:
-        """Pull nothing any more; what is there stays."""
+        """Stop pulling; pulled folders stay."""
         self._thread.stop()
 
     # --- orders of the head -----------------------------------------------------------------------------------------
     def load_weights(self, name: str, order: messages.LoadWeights) -> None:
-        """Have a runner load weights when they are here."""
+        """Have a runner load weights once they are here."""
         if order.from_group:
             self._to_runner(name, order)
             return
         self._newest = max(self._newest, order.version)
         for (wanted, path), pull in self._pulls.items():
             if wanted.kind == "weights" and (wanted.version, path) != (order.version, order.path):
-                pull.future.cancel()  # of an older one, or from where it was before
+                pull.future.cancel()  # of an older order, or from an earlier path
         self._runner(name).weights = order
         self._begin(_weights(order))
 
     def load_adapters(self, name: str, order: messages.LoadAdapters) -> None:
-        """Have a runner load adapters when they all are here."""
+        """Have a runner load adapters once they are all here."""
         runner = self._runner(name)
         runner.adapters = order
         named = {(event.adapter, event.version) for event in order.adapters}
@@ -147,7 +147,8 @@ class PulledLoads:
                 self._to_head(name, told)
 
     def _give_adapters(self, name: str, runner: _Runner) -> None:
-        """Pass on an order of which nothing is pulled any more. What can't be had keeps its path, where it fails."""
+        """Hand on an order whose pulls are over. A folder that can't be had keeps the head's path, where loading fails.
+        """
         order = runner.adapters
         if order is None or any(_adapter(event) in self._pulls for event in order.adapters):
             return
@@ -157,7 +158,7 @@ class PulledLoads:
 
     # --- what runners say -------------------------------------------------------------------------------------------
     def told(self, message: Any) -> Any:
-        """Return what the head is told where a runner, or the guardian, says this."""
+        """Return the message for the head when a runner or the guardian sends this one."""
         match message:
             case messages.RunnerDied():
                 self._runners.pop(message.name, None)
@@ -186,7 +187,7 @@ class PulledLoads:
         return self._runners.setdefault(name, _Runner())
 
     def _waits_for(self, name: str) -> str:
-        """Return what an order to this runner is held for; empty: none is held."""
+        """Return why an order to this runner is held; empty if none is held."""
         runner = self._runners.get(name)
         if runner is None:
             return ""
@@ -198,7 +199,7 @@ class PulledLoads:
         )
 
     def _tidy(self) -> None:
-        """Have everything removed that no runner serves, and nobody is to load."""
+        """Remove everything that no runner serves or is to load."""
         runners = self._runners.values()
         versions = {self._newest} | {r.serves for r in runners} | {r.weights.version for r in runners if r.weights}
         used = {FolderName("weights", version=version) for version in versions}
@@ -217,7 +218,7 @@ def _adapter(event: ev.AdapterPublished) -> Wanted:
 
 
 def _outcome(future: Future[Path]) -> tuple[Path | None, str]:
-    """Return where it is, or why it can't be had; neither where it is not wanted any more."""
+    """Return the place of a folder, or why it can't be had; neither if it is not wanted any more."""
     try:
         return future.result(), ""
     except CancelledError:
