@@ -4,8 +4,8 @@ Messages carry control data only, in groups (many units out, many outcomes back)
 as a `Parcel`: JSON bytes while they are small, otherwise the digest of a payload. A unit's results do the same
 (`UnitOutcome.results_digest`). Thespian's transport is quadratic in the size of a message, so `LIMIT` holds for all.
 
-Thespian pickles messages, and the receiver dispatches on the class name alone. A message that may arrive after a restart
-names the incarnation that it is for, because an address may later belong to another actor.
+Thespian pickles messages, and the receiver dispatches on the class name alone. A message that may arrive after a
+restart names the incarnation that it is for, because an address may later belong to another actor.
 """
 
 from __future__ import annotations

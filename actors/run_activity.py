@@ -4,10 +4,11 @@ A runner's state is plain JSON. `runner, incarnation, model, state, model_versio
 `answered` (false: the runner missed the deadline, and the coordinator filled in what it has), `units` (number assigned
 to it). `running`: a row for each run that plays now (`workflow_id` "batch/task/run", `runs` if a workflow does several
 itself, `model_version` at its begin, `begin_time` in unix seconds, `running_time` in seconds), the longest first and
-at most `SHOWN_RUNS`; `running_count` counts all. `workflow_id, begin_time, end_time, running_time` describe the run that
-has played longest (`end_time` null), or, if none plays, the last one that ended; null before any. `terminate_time` is
-another name of `end_time`. `workflow_state` is what that run's workflow set by `model.set_workflow_state`; a `waits_for`
-in it names what the run waits for outside of the system, and `why` and `status` show it.
+at most `SHOWN_RUNS`; `running_count` counts all. `workflow_id, begin_time, end_time, running_time` describe the run
+that has played longest (`end_time` null), or, if none plays, the last one that ended; null before any.
+`terminate_time` is another name of `end_time`. `workflow_state` is what that run's workflow set by
+`model.set_workflow_state`; `waits_for` in it names what the run waits for outside of the system, and `why` and
+`status` show it.
 
 None of it is in the log, because none of it is decided or finished yet.
 """
